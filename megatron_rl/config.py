@@ -1,0 +1,385 @@
+"""The configuration: one frozen dataclass per stage, composed; YAML and key=value merged by OmegaConf, checked at start.
+
+Every error is a ConfigError that names the key, the value and the way out. Nothing changes a config after it was built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import pathlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.types import ConfigError
+
+REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
+ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo")
+POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
+
+
+def _choose(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def _at_least(key: str, value: float | None, low: float, *, exclusive: bool = False) -> None:
+    if value is not None and (value < low or (exclusive and value == low)):
+        raise ConfigError(f"{key}={value} must be {'above' if exclusive else 'at least'} {low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """``dir`` holds metrics.jsonl, config.yaml, report.html and checkpoints/; default runs/<name>."""
+
+    name: str = "run"
+    dir: str | None = None
+    seed: int = 0
+    deadline_s: float = 1800.0  # every collective's and every engine's wait
+
+    def __post_init__(self) -> None:
+        _at_least("run.deadline_s", self.deadline_s, 1.0)
+
+    @property
+    def path(self) -> pathlib.Path:
+        return pathlib.Path(self.dir) if self.dir else pathlib.Path("runs") / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """``hf_path``: a Hugging Face directory. ``init``: its weights, or random ones of its config."""
+
+    hf_path: str = ""
+    tokenizer_path: str | None = None
+    dtype: str = "float32"
+    init: str = "pretrained"
+    layer_spec: str = "auto"
+
+    def __post_init__(self) -> None:
+        _choose("model.dtype", self.dtype, ("float32", "bfloat16"))
+        _choose("model.init", self.init, ("pretrained", "random"))
+        _choose("model.layer_spec", self.layer_spec, ("auto", "transformer_engine", "torch"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Degrees of parallelism; data parallel is what is left of the world size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("parallel.tensor", self.tensor, 1)
+        _at_least("parallel.pipeline", self.pipeline, 1)
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigError("parallel.sequence_parallel=true needs parallel.tensor >= 2 and it is 1; raise it or turn it off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Any field of Megatron-Core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, passed through."""
+
+    transformer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """``train``: a JSONL path. ``prompt_key`` and ``answer_key`` name its columns; ``solution_key`` is what a warm-up imitates.
+
+    ``template``: "{prompt}" is replaced by the column's text; "chat" uses the tokenizer's chat template.
+    """
+
+    train: str = ""
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    solution_key: str = "solution"
+    template: str = "{prompt}"
+    max_prompt_tokens: int = 512
+    on_long_prompt: str = "fail"
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
+        _at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        if self.template != "chat" and "{prompt}" not in self.template:
+            raise ConfigError(f"data.template={self.template!r} has no {{prompt}} in it; add it, or use 'chat'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Generation. Log-probs are taken at ``temperature``, by the engine and by the trainer."""
+
+    engine: str = "transformers"
+    samples_per_prompt: int = 8
+    max_response_tokens: int = 256
+    temperature: float = 1.0
+    max_batch_samples: int = 256
+    allow_large_embedded_model: bool = False
+
+    def __post_init__(self) -> None:
+        _choose("rollout.engine", self.engine, ("transformers",))
+        _at_least("rollout.samples_per_prompt", self.samples_per_prompt, 1)
+        _at_least("rollout.max_response_tokens", self.max_response_tokens, 1)
+        _at_least("rollout.max_batch_samples", self.max_batch_samples, 1)
+        _at_least("rollout.temperature", self.temperature, 0.0, exclusive=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """``functions``: names (``arithmetic``, ``math_verify``) or ``module:function``; ``weights`` one each, default 1."""
+
+    functions: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    on_error: str = "fail"
+
+    def __post_init__(self) -> None:
+        _choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ConfigError(
+                f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; give one weight each"
+            )
+
+    @property
+    def resolved_weights(self) -> tuple[float, ...]:
+        return self.weights or (1.0,) * len(self.functions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Semantics §6. ``epsilon`` is added to the standard deviation."""
+
+    estimator: str = "grpo"
+    epsilon: float = 1e-6
+    whiten: str = "scale"
+
+    def __post_init__(self) -> None:
+        _choose("advantage.estimator", self.estimator, ESTIMATORS)
+        _choose("advantage.whiten", self.whiten, ("scale", "center_and_scale"))
+        _at_least("advantage.epsilon", self.epsilon, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipConfig:
+    """Semantics §2 and §3: what is dropped, and what a step without signal does."""
+
+    mode: str = "exact"
+    steps: str = "match"
+    ghost: str = "dense"
+    advantage_epsilon: float = 0.0
+    logprob_passes: bool = True
+
+    def __post_init__(self) -> None:
+        _choose("skip.mode", self.mode, ("exact", "approximate", "off"))
+        _choose("skip.steps", self.steps, ("match", "merge"))
+        _choose("skip.ghost", self.ghost, ("dense", "freeze"))
+        _at_least("skip.advantage_epsilon", self.advantage_epsilon, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Semantics §1 and §7."""
+
+    policy: str = "ppo"
+    reduction: str = "token_mean"
+    denominator: str = "original"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    dro_beta: float = 0.1
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        _choose("loss.policy", self.policy, POLICIES)
+        _choose("loss.reduction", self.reduction, REDUCTIONS)
+        _choose("loss.denominator", self.denominator, ("original", "kept"))
+        _choose("loss.kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "unbiased"))
+        _at_least("loss.clip_low", self.clip_low, 0.0)
+        _at_least("loss.clip_high", self.clip_high, 0.0)
+        _at_least("loss.kl_coefficient", self.kl_coefficient, 0.0)
+        if self.dual_clip is not None and self.dual_clip <= 1.0:
+            raise ConfigError(f"loss.dual_clip={self.dual_clip} must be above 1 (3 is usual), or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """``old_logprobs``: ``recompute`` by the trainer over the survivors, or the engine's own (``rollout``)."""
+
+    old_logprobs: str = "recompute"
+
+    def __post_init__(self) -> None:
+        _choose("correction.old_logprobs", self.old_logprobs, ("recompute", "rollout"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How survivors are cut into micro-batches. ``samples_per_microbatch`` (static) replaces the token cap.
+
+    ``repack: false`` cuts before the drop and removes whole micro-batches only: bitwise the dense run's gradient.
+    """
+
+    max_tokens_per_microbatch: int = 8192
+    samples_per_microbatch: int | None = None
+    repack: bool = True
+    microbatch_overhead_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least("plan.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
+        _at_least("plan.samples_per_microbatch", self.samples_per_microbatch, 1)
+        _at_least("plan.microbatch_overhead_tokens", self.microbatch_overhead_tokens, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule: linear warm-up over ``warmup_steps``, then constant, or cosine or linear down to ``min_lr``."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    kernel: str = "auto"
+    distributed: bool = True
+    on_nonfinite: str = "fail"
+
+    def __post_init__(self) -> None:
+        _choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
+        _choose("optimizer.kernel", self.kernel, ("auto", "transformer_engine", "apex", "torch"))
+        _choose("optimizer.on_nonfinite", self.on_nonfinite, ("fail", "skip"))
+        _at_least("optimizer.lr", self.lr, 0.0)
+        _at_least("optimizer.clip_grad", self.clip_grad, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """Supervised steps before RL, on ``data.solution_key``; its own learning rate. 0 steps: none."""
+
+    steps: int = 0
+    samples_per_step: int = 64
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least("warmup.steps", self.steps, 0)
+        _at_least("warmup.samples_per_step", self.samples_per_step, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """``steps`` rollouts of ``prompts_per_step`` prompts; each is trained in mini-batches of ``samples_per_mini_batch``."""
+
+    steps: int = 100
+    prompts_per_step: int = 64
+    samples_per_mini_batch: int | None = None
+    epochs_per_rollout: int = 1
+    export_every: int | None = None
+    export_last: bool = True
+    stop_at_reward: float | None = None
+    max_minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("train.steps", self.steps, 0)
+        _at_least("train.prompts_per_step", self.prompts_per_step, 1)
+        _at_least("train.samples_per_mini_batch", self.samples_per_mini_batch, 1)
+        _at_least("train.epochs_per_rollout", self.epochs_per_rollout, 1)
+        _at_least("train.export_every", self.export_every, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """``path``: a JSONL of held-out prompts, scored greedily every ``every`` rollouts and at the end (mean@1)."""
+
+    path: str | None = None
+    name: str = "test"
+    every: int | None = None
+    max_prompts: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("eval.every", self.every, 1)
+        _at_least("eval.max_prompts", self.max_prompts, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    progress: bool = True
+    dense_every: int = 20
+    dense_samples: int = 4
+    save_plans: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    skip: SkipConfig = field(default_factory=SkipConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+
+def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    for key, value in tree.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
+            raise ConfigError(f"unknown config key {prefix}{key} (value {value!r}); the nearest known key is {prefix}{nearest[0]}")
+        section = known[key].default_factory
+        if dataclasses.is_dataclass(section) and isinstance(section, type):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{key}={value!r} must be a section with keys, as in {prefix}{key}.{dataclasses.fields(section)[0].name}")
+            _check_keys(value, section, f"{prefix}{key}.")
+
+
+def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Defaults, then the YAML file, then ``section.key=value`` overrides. Raises ConfigError, FileNotFoundError."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    layers = []
+    if path is not None:
+        layers.append(OmegaConf.load(path))
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    try:
+        layers.append(OmegaConf.from_dotlist(list(overrides)))
+        given = OmegaConf.merge(*layers)
+        tree = OmegaConf.to_container(given, resolve=True)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} must hold sections with keys, and it holds a {type(tree).__name__}")
+        _check_keys(tree, Config)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(f"config key {key}: {str(error).splitlines()[0]}") from error
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration, every default filled in."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,0 +1,257 @@
+"""What travels between stages: frozen, slotted, keyword-only values, each array with its shape and unit.
+
+Suffixes: _P prompts, _G samples of one prompt's group, _S samples, _T tokens, _M micro-batches, _D data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work: the message names the key, the value and the way out."""
+
+
+class LockstepError(RuntimeError):
+    """Ranks disagree on what to run next; raised on every rank, naming who differs and in what."""
+
+
+class RewardError(RuntimeError):
+    """A reward function failed on a sample; the message carries the sample's id and the traceback."""
+
+
+class StepKind(Enum):
+    """REAL runs forward, backward, reduction and optimizer; GHOST has no sample with signal and runs the optimizer alone."""
+
+    REAL = "REAL"
+    GHOST = "GHOST"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of the dataset, tokenized.
+
+    prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never contains a rank.
+    token_ids: the prompt's tokens, as the model sees them.
+    columns:   every column of the dataset's row; reward functions receive them all.
+
+    Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer": "7"})``
+    """
+
+    prompt_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One completion of one prompt.
+
+    response_ids:   [T] the sampled tokens, the stop token included where one was produced.
+    logprobs:       [T] float32, log-probability of each under the engine's policy at the sampling temperature.
+    finish_reason:  "stop" (a stop token) or "length" (``rollout.max_response_tokens`` reached).
+    weight_version: the trainer's weight version that produced it.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: str
+    weight_version: int
+
+    @property
+    def sample_id(self) -> str:
+        return f"{self.prompt.prompt_id}#{self.sample_index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What the reward functions said of one sample.
+
+    total:       the weighted sum over the functions that applied; None where the sample is taken out of its group
+                 (``reward.on_error=drop``, or no function applied).
+    by_function: one value per configured function, None where it did not apply.
+    """
+
+    total: float | None
+    by_function: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row to train on, held by the rank that produced it.
+
+    token_ids:     [prompt + response] int64.
+    loss_mask:     [response] bool, True where a response token carries loss.
+    logprobs:      [response] float32, the engine's log-probs (zeros for supervised rows).
+    routed_experts: optional [response, layers, top_k] int16, for routing replay.
+    """
+
+    sample_id: str
+    prompt_tokens: int
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    routed_experts: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchFacts:
+    """What every rank knows of every sample of a batch, whoever holds its tokens. Struct of arrays, all [S].
+
+    sample_ids:      identities, for messages and metrics.
+    groups:          int64, index of the prompt whose group the sample belongs to.
+    prompt_tokens:   int64.
+    response_tokens: int64, all response tokens, masked or not.
+    loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of every denominator.
+    owners:          int64, global rank that holds the sample's row.
+    owner_rows:      int64, the row's position in the owner's local list.
+
+    Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
+    """
+
+    sample_ids: tuple[str, ...]
+    groups: np.ndarray
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
+    loss_tokens: np.ndarray
+    owners: np.ndarray
+    owner_rows: np.ndarray
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def total_tokens(self) -> np.ndarray:
+        """[S] int64: prompt and response, without pads."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def response_offsets(self) -> np.ndarray:
+        """[S + 1] int64: where each sample's response starts in a flat array over all response tokens of the batch."""
+        return np.concatenate([[0], np.cumsum(self.response_tokens)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples that go through the model in one forward, packed one after the other (THD).
+
+    samples: int64 [K], indices into the batch's facts.
+    filler:  True where it only keeps ranks in step: every loss weight is 0.
+    """
+
+    samples: np.ndarray
+    filler: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MiniBatchPlan:
+    """One optimizer step: which samples each data-parallel rank runs, in which micro-batches (CSR layout).
+
+    members:             int64 [B], the mini-batch before the drop; every denominator is counted over these.
+    dropped:             int64, the members without signal, never forwarded.
+    order:               int64 [K], the samples that run, rank by rank and micro-batch by micro-batch.
+    microbatch_offsets:  int64 [M + 1] into ``order``.
+    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: micro-batches of rank d are rank_offsets[d]:rank_offsets[d+1].
+    filler_microbatches: bool [M].
+    microbatches_dropped: how many fewer micro-batches than the dense plan of the same members.
+
+    Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
+    ``order=[3,1,4], microbatch_offsets=[0,2,3], rank_offsets=[0,2,2]``.
+    """
+
+    kind: StepKind
+    members: np.ndarray
+    dropped: np.ndarray
+    order: np.ndarray
+    microbatch_offsets: np.ndarray
+    rank_offsets: np.ndarray
+    filler_microbatches: np.ndarray
+    microbatches_dropped: int = 0
+
+    @property
+    def num_microbatches(self) -> np.ndarray:
+        """[D] micro-batches per data-parallel rank."""
+        return np.diff(self.rank_offsets)
+
+    @property
+    def silent_ranks(self) -> int:
+        """Data-parallel ranks without a micro-batch in a REAL step."""
+        return int((self.num_microbatches == 0).sum()) if self.kind is StepKind.REAL else 0
+
+    def microbatches(self, data_parallel_rank: int) -> Iterator[MicroBatch]:
+        for m in range(self.rank_offsets[data_parallel_rank], self.rank_offsets[data_parallel_rank + 1]):
+            start, stop = self.microbatch_offsets[m], self.microbatch_offsets[m + 1]
+            yield MicroBatch(samples=self.order[start:stop], filler=bool(self.filler_microbatches[m]))
+
+    def rank_samples(self, data_parallel_rank: int) -> np.ndarray:
+        """int64: every sample that a data-parallel rank runs, in order."""
+        first, last = self.rank_offsets[data_parallel_rank], self.rank_offsets[data_parallel_rank + 1]
+        return self.order[self.microbatch_offsets[first] : self.microbatch_offsets[last]]
+
+
+_PLAN_ARRAYS = ("members", "dropped", "order", "microbatch_offsets", "rank_offsets", "filler_microbatches")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """Everything one batch runs: its mini-batches in order. JSON in, JSON out, with a fingerprint that ranks compare."""
+
+    purpose: str
+    mini_batches: tuple[MiniBatchPlan, ...]
+    details: Mapping[str, object] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        def encode(mini_batch: MiniBatchPlan) -> dict:
+            arrays = {name: [int(x) for x in getattr(mini_batch, name)] for name in _PLAN_ARRAYS}
+            return {"kind": mini_batch.kind.value, "microbatches_dropped": mini_batch.microbatches_dropped, **arrays}
+
+        content = {"purpose": self.purpose, "mini_batches": [encode(x) for x in self.mini_batches], "details": dict(self.details)}
+        return json.dumps(content)
+
+    @staticmethod
+    def from_json(text: str) -> StepPlan:
+        content = json.loads(text)
+
+        def decode(entry: dict) -> MiniBatchPlan:
+            arrays = {name: np.asarray(entry[name], dtype=np.int64) for name in _PLAN_ARRAYS}
+            arrays["filler_microbatches"] = arrays["filler_microbatches"].astype(bool)
+            return MiniBatchPlan(kind=StepKind(entry["kind"]), microbatches_dropped=entry["microbatches_dropped"], **arrays)
+
+        return StepPlan(
+            purpose=content["purpose"], mini_batches=tuple(decode(x) for x in content["mini_batches"]), details=content["details"]
+        )
+
+    def fingerprints(self) -> tuple[bytes, ...]:
+        """One 32-byte digest per mini-batch, over its kind and its cut; equal plans have equal fingerprints."""
+        digests = []
+        for mini_batch in self.mini_batches:
+            digest = hashlib.sha256(f"{self.purpose}/{mini_batch.kind.value}".encode())
+            for name in _PLAN_ARRAYS:
+                digest.update(name.encode() + np.ascontiguousarray(getattr(mini_batch, name), dtype=np.int64).tobytes())
+            digests.append(digest.digest())
+        return tuple(digests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did. Sums are over all ranks; nothing is divided yet.
+
+    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), metrics.py divides them last.
+    """
+
+    kind: StepKind
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+    sums: Mapping[str, float]

@@ -1,0 +1,42 @@
+"""Package metadata: what is installed, and with which extras."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+ROOT = pathlib.Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "megatron_rl" / "__init__.py").read_text()).group(1)
+
+setup(
+    name="megatron_rl",
+    version=VERSION,
+    description="RL post-training on Megatron-Core that does not pay for samples without signal",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+        "omegaconf>=2.3",
+        "transformers>=5.0",
+        "safetensors>=0.4",
+        "tokenizers>=0.20",
+        "numpy>=1.26",
+        "rich>=13",
+        "math-verify>=0.8",
+        "psutil>=5.9",
+        "tensorboard>=2.16",
+        # megatron-core 0.19 imports triton unconditionally; CPU builds of torch do not bring it.
+        "triton>=3.0; python_version >= '3.12' and sys_platform == 'linux'",
+    ],
+    extras_require={
+        "vllm": ["vllm>=0.11"],
+        "gpu": ["transformer-engine[pytorch]>=2.3"],
+        "wandb": ["wandb>=0.17"],
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6"],
+    },
+    entry_points={"console_scripts": ["megatron_rl-doctor = megatron_rl.doctor:main"]},
+)
