@@ -1,0 +1,182 @@
+"""GPTModel from a Hugging Face config: shapes from the config, parallelism from the topology, the rest from the user.
+
+Fields of Megatron-Core's TransformerConfig that the token-sum seam owns, or that the Hugging Face config settles, are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.config import Config
+from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
+from megatron_rl.platform import HOST
+from megatron_rl.topology import Topology
+from megatron_rl.types import ConfigError
+
+from megatron.core.enums import ModelType  # isort: skip
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and schedule.py reduces once"
+_SHAPE = "it comes from the Hugging Face config in model.hf_path"
+_SECTION = "it is set by {}"
+REFUSED_TRANSFORMER_FIELDS = {
+    **dict.fromkeys(("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _SEAM),
+    **dict.fromkeys(("grad_scale_func", "variable_seq_lengths", "deallocate_pipeline_outputs", "timers"), _SEAM),
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization",
+         "layernorm_epsilon", "qk_layernorm", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias"), _SHAPE),
+    "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
+    "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
+    "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _SECTION.format("model.dtype")),
+    **dict.fromkeys(
+        ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size", "num_moe_experts", "mtp_num_layers"),
+        "this version runs dense models under tensor, pipeline, sequence and data parallelism"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the rest of the house asks of the Hugging Face config. Sizes in elements, ``context_tokens`` in tokens.
+
+    padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
+    layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab_size: int
+    context_tokens: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    layer_spec: str
+
+    def flops_per_token(self, mean_context: float) -> float:
+        """Forward and backward FLOPs of one token (6 per parameter, plus attention over ``mean_context`` tokens)."""
+        attention = self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_heads * self.head_dim * self.hidden_size
+        layer = attention + 3 * self.hidden_size * self.ffn_hidden_size
+        linear = self.num_layers * layer + self.vocab_size * self.hidden_size
+        return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
+
+
+def check_fields(given: dict[str, Any], cls: type, section: str, refused: dict[str, str]) -> None:
+    """ConfigError for a field that ``cls`` does not have, or that may not be set there."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name, value in given.items():
+        if name in refused:
+            raise ConfigError(f"{section}.{name}={value!r} is refused: {refused[name]}; remove it")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}")
+
+
+def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_spec: str) -> ModelShape:
+    """Reads a Hugging Face config (Qwen2/2.5, Qwen3, Llama); ConfigError names what cannot be expressed or divided."""
+    family = hf_config.model_type
+    if family not in FAMILIES:
+        raise ConfigError(f"model.hf_path holds a {family!r} model; this version builds {', '.join(FAMILIES)}")
+    if hf_config.hidden_act != "silu":
+        raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
+    if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
+        raise ConfigError("a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too")
+    if family == "qwen3" and hf_config.attention_bias:
+        raise ConfigError("a qwen3 model with attention_bias is not supported: its output projection carries a bias too")
+    if family.startswith("qwen") and hf_config.use_sliding_window:
+        raise ConfigError(f"use_sliding_window=true of {family} is not supported; only full attention is")
+    heads, kv_heads, layers = hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.num_hidden_layers
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads), ("intermediate_size", hf_config.intermediate_size)):
+        if count % tensor_size:
+            raise ConfigError(f"parallel.tensor={tensor_size} does not divide {name}={count} of {hf_config.name_or_path or family}; use a divisor")
+    if layers % pipeline_size:
+        raise ConfigError(f"parallel.pipeline={pipeline_size} does not divide num_hidden_layers={layers}; use a divisor")
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
+    vocab = hf_config.vocab_size
+    return ModelShape(
+        family=family, num_layers=layers, hidden_size=hf_config.hidden_size, ffn_hidden_size=hf_config.intermediate_size, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=head_dim, vocab_size=vocab, padded_vocab_size=-(-vocab // tensor_size) * tensor_size,
+        context_tokens=hf_config.max_position_embeddings, tied_embeddings=bool(hf_config.tie_word_embeddings),
+        qkv_bias=family == "qwen2", qk_norm=family == "qwen3", layer_spec=layer_spec,
+    )  # fmt: skip
+
+
+def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
+    """Rotary inverse frequencies [head_dim / 2], float32, as transformers computes them (default, linear, llama3 scaling)."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = hf_config.rope_parameters
+    kind = rope["rope_type"]
+    if kind == "default":
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or scales attention")
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    if factor != 1.0:
+        raise ConfigError(f"rope_type={kind!r} with attention factor {factor} is not supported; only 1.0 is")
+    return frequencies.float()
+
+
+def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
+    """Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
+    given = dict(config.megatron.transformer)
+    check_fields(given, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
+    for name in ("attention_dropout", "hidden_dropout"):
+        if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
+            raise ConfigError(f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU")
+    dtype = DTYPES[config.model.dtype]
+    fields: dict[str, Any] = dict(
+        num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size, kv_channels=shape.head_dim,
+        num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm,
+        tensor_model_parallel_size=topology.tensor_size, pipeline_model_parallel_size=topology.pipeline_size,
+        sequence_parallel=config.parallel.sequence_parallel, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
+        attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=not HOST.is_cuda, perform_initialization=False,
+        gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        calculate_per_token_loss=True, variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
+        deterministic_mode=False,
+    )  # fmt: skip
+    fields.update(given)
+    try:
+        return TransformerConfig(**fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={given}: {error}") from error
+
+
+def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[GPTModel, ModelShape]:
+    """This rank's stage of the model, weights not yet loaded (they hold no meaning until weights/mapping loads them)."""
+    kind = choose_layer_spec(config.model.layer_spec)
+    shape = model_shape(hf_config, tensor_size=topology.tensor_size, pipeline_size=topology.pipeline_size, layer_spec=kind)
+    transformer = transformer_config(shape, hf_config, config, topology)
+    model = GPTModel(
+        transformer,
+        block_spec(transformer, kind, shape.num_layers // topology.pipeline_size),
+        vocab_size=shape.padded_vocab_size,
+        max_sequence_length=shape.context_tokens,
+        pre_process=topology.is_first_stage,
+        post_process=topology.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    # Megatron hard-codes llama3's four constants; the Hugging Face config's own are taken instead.
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
+    return model.to(HOST.device), shape

@@ -1,0 +1,60 @@
+"""Which modules a transformer layer is made of: Transformer Engine's where they can be built, else torch's."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.model.attention import TorchAttention
+from megatron_rl.platform import transformer_engine_importable
+from megatron_rl.types import ConfigError
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Megatron's torch norm refuses sequence parallelism; the mark on the weight is all that finalize needs to add its gradient.
+
+    Computed in float32 and cast back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return super().forward(x)
+        return self.weight * torch.nn.functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
+
+
+def choose_layer_spec(asked: str) -> str:
+    """Resolves ``model.layer_spec``: "transformer_engine" or "torch"; ConfigError where the one asked for cannot be built."""
+    if asked == "torch":
+        return "torch"
+    if transformer_engine_importable():
+        return "transformer_engine"
+    if asked == "transformer_engine":
+        raise ConfigError(
+            "model.layer_spec=transformer_engine, but Transformer Engine cannot be used here (not installed, half-installed, or no GPU); "
+            "run python -m megatron_rl.doctor, or use model.layer_spec=auto"
+        )
+    return "torch"
+
+
+def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> TransformerBlockSubmodules:
+    """Submodules of this stage's block of ``num_layers`` layers."""
+    if kind == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = TorchAttention
+    if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

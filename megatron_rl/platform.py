@@ -1,0 +1,144 @@
+"""The host, as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo presented to it as CUDA. The one place that knows.
+
+Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name, opens streams, and asserts on the CUDA
+names that ``Tensor.type()`` answers with (``optimizer/clip_grads.py:167``, ``optimizer/distrib_optimizer.py:361``). On a host
+with no GPU the factories it calls are replaced at their names, since a TorchFunctionMode is not active inside backward.
+Importing this module does that, once, before anything of Megatron-Core is imported; on a CUDA host it changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What this process runs on. ``backend`` is torch.distributed's name of the collectives."""
+
+    device_type: str
+    backend: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device: the CPU, or the GPU of its LOCAL_RANK."""
+        if not self.is_cuda:
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+    def synchronize(self) -> None:
+        """Waits for the device, before a wall-clock reading."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Largest device memory held so far; on a CPU host, the process's largest resident set."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated()
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: all work on the CPU is already in order."""
+
+    def __init__(self, *args, **kwargs): ...
+
+    def wait_stream(self, *args): ...
+
+    def wait_event(self, *args): ...
+
+    def synchronize(self): ...
+
+    def wait(self, *args): ...
+
+    def record(self, *args): ...
+
+    def record_event(self, *args):
+        return self
+
+
+class _HideTransformerEngine(importlib.abc.MetaPathFinder):
+    """With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformer_engine" or name.startswith("transformer_engine."):
+            raise ModuleNotFoundError(f"{name} is hidden on a host with no GPU: its modules need CUDA", name=name)
+        return None
+
+
+_FACTORIES = (
+    "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "randint", "randn",
+    "randperm", "tensor", "zeros", "zeros_like", "as_tensor",
+)  # fmt: skip
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def build(*args, **kwargs):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def _present_cpu_as_cuda() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+    tensor_type = torch.Tensor.type
+
+    def type_with_cuda_names(self, *args, **kwargs):
+        answer = tensor_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_with_cuda_names
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.record_stream = lambda self, *args, **kwargs: None
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.Stream = torch.cuda.Event = _NoStream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: _NoStream()
+    torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    sys.meta_path.insert(0, _HideTransformerEngine())
+
+
+def _detect() -> Host:
+    if torch.cuda.is_available():
+        return Host(device_type="cuda", backend="nccl")
+    if "megatron.core" in sys.modules:
+        raise ImportError(
+            "megatron.core was imported before megatron_rl on a host with no GPU, so it already looks for CUDA; "
+            "import megatron_rl.platform (or anything of megatron_rl) first"
+        )
+    _present_cpu_as_cuda()
+    return Host(device_type="cpu", backend="gloo")
+
+
+HOST = _detect()
+
+
+def transformer_engine_importable() -> bool:
+    """True where Transformer Engine's torch modules can be built: it is installed whole and there is a GPU."""
+    if not HOST.is_cuda:
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, FileNotFoundError, AttributeError):  # half-installed ones raise the latter two; the doctor names them
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Megatron-Core's parameters under Hugging Face's names, both ways."""

@@ -1,0 +1,135 @@
+"""Weights in from Hugging Face files, each rank its own shard; and out under Hugging Face names, from any TP and PP."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_rl import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.topology import Topology
+from megatron_rl.types import ConfigError
+from megatron_rl.weights.mapping import TIED_HEAD, Shape, hf_size, load_shard, merge_shards, shard_size, stage_buckets
+
+
+class WeightReader(Protocol):
+    def size(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor: ...
+
+
+class MemoryReader:
+    """The same slices, of tensors already in memory (random weights, tests)."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self.tensors = tensors
+
+    def size(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
+        return self.tensors[name].narrow(dimension, start, stop - start)
+
+
+class HuggingFaceReader:
+    """Slices of the safetensors files of a Hugging Face directory, sharded or not; never a whole file."""
+
+    def __init__(self, path: str | pathlib.Path):
+        self.path = pathlib.Path(path)
+        index = self.path / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
+        if index.exists():
+            self.files = {k: self.path / v for k, v in json.loads(index.read_text())["weight_map"].items()}
+        elif single.exists():
+            with safe_open(single, framework="pt") as file:
+                self.files = dict.fromkeys(file.keys(), single)
+        else:
+            raise ConfigError(
+                f"model.hf_path={self.path} holds neither model.safetensors nor model.safetensors.index.json; "
+                "save it with save_pretrained, or start from random weights with model.init=random"
+            )
+        self.open_files: dict[pathlib.Path, object] = {}
+
+    def _slice(self, name: str):
+        if name not in self.files:
+            raise ConfigError(f"{self.path} holds no tensor named {name}; its config and its weights do not belong together")
+        file = self.files[name]
+        if file not in self.open_files:
+            self.open_files[file] = safe_open(file, framework="pt")
+        return self.open_files[file].get_slice(name)
+
+    def size(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
+        tensor = self._slice(name)
+        return tensor[start:stop] if dimension == 0 else tensor[:, start:stop]
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, shape: Shape, topology: Topology, reader: WeightReader) -> None:
+    """Fills this stage's parameters. Raises where a tensor is missing, has another shape, or a parameter is left over."""
+    parameters = dict(model.named_parameters())
+    for bucket in stage_buckets(shape, topology.pipeline_rank, topology.pipeline_size):
+        for entry in bucket:
+            for name in entry.hf:
+                if reader.size(name) != hf_size(shape, name):
+                    raise ConfigError(f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
+            if entry.megatron not in parameters:
+                raise RuntimeError(f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}")
+            shard = load_shard(entry, shape, reader.read, topology.tensor_rank, topology.tensor_size)
+            parameters.pop(entry.megatron).copy_(shard)
+    if parameters:
+        raise RuntimeError(f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them")
+
+
+@torch.no_grad()
+def export_weights(model: torch.nn.Module, shape: Shape, topology: Topology) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor under its Hugging Face name, whole, on every rank, one layer's memory at a time.
+
+    A collective over the model-parallel group: each stage in turn gathers a bucket over its tensor ranks and hands it to all.
+    The iterator must be run to its end on all ranks. Parameters must be gathered before (backend.export does).
+    """
+    parameters = dict(model.named_parameters())
+    example = next(iter(parameters.values()))
+    ranks = topology.tensor_size
+    for stage in range(topology.pipeline_size):
+        for bucket in stage_buckets(shape, stage, topology.pipeline_size):
+            if bucket == (TIED_HEAD,):
+                continue
+            sizes = [shard_size(entry, shape, ranks) for entry in bucket]
+            flat = torch.empty(ranks, sum(math.prod(x) for x in sizes), dtype=example.dtype, device=example.device)
+            if stage == topology.pipeline_rank:
+                local = torch.cat([parameters[entry.megatron].detach().reshape(-1) for entry in bucket])
+                if ranks > 1:
+                    dist.all_gather_into_tensor(flat.view(-1), local, group=topology.tensor_group)
+                else:
+                    flat[0] = local
+            if topology.pipeline_size > 1:
+                dist.broadcast(flat, dist.get_global_rank(topology.pipeline_group, stage), group=topology.pipeline_group)
+            offset = 0
+            for entry, size in zip(bucket, sizes, strict=True):
+                count = math.prod(size)
+                yield from merge_shards(entry, shape, [x[offset : offset + count].view(size) for x in flat])
+                offset += count
+
+
+def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, tokenizer, path: pathlib.Path) -> None:
+    """Writes a Hugging Face directory (config, tokenizer, model.safetensors) that appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors}, partial / "model.safetensors", metadata={"format": "pt"})
+    hf_config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(partial, path)

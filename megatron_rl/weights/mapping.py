@@ -1,0 +1,198 @@
+"""Megatron-Core names ↔ Hugging Face names: one table per family, for the torch layer spec and Transformer Engine's.
+
+An entry is a Megatron parameter of one layer, the Hugging Face tensors that it is made of, and how they are laid out:
+
+- ``REPLICATED``: the same on every tensor rank (norms).
+- ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary are zeros.
+- ``COLUMNS``:    split by columns (o_proj, down_proj).
+- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over ranks
+                  (read, megatron-core 0.16.1 ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
+- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+
+class Layout(Enum):
+    REPLICATED = "replicated"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    QKV = "qkv"
+    GATE_UP = "gate_up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One Megatron parameter and its Hugging Face tensors, in the order of the layout. ``{layer}`` stands for the global layer."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+
+
+class Shape(Protocol):
+    """What the mapping asks of model/build's ModelShape."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab_size: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    layer_spec: str
+
+
+EMBEDDING = Entry(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
+HEAD = Entry(megatron="output_layer.weight", hf=("lm_head.weight",), layout=Layout.ROWS)
+TIED_HEAD = Entry(megatron="output_layer.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
+FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",), layout=Layout.REPLICATED)
+
+
+def layer_entries(shape: Shape) -> tuple[Entry, ...]:
+    """The table of one decoder layer; Megatron names are relative to ``decoder.layers.<local>.``, HF's to ``model.layers.<layer>.``."""
+    fused = shape.layer_spec == "transformer_engine"
+    attention_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    entries = [
+        Entry(megatron=attention_norm, hf=("input_layernorm.weight",), layout=Layout.REPLICATED),
+        Entry(megatron="self_attention.linear_qkv.weight", hf=tuple(f"{x}.weight" for x in qkv), layout=Layout.QKV),
+        Entry(megatron="self_attention.linear_proj.weight", hf=("self_attn.o_proj.weight",), layout=Layout.COLUMNS),
+        Entry(megatron=mlp_norm, hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
+        Entry(megatron="mlp.linear_fc1.weight", hf=("mlp.gate_proj.weight", "mlp.up_proj.weight"), layout=Layout.GATE_UP),
+        Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS),
+    ]
+    if shape.qkv_bias:
+        entries.append(Entry(megatron="self_attention.linear_qkv.bias", hf=tuple(f"{x}.bias" for x in qkv), layout=Layout.QKV))
+    if shape.qk_norm:
+        for x in "qk":
+            entries.append(
+                Entry(megatron=f"self_attention.{x}_layernorm.weight", hf=(f"self_attn.{x}_norm.weight",), layout=Layout.REPLICATED)
+            )
+    return tuple(entries)
+
+
+def stage_buckets(shape: Shape, stage: int, num_stages: int) -> Iterator[tuple[Entry, ...]]:
+    """The parameters of one pipeline stage under full names, one bucket per layer, in an order that every rank derives alike.
+
+    A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice (``export`` skips it).
+    """
+    if stage == 0:
+        yield (EMBEDDING,)
+    per_stage = shape.num_layers // num_stages
+    for local in range(per_stage):
+        layer = stage * per_stage + local
+        yield tuple(
+            Entry(
+                megatron=f"decoder.layers.{local}.{entry.megatron}",
+                hf=tuple(f"model.layers.{layer}.{name}" for name in entry.hf),
+                layout=entry.layout,
+            )
+            for entry in layer_entries(shape)
+        )
+    if stage == num_stages - 1:
+        yield (FINAL_NORM,)
+        if not shape.tied_embeddings:
+            yield (HEAD,)
+        elif num_stages > 1:
+            yield (TIED_HEAD,)
+
+
+def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
+    """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without asking."""
+    kind = name.split("layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
+    q, kv, hidden, ffn = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size, shape.ffn_hidden_size
+    known: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab_size, hidden),
+        "lm_head.weight": (shape.vocab_size, hidden),
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.q_proj.bias": (q,),
+        "self_attn.k_proj.bias": (kv,),
+        "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (hidden, q),
+        "self_attn.q_norm.weight": (shape.head_dim,),
+        "self_attn.k_norm.weight": (shape.head_dim,),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+    return known[kind] if kind in known else (hidden,)  # the norms over the hidden state
+
+
+def shard_size(entry: Entry, shape: Shape, ranks: int) -> tuple[int, ...]:
+    """Shape of one tensor rank's shard of a Megatron parameter."""
+    first = hf_size(shape, entry.hf[0])
+    match entry.layout:
+        case Layout.REPLICATED:
+            return first
+        case Layout.ROWS:
+            return (shape.padded_vocab_size // ranks, *first[1:])
+        case Layout.COLUMNS:
+            return (first[0], first[1] // ranks)
+        case Layout.QKV | Layout.GATE_UP:
+            return (sum(hf_size(shape, name)[0] for name in entry.hf) // ranks, *first[1:])
+
+
+ReadRows = Callable[[str, int, int, int], torch.Tensor]
+"""(name, dimension, start, stop) → that slice of a Hugging Face tensor, without reading the rest of it."""
+
+
+def load_shard(entry: Entry, shape: Shape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
+    """This tensor rank's shard of a Megatron parameter, reading only its own slices of the Hugging Face tensors."""
+
+    def part(name: str, dimension: int) -> torch.Tensor:
+        share = hf_size(shape, name)[dimension] // ranks
+        return read(name, dimension, rank * share, (rank + 1) * share)
+
+    match entry.layout:
+        case Layout.REPLICATED:
+            return read(entry.hf[0], 0, 0, hf_size(shape, entry.hf[0])[0])
+        case Layout.COLUMNS:
+            return part(entry.hf[0], 1)
+        case Layout.GATE_UP:
+            return torch.cat([part(name, 0) for name in entry.hf])
+        case Layout.QKV:
+            groups = shape.num_kv_heads // ranks
+            parts = [part(name, 0) for name in entry.hf]
+            return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts], dim=1).flatten(0, 1)
+        case Layout.ROWS:
+            share = shape.padded_vocab_size // ranks
+            start, stop = rank * share, min((rank + 1) * share, shape.vocab_size)
+            rows = read(entry.hf[0], 0, start, max(start, stop))
+            if rows.shape[0] == share:
+                return rows
+            return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
+
+
+def merge_shards(entry: Entry, shape: Shape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """All tensor ranks' shards of a Megatron parameter → its Hugging Face tensors; the inverse of ``load_shard``."""
+    match entry.layout:
+        case Layout.REPLICATED:
+            return [(entry.hf[0], shards[0])]
+        case Layout.COLUMNS:
+            return [(entry.hf[0], torch.cat(shards, dim=1))]
+        case Layout.GATE_UP:
+            halves = [x.chunk(2) for x in shards]
+            return [(name, torch.cat([h[i] for h in halves])) for i, name in enumerate(entry.hf)]
+        case Layout.QKV:
+            grouped = torch.cat(shards).unflatten(0, (shape.num_kv_heads, -1))
+            per_group = shape.num_heads // shape.num_kv_heads * shape.head_dim
+            parts = grouped.split([per_group, shape.head_dim, shape.head_dim], dim=1)
+            return [(name, x.flatten(0, 1).contiguous()) for name, x in zip(entry.hf, parts, strict=True)]
+        case Layout.ROWS:
+            return [(entry.hf[0], torch.cat(shards)[: shape.vocab_size])]
