@@ -1,0 +1,148 @@
+"""Rewards → advantages, and the token weights of the reduction that are folded into them. Pure: numbers in, numbers out.
+
+Invariants (``assert_invariants`` in tests/test_advantage.py):
+
+1. A group whose included rewards are equal as numbers has advantages of exactly 0.0 (but under ``center_and_scale``).
+2. A sample that is not included has advantage 0.0 and moves no other sample's.
+3. Adding a constant to every reward of a group changes no advantage beyond rounding.
+4. Advantages are finite; a non-finite reward is an error that names the sample.
+5. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
+   not on how they are cut in micro-batches or spread over ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.types import BatchFacts
+
+
+def advantages(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    included: np.ndarray,
+    *,
+    estimator: str,
+    epsilon: float = 1e-6,
+    whiten: str = "scale",
+    rewards_by_function: np.ndarray | None = None,
+    function_weights: tuple[float, ...] = (),
+    loss_tokens: np.ndarray | None = None,
+    sample_ids: tuple[str, ...] = (),
+) -> np.ndarray:
+    """[S] float64 advantages by semantics §6. Standard deviations are the unbiased ones (n − 1), as TRL's and verl's.
+
+    rewards [S] float64 · groups [S] int64, the prompt of each · included [S] bool · rewards_by_function [S, F], NaN where a
+    function did not apply (``gdpo``) · loss_tokens [S], the weights of a whitening over tokens (``reinforce_plus_plus``, ``gdpo``).
+    A group of one included sample has no baseline, and so no signal: 0.
+
+    Example: one group, rewards (1, 0, 0, 1), ``dr_grpo`` → (0.5, −0.5, −0.5, 0.5); rewards (1, 1, 1, 1) → exactly (0, 0, 0, 0).
+    """
+    _require_finite(rewards, included, sample_ids)
+    index = np.unique(groups, return_inverse=True)[1].reshape(-1)
+    if estimator == "gdpo":
+        if rewards_by_function is None:
+            raise ValueError("advantage.estimator=gdpo needs the rewards of each function")
+        weights = function_weights or (1.0,) * rewards_by_function.shape[1]
+        total = np.zeros(len(rewards))
+        for column, weight in zip(rewards_by_function.T, weights, strict=True):
+            applied = included & ~np.isnan(column)
+            total += weight * _standardised(np.where(applied, column, 0.0), index, applied, epsilon)
+        return _whiten(total, included, loss_tokens, whiten, epsilon)
+    if estimator == "grpo":
+        return _standardised(rewards, index, included, epsilon)
+    centred = _centred(rewards, index, included)
+    if estimator == "dr_grpo":
+        return centred
+    if estimator == "rloo":
+        # r − mean of the other n − 1 = (r − mean) · n / (n − 1): equal rewards stay exactly 0.
+        count = np.bincount(index, weights=included)[index]
+        return np.where(count > 1, centred * count / np.maximum(count - 1, 1), 0.0)
+    if estimator == "batch_std":
+        values = centred[included]
+        spread = values.std(ddof=1) if len(values) > 1 else 0.0
+        return centred / (spread + epsilon) if spread + epsilon > 0 else centred
+    if estimator == "reinforce_plus_plus":
+        return _whiten(centred, included, loss_tokens, whiten, epsilon)
+    raise ValueError(f"advantage.estimator={estimator!r} is not known")
+
+
+def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple[str, ...]) -> None:
+    bad = np.flatnonzero(included & ~np.isfinite(rewards))
+    if len(bad):
+        name = sample_ids[bad[0]] if sample_ids else f"index {bad[0]}"
+        raise ValueError(
+            f"the reward of sample {name} is {rewards[bad[0]]} ({len(bad)} such in the batch), its group's advantages would be NaN; "
+            "mend the reward function, or take such samples out with reward.on_error=drop"
+        )
+
+
+def _centred(rewards: np.ndarray, index: np.ndarray, included: np.ndarray) -> np.ndarray:
+    """r − mean of its group; exactly 0 in a group of equal rewards, whatever the rounding of the mean."""
+    values = np.where(included, rewards, 0.0)
+    size = index.max(initial=-1) + 1
+    count = np.bincount(index, weights=included, minlength=size)
+    mean = np.bincount(index, weights=values, minlength=size) / np.maximum(count, 1)
+    high, low = np.full(size, -np.inf), np.full(size, np.inf)
+    np.maximum.at(high, index[included], rewards[included])
+    np.minimum.at(low, index[included], rewards[included])
+    return np.where(included & (high > low)[index], values - mean[index], 0.0)
+
+
+def _standardised(rewards: np.ndarray, index: np.ndarray, included: np.ndarray, epsilon: float) -> np.ndarray:
+    """(r − mean_g) / (std_g + ε), DeepSeekMath (arXiv:2402.03300) eq. 21 with an ε."""
+    centred = _centred(rewards, index, included)
+    size = index.max(initial=-1) + 1
+    count = np.bincount(index, weights=included, minlength=size)
+    spread = np.sqrt(np.bincount(index, weights=centred**2, minlength=size) / np.maximum(count - 1, 1))[index]
+    return np.divide(centred, spread + epsilon, out=np.zeros_like(centred), where=spread + epsilon > 0)
+
+
+def _whiten(values: np.ndarray, included: np.ndarray, loss_tokens: np.ndarray | None, mode: str, epsilon: float) -> np.ndarray:
+    """Whitens over the batch, each sample weighted by its loss tokens; ``scale`` leaves the mean, so zeros stay zeros."""
+    tokens = included.astype(np.float64) if loss_tokens is None else np.where(included, loss_tokens, 0).astype(np.float64)
+    total = tokens.sum()
+    if total <= 1:
+        return values
+    mean = (tokens * values).sum() / total
+    spread = np.sqrt((tokens * (values - mean) ** 2).sum() / (total - 1))
+    if mode == "center_and_scale":
+        values = np.where(included, values - mean, 0.0)
+    return values / (spread + epsilon) if spread + epsilon > 0 else values
+
+
+def reduction_weights(
+    reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int
+) -> np.ndarray:
+    """[S] float64: the weight of each loss token of each sample, by semantics §1; 0 for samples that are not counted.
+
+    counted: int64 indices of the samples that the denominators are taken over (the whole mini-batch, before the drop; its
+    survivors under ``loss.denominator=kept``). B counts the samples, and P the prompts, that have a loss token.
+
+    Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean`` → 1/200 and 1/1800.
+    """
+    tokens = np.zeros(facts.num_samples)
+    tokens[counted] = facts.loss_tokens[counted]
+    present = tokens > 0
+    weights = np.zeros(facts.num_samples)
+    if not present.any():
+        return weights
+    samples = present.sum()
+    match reduction:
+        case "token_sum":
+            weights[present] = 1.0
+        case "token_mean":
+            weights[present] = 1.0 / tokens.sum()
+        case "sequence_mean":
+            weights[present] = 1.0 / (samples * tokens[present])
+        case "sequence_sum_mean":
+            weights[present] = 1.0 / samples
+        case "sequence_sum_norm":
+            weights[present] = 1.0 / (samples * max_response_tokens)
+        case "prompt_mean":
+            index = np.unique(facts.groups, return_inverse=True)[1].reshape(-1)
+            group_tokens = np.bincount(index, weights=tokens)
+            weights[present] = 1.0 / ((group_tokens > 0).sum() * group_tokens[index[present]])
+        case _:
+            raise ValueError(f"loss.reduction={reduction!r} is not known")
+    return weights

@@ -1,0 +1,144 @@
+"""Survivors → StepPlan: mini-batches, drop, pack, balance. Pure numpy; the same facts give the same plan on every rank.
+
+Invariants (``assert_invariants`` in tests/test_plan.py):
+
+1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
+2. With ``drops``, only members without signal are dropped; without it none is.
+3. With ``repack``, no member without signal runs (unless nothing is dropped).
+4. A micro-batch holds at most ``max_tokens`` padded tokens, or one sample alone; or at most ``samples_per_microbatch`` samples.
+5. No micro-batch is empty; a mini-batch is a GHOST iff nothing of it runs.
+6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
+7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
+8. Data-parallel ranks are within one longest sample of each other in tokens (token cap, with ``repack``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+
+Cut = list[list[np.ndarray]]
+"""Per data-parallel rank, its micro-batches, each an int64 array of sample indices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRules:
+    """What binds a plan. ``pad_multiple``: each sequence is padded to it (TP under sequence parallelism)."""
+
+    data_size: int = 1
+    pipeline_size: int = 1
+    max_tokens: int = 8192
+    samples_per_microbatch: int | None = None
+    pad_multiple: int = 1
+    overhead_tokens: int = 256
+    repack: bool = True
+
+
+def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
+    """int64: each length rounded up to the multiple."""
+    return -(-lengths // pad_multiple) * pad_multiple
+
+
+def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:
+    """The batch in mini-batches, in order, as the dense run would; the last takes what is left."""
+    size = samples_per_mini_batch or max(len(samples), 1)
+    return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+
+def plan_steps(
+    purpose: str, mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool, merge: bool = False
+) -> StepPlan:
+    """Plans one optimizer step per mini-batch (one in all under ``merge``).
+
+    purpose: "train" or "logprob", part of the fingerprint · lengths [S] int64 tokens of prompt and response · signal [S] bool.
+
+    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs [1], then a GHOST at its own
+    position.
+    """
+    if merge and mini_batches:
+        mini_batches = [np.concatenate(mini_batches)]
+    padded = padded_lengths(lengths, rules.pad_multiple)
+    planned = tuple(_plan_mini_batch(members, padded, signal, rules, drops=drops) for members in mini_batches)
+    return StepPlan(purpose=purpose, mini_batches=planned)
+
+
+def _plan_mini_batch(members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
+    live = members[signal[members]] if drops else members
+    if len(live) == len(members):
+        return _assemble(members, cut(members, padded, rules), dense_microbatches=None)
+    dense = cut(members, padded, rules)
+    dense_microbatches = sum(len(x) for x in dense)
+    if rules.repack:
+        return _assemble(members, cut(live, padded, rules), dense_microbatches=dense_microbatches)
+    kept = [[m for m in rank if signal[m].any()] for rank in dense]
+    return _assemble(members, kept, dense_microbatches=dense_microbatches)
+
+
+def _assemble(members: np.ndarray, per_rank: Cut, *, dense_microbatches: int | None) -> MiniBatchPlan:
+    flat = [m for rank in per_rank for m in rank]
+    order = np.concatenate(flat).astype(np.int64) if flat else np.empty(0, dtype=np.int64)
+    return MiniBatchPlan(
+        kind=StepKind.REAL if flat else StepKind.GHOST,
+        members=np.asarray(members, dtype=np.int64),
+        dropped=np.setdiff1d(members, order).astype(np.int64),
+        order=order,
+        microbatch_offsets=np.cumsum([0] + [len(m) for m in flat]).astype(np.int64),
+        rank_offsets=np.cumsum([0] + [len(rank) for rank in per_rank]).astype(np.int64),
+        filler_microbatches=np.zeros(len(flat), dtype=bool),
+        microbatches_dropped=0 if dense_microbatches is None else dense_microbatches - len(flat),
+    )
+
+
+def cut(samples: np.ndarray, padded: np.ndarray, rules: PlanRules) -> Cut:
+    """Spreads samples over data-parallel ranks and cuts each rank's share in micro-batches."""
+    if rules.samples_per_microbatch is not None:
+        size = rules.samples_per_microbatch
+        pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
+        return [pieces[rank :: rules.data_size] for rank in range(rules.data_size)]
+    shares = _balance(samples, padded, rules.data_size)
+    return [_pack(share, padded, rules) for share in shares]
+
+
+def _balance(samples: np.ndarray, padded: np.ndarray, bins: int) -> list[np.ndarray]:
+    """Greedy longest-first (LPT) into ``bins`` of near-equal tokens, each in index order."""
+    if bins == 1:
+        return [np.sort(samples)]
+    by_length = samples[np.lexsort((samples, -padded[samples]))]
+    loads = [(0, b) for b in range(bins)]
+    chosen = np.empty(len(by_length), dtype=np.int64)
+    for i, length in enumerate(padded[by_length].tolist()):
+        load, b = loads[0]
+        chosen[i] = b
+        heapq.heapreplace(loads, (load + length, b))
+    return [np.sort(by_length[chosen == b]) for b in range(bins)]
+
+
+def _pack(share: np.ndarray, padded: np.ndarray, rules: PlanRules) -> list[np.ndarray]:
+    """One rank's samples in the number of micro-batches that the pipeline takes the least time for, under the token cap."""
+    if len(share) == 0:
+        return []
+    tokens = padded[share]
+    low = max(1, -(-int(tokens.sum()) // rules.max_tokens))
+    count = min(max(low, _pipeline_microbatches(int(tokens.sum()), rules)), len(share))
+    while True:
+        bins = [b for b in _balance(share, padded, count) if len(b)]
+        if all(len(b) == 1 or padded[b].sum() <= rules.max_tokens for b in bins):
+            return sorted(bins, key=lambda b: int(b[0]))
+        count = min(count + max(1, count // 16), len(share))
+
+
+def _pipeline_microbatches(tokens: int, rules: PlanRules) -> int:
+    """m that minimises (m + p − 1)·(o + tokens / m): √((p − 1)·tokens / o), the better of its two neighbours; 1 without a pipeline.
+
+    p stages fill and drain; o is a micro-batch's fixed cost in tokens. Without it fewer, larger micro-batches after a drop would
+    give back to the bubble what the drop has won.
+    """
+    stages, overhead = rules.pipeline_size, max(rules.overhead_tokens, 1)
+    if stages == 1:
+        return 1
+    best = int(((stages - 1) * tokens / overhead) ** 0.5)
+    return min((max(best, 1), best + 1), key=lambda m: (m + stages - 1) * (overhead + tokens / m))

@@ -1,0 +1,89 @@
+"""Which samples carry signal, and which configuration makes dropping the others exact. Pure. Semantics §2.
+
+Invariants (``assert_invariants`` in tests/test_signal.py):
+
+1. Decided on advantages and masks alone, never on a loss value.
+2. A sample without loss token has no signal, whatever its advantage.
+3. A non-zero advantage above ``skip.advantage_epsilon`` on a sample with a loss token is signal.
+4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.types import ConfigError
+
+# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), and the value at which
+# they do not. Dropping a sample changes what the others see of them.
+COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
+    "moe_aux_loss_coeff": (0, 0.0, None),
+    "moe_z_loss_coeff": (0, 0.0, None),
+    "moe_router_enable_expert_bias": (False, None),
+    "moe_expert_capacity_factor": (None,),
+    "moe_input_jitter_eps": (None, 0, 0.0),
+    "mtp_num_layers": (None, 0),
+    "attention_dropout": (0, 0.0),
+    "hidden_dropout": (0, 0.0),
+    "fp8": (None, False),
+    "fp4": (None, False),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalRule:
+    """What the run drops by. ``approximated`` names the terms that dropping leaves out (``skip.mode=approximate``)."""
+
+    drops: bool
+    advantage_epsilon: float
+    drops_logprob_passes: bool
+    approximated: tuple[str, ...]
+
+
+def coupling_terms(config: Config) -> tuple[str, ...]:
+    """Settings, each as ``key=value``, that make a sample with zero advantage matter all the same."""
+    terms = []
+    if config.loss.kl_coefficient != 0:
+        terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
+    if config.loss.entropy_coefficient != 0:
+        terms.append(f"loss.entropy_coefficient={config.loss.entropy_coefficient}")
+    if config.loss.policy == "dro":
+        terms.append("loss.policy=dro")
+    if config.loss.denominator == "kept":
+        terms.append("loss.denominator=kept")
+    if config.skip.advantage_epsilon > 0:
+        terms.append(f"skip.advantage_epsilon={config.skip.advantage_epsilon}")
+    for field, harmless in COUPLING_FIELDS.items():
+        if field in config.megatron.transformer and config.megatron.transformer[field] not in harmless:
+            terms.append(f"megatron.transformer.{field}={config.megatron.transformer[field]}")
+    return tuple(terms)
+
+
+def signal_rule(config: Config) -> SignalRule:
+    """Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out."""
+    terms = coupling_terms(config)
+    if config.skip.mode == "exact" and terms:
+        neutral = {"loss.policy=dro": "another loss.policy", "loss.denominator=kept": "loss.denominator=original"}
+        way = neutral.get(terms[0], f"{terms[0].split('=')[0]} at its neutral value (0 or null)")
+        raise ConfigError(
+            f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that untrue; "
+            f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop nothing)"
+        )
+    drops = config.skip.mode != "off"
+    return SignalRule(
+        drops=drops,
+        advantage_epsilon=config.skip.advantage_epsilon,
+        drops_logprob_passes=drops and config.skip.logprob_passes,
+        approximated=terms if drops else (),
+    )
+
+
+def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0) -> np.ndarray:
+    """[S] bool: some loss token has a non-zero coefficient. advantages [S], importance weights and masks already in them.
+
+    Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
+    """
+    return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)
