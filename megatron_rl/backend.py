@@ -1,0 +1,302 @@
+"""MegatronBackend: forward, forward_backward, optim_step, export. The library's front door; train.py is one user of it.
+
+    backend = MegatronBackend(config, total_steps=100)
+    batch = backend.gather(samples, groups, order)          # facts to everyone
+    plan = backend.plan("train", batch, signal)             # the same on every rank
+    backend.load_rows(batch, plan)                          # rows where they are needed
+    for mini_batch in plan.mini_batches:
+        backend.forward_backward(batch, mini_batch, inputs) # as often as you like: gradients add
+        result = backend.optim_step(mini_batch.kind)        # one reduction, one step
+
+examples/library/one_step.py is this, whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl import exchange, topology
+from megatron_rl.config import Config
+from megatron_rl.loss.objective import Objective
+from megatron_rl.model.build import build_model, check_fields
+from megatron_rl.model.logprob import vocab_parallel_logprob
+from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
+from megatron_rl.packing import LossInputs, PackedMicroBatch, pack_microbatch
+from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
+from megatron_rl.platform import HOST
+from megatron_rl.schedule import Schedule, check_lockstep
+from megatron_rl.types import BatchFacts, ConfigError, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.weights.export import HuggingFaceReader, MemoryReader, WeightReader, export_weights, load_weights
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import OptimizerConfig  # isort: skip
+
+_SEAM = "the token-sum seam owns it"
+REFUSED_DDP_FIELDS = {
+    "average_in_collective": f"{_SEAM}: data-parallel ranks add, they are not averaged",
+    "use_distributed_optimizer": "it is set by optimizer.distributed",
+    "use_megatron_fsdp": "its buffers have no ghost step yet",
+    "num_distributed_optimizer_instances": "a silent rank would not know the second reduction",
+}
+SUMS = ("loss", "tokens", "entropy", "kl", "clipped", "ratio")
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Facts of all samples, the rows this rank produced, and the rows that the current plan brought."""
+
+    facts: BatchFacts
+    local: Sequence[Sample]
+    rows: Mapping[int, Sample] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProbs:
+    """Old log-probs, flat over the batch's response tokens (float32, 0 where not passed), and sums of their gap to the engine's."""
+
+    flat: np.ndarray
+    sums: Mapping[str, float]
+
+
+class MegatronBackend:
+    """The policy on this rank: model, schedule, optimizer. Every method is a collective unless it says otherwise."""
+
+    def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1):
+        """hf_config, weights: taken from ``model.hf_path`` unless given. total_steps: where the learning rate's decay ends.
+
+        Raises ConfigError for settings that cannot work together.
+        """
+        self.config = config
+        self._check_passed_through()
+        parallel = config.parallel
+        self.topology = topology.initialize(
+            tensor=parallel.tensor, pipeline=parallel.pipeline, deadline_s=config.run.deadline_s, seed=config.run.seed
+        )
+        if hf_config is None:
+            from transformers import AutoConfig
+
+            hf_config = AutoConfig.from_pretrained(config.model.hf_path)
+        self.hf_config = hf_config
+        model, self.shape = build_model(config, hf_config, self.topology)
+        load_weights(model, self.shape, self.topology, self._reader(weights))
+        ddp = DistributedDataParallelConfig(
+            **{"grad_reduce_in_fp32": True, **config.megatron.ddp, "use_distributed_optimizer": config.optimizer.distributed}
+        )
+        self.chunks = [DistributedDataParallel(model.config, ddp, model)]
+        self.schedule = Schedule(self.chunks, self.topology)
+        self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
+        self.objective = Objective(config.loss)
+        self.rules = PlanRules(
+            data_size=self.topology.data_size, pipeline_size=self.topology.pipeline_size, max_tokens=config.plan.max_tokens_per_microbatch,
+            samples_per_microbatch=config.plan.samples_per_microbatch, overhead_tokens=config.plan.microbatch_overhead_tokens,
+            pad_multiple=self.topology.tensor_size if parallel.sequence_parallel else 1, repack=config.plan.repack,
+        )  # fmt: skip
+        self.weight_version = 0
+        self.step_index = 0
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        self._reference: list[torch.Tensor] | None = None
+        self.optimizer.zero_grad()
+
+    def _check_passed_through(self) -> None:
+        given = self.config.megatron
+        check_fields(dict(given.ddp), DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
+        check_fields(dict(given.optimizer), OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+        if given.ddp.get("overlap_param_gather") and not self.config.optimizer.distributed:
+            raise ConfigError("megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers")
+
+    def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
+        if weights is not None:
+            return MemoryReader(weights)
+        if self.config.model.init == "pretrained":
+            return HuggingFaceReader(self.config.model.hf_path)
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.run.seed)
+            return MemoryReader(AutoModelForCausalLM.from_config(self.hf_config).state_dict())
+
+    def reset_optimizer(self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False) -> None:
+        """A fresh AdamW over the same weights: moments and schedule at zero (between a supervised warm-up and RL)."""
+        self.optimizer = Optimizer(
+            self.chunks, self.config, self.topology, total_steps=total_steps, lr=lr, weight_decay=weight_decay, constant=constant
+        )
+        self.optimizer.zero_grad()
+
+    # ---- the batch -------------------------------------------------------------------------------------------------
+
+    def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
+        """Makes a batch of every rank's samples; see exchange.gather_facts."""
+        facts = exchange.gather_facts(samples, groups, order)
+        longest = int(facts.total_tokens.max(initial=0))
+        if longest > self.shape.context_tokens:
+            name = facts.sample_ids[int(facts.total_tokens.argmax())]
+            raise ValueError(f"sample {name} has {longest} tokens and the model's context is {self.shape.context_tokens}")
+        return Batch(facts=facts, local=samples)
+
+    def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None) -> StepPlan:
+        """Not a collective. "logprob" takes the batch whole; any other purpose splits it in mini-batches."""
+        members = np.arange(batch.facts.num_samples) if samples is None else samples
+        whole = purpose == "logprob"
+        mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
+        merge = not whole and self.config.skip.steps == "merge" and drops
+        return plan_steps(purpose, mini_batches, batch.facts.total_tokens, signal, self.rules, drops=drops, merge=merge)
+
+    def load_rows(self, batch: Batch, plan: StepPlan) -> None:
+        """Brings the rows that the plan's micro-batches need to the ranks that run them."""
+        needed = exchange.needed_rows(plan, self.topology)
+        batch.rows = exchange.bring_rows(batch.facts, batch.local, needed, self.topology)
+
+    def _pack(self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs | None) -> list[PackedMicroBatch]:
+        pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
+        return [
+            pack_microbatch(
+                microbatch, batch.facts, batch.rows, inputs, pad_multiple=self.rules.pad_multiple, pad_token=max(pad, 0),
+                needs_tokens=self.topology.is_first_stage, needs_loss=self.topology.is_last_stage, device=HOST.device,
+            )
+            for microbatch in mini_batch.microbatches(self.topology.data_rank)
+        ]  # fmt: skip
+
+    def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        return vocab_parallel_logprob(
+            logits, targets, temperature=self.config.rollout.temperature, vocab_size=self.shape.vocab_size,
+            tensor_rank=self.topology.tensor_rank, group=self.topology.tensor_group, train_entropy=train_entropy,
+        )  # fmt: skip
+
+    # ---- forward and backward --------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, plan: StepPlan) -> LogProbs:
+        """Log-probs of the plan's samples under the current weights, on every rank. Rows must have been loaded for this plan."""
+        (mini_batch,) = plan.mini_batches
+        check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
+        flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
+        gaps = torch.zeros(3, dtype=torch.float64, device=HOST.device)
+        highest = torch.zeros(1, dtype=torch.float64, device=HOST.device)
+
+        def keep(microbatch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            logprobs, _ = self._logprobs(logits, microbatch.targets)
+            return logprobs.sum(), {"logprobs": logprobs, "flat": microbatch.flat, "gap": logprobs - microbatch.rollout_logprobs}
+
+        for chunk in self.chunks:
+            chunk.eval()
+        for kept in self.schedule.run(mini_batch, self._pack(batch, mini_batch, None), keep, forward_only=True):
+            if self.topology.reports_loss:
+                flat[torch.from_numpy(kept["flat"]).to(flat.device)] = kept["logprobs"]
+                gap = kept["gap"].double()
+                gaps += torch.stack([gap.abs().sum(), ((-gap).exp() + gap - 1).sum(), torch.ones_like(gap).sum()])
+                highest = torch.maximum(highest, gap.abs().max())
+        for chunk in self.chunks:
+            chunk.train()
+        if mini_batch.kind is StepKind.REAL:
+            dist.all_reduce(flat)
+            dist.all_reduce(gaps)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        absolute, k3, tokens = gaps.tolist()
+        sums = {"logprob_gap_abs": absolute, "logprob_gap_k3": k3, "logprob_gap_tokens": tokens, "logprob_gap_max": highest.item()}
+        return LogProbs(flat=flat.cpu().numpy(), sums=sums)
+
+    def forward_backward(
+        self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
+    ) -> None:
+        """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``."""
+        check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
+        objective = self.objective.supervised if supervised else self.objective.policy
+
+        def loss(microbatch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            logprobs, entropy = self._logprobs(logits, microbatch.targets, train_entropy=self.objective.trains_entropy)
+            total, sums = objective(microbatch, logprobs, entropy)
+            return total, {"sums": sums}
+
+        for kept in self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), loss, forward_only=False):
+            if self.topology.reports_loss:
+                self._sums += kept["sums"].cpu()
+
+    def optim_step(self, kind: StepKind) -> StepResult:
+        """Reduces and finalizes once what ``forward_backward`` accumulated, and steps; a GHOST steps without a gradient."""
+        outcome = self.optimizer.step(kind)
+        sums = dict.fromkeys(SUMS, 0.0)
+        if kind is StepKind.REAL:
+            total = self._sums.to(HOST.device)
+            dist.all_reduce(total)
+            sums = dict(zip(SUMS, total.tolist(), strict=True))
+        self._sums.zero_()
+        self.step_index += 1
+        self.weight_version += int(outcome.applied)
+        return StepResult(
+            kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums
+        )
+
+    def gradient(self) -> dict[str, torch.Tensor]:
+        """The accumulated gradient under Hugging Face names, whole, reduced. For tests and tools: it consumes the reduction,
+        so ``optim_step`` must not follow; call ``optimizer.zero_grad()``."""
+        if self.config.optimizer.distributed and self.topology.data_size > 1:
+            raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
+        self.optimizer._reduce_gradients()
+        model = self.chunks[0].module
+        kept = {p: p.data for p in model.parameters()}
+        try:
+            for p in model.parameters():
+                p.data = p.main_grad.clone()
+            return {name: x.clone() for name, x in export_weights(model, self.shape, self.topology)}
+        finally:
+            for p, data in kept.items():
+                p.data = data
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks."""
+        self.schedule.gather_parameters()
+        yield from export_weights(self.chunks[0].module, self.shape, self.topology)
+
+    def keep_reference(self) -> None:
+        """Keeps the current weights in host memory as the reference policy. Not a collective but for the parameter gather."""
+        self.schedule.gather_parameters()
+        self._reference = [p.detach().to("cpu", copy=True) for p in self.chunks[0].module.parameters()]
+
+    @contextlib.contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Within it the model computes with the reference weights; parameters only, the optimizer's masters are untouched."""
+        if self._reference is None:
+            raise ValueError("there is no reference policy yet: call keep_reference() first")
+        self.schedule.gather_parameters()
+        parameters = list(self.chunks[0].module.parameters())
+        current = [p.detach().clone() for p in parameters]
+        try:
+            _overwrite(parameters, self._reference)
+            yield
+        finally:
+            _overwrite(parameters, current)
+
+    def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
+        """Writes the policy as a Hugging Face directory; the main rank writes, all take part."""
+        from megatron_rl.weights.export import save_hugging_face
+
+        if self.topology.is_main:
+            save_hugging_face(self.export(), self.hf_config, tokenizer, path)
+        else:
+            for _ in self.export():
+                pass
+
+    def close(self) -> None:
+        """Takes the groups down. The process may build another backend after it."""
+        topology.destroy(leave_world=True)
+
+
+@torch.no_grad()
+def _overwrite(parameters: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+def mfu(flops: float, seconds: float, num_devices: int, peak_flops: float | None) -> float:
+    """Executed FLOPs over what the devices could do; NaN where the peak is not known."""
+    return flops / (seconds * num_devices * peak_flops) if peak_flops and seconds > 0 else math.nan

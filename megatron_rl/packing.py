@@ -1,0 +1,121 @@
+"""MicroBatch → tensors: sequences laid one after the other (THD), each padded to the plan's multiple, with what the loss needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.model.attention import PackedSequences, pack
+from megatron_rl.types import BatchFacts, MicroBatch, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """What the loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
+
+    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None.
+    """
+
+    advantages: np.ndarray
+    weights: np.ndarray
+    old_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedMicroBatch:
+    """Device tensors of one micro-batch of T tokens, N of them with loss. Token tensors are None on a middle stage.
+
+    tokens, position_ids [1, T] · loss_positions [N] into T, the position whose logits predict the loss token · targets [N] ·
+    flat [N] the token's place in the batch's flat response array (host) · sequences [N] · advantages, weights, old_logprobs,
+    reference_logprobs, rollout_logprobs [N].
+    """
+
+    packed: PackedSequences
+    position_ids: torch.Tensor
+    num_sequences: int
+    tokens: torch.Tensor | None
+    loss_positions: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    flat: np.ndarray | None = None
+    sequences: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+    rollout_logprobs: torch.Tensor | None = None
+
+
+def pack_microbatch(
+    microbatch: MicroBatch,
+    facts: BatchFacts,
+    rows: Mapping[int, Sample],
+    inputs: LossInputs | None,
+    *,
+    pad_multiple: int,
+    pad_token: int,
+    needs_tokens: bool,
+    needs_loss: bool,
+    device: torch.device,
+) -> PackedMicroBatch:
+    """Packs one micro-batch. ``needs_tokens``: first stage; ``needs_loss``: last stage."""
+    samples = microbatch.samples
+    true_lengths = facts.total_tokens[samples]
+    lengths = -(-true_lengths // pad_multiple) * pad_multiple
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    position_ids = np.concatenate([np.arange(n) for n in lengths])
+    fields: dict[str, object] = {"tokens": None}
+    if needs_tokens:
+        tokens = np.full(starts[-1], pad_token, dtype=np.int64)
+        for start, i in zip(starts, samples.tolist()):
+            tokens[start : start + len(rows[i].token_ids)] = rows[i].token_ids
+        fields["tokens"] = torch.from_numpy(tokens)[None].to(device, non_blocking=True)
+    if needs_loss:
+        fields.update(_loss_fields(microbatch, facts, rows, inputs, starts, device))
+    return PackedMicroBatch(
+        packed=pack(tuple(lengths.tolist()), device),
+        position_ids=torch.from_numpy(position_ids)[None].to(device, non_blocking=True),
+        num_sequences=len(samples),
+        **fields,
+    )
+
+
+def _loss_fields(
+    microbatch: MicroBatch, facts: BatchFacts, rows: Mapping[int, Sample], inputs: LossInputs | None, starts: np.ndarray, device: torch.device
+) -> dict[str, object]:
+    offsets = facts.response_offsets
+    positions, targets, flat, sequences, rollout = [], [], [], [], []
+    for slot, i in enumerate(microbatch.samples.tolist()):
+        row = rows[i]
+        chosen = np.flatnonzero(row.loss_mask)
+        positions.append(starts[slot] + row.prompt_tokens - 1 + chosen)
+        targets.append(row.token_ids[row.prompt_tokens + chosen])
+        flat.append(offsets[i] + chosen)
+        sequences.append(np.full(len(chosen), slot))
+        rollout.append(row.logprobs[chosen])
+    flat_index = np.concatenate(flat)
+    sequence_index = np.concatenate(sequences)
+
+    def floats(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(device, non_blocking=True)
+
+    fields: dict[str, object] = {
+        "loss_positions": torch.from_numpy(np.concatenate(positions)).to(device, non_blocking=True),
+        "targets": torch.from_numpy(np.concatenate(targets)).to(device, non_blocking=True),
+        "sequences": torch.from_numpy(sequence_index).to(device, non_blocking=True),
+        "rollout_logprobs": floats(np.concatenate(rollout)),
+        "flat": flat_index,
+    }
+    if inputs is not None:
+        owner = microbatch.samples[sequence_index]
+        alive = 0.0 if microbatch.filler else 1.0
+        fields["advantages"] = floats(inputs.advantages[owner] * alive)
+        fields["weights"] = floats(inputs.weights[owner] * alive)
+        if inputs.old_logprobs is not None:
+            fields["old_logprobs"] = floats(inputs.old_logprobs[flat_index])
+        if inputs.reference_logprobs is not None:
+            fields["reference_logprobs"] = floats(inputs.reference_logprobs[flat_index])
+    return fields

@@ -1,0 +1,1 @@
+"""Rollouts: prompts in, sampled completions with their log-probs out."""

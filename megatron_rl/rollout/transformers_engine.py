@@ -1,0 +1,309 @@
+"""The embedded engine: a Hugging Face model in the trainer's own process, for small models, laptops and CI."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.engine import NO_WEIGHTS, sample_seed
+from megatron_rl.types import ConfigError, Prompt, Rollout
+
+MAX_EMBEDDED_PARAMETERS = 1_000_000_000
+# Compacting copies the cache of the rows that stay, about what one decode step's torch.cat costs anyway; below a
+# quarter finished, the rows it saves do not pay for that copy within a few steps.
+COMPACT_FRACTION = 0.25
+
+
+class TransformersEngine:
+    """Engine (see rollout/engine.py) on a Hugging Face causal LM built from its config; weights come by load_weights.
+
+    A row's draws come from a generator of its own (``sample_seed``), so its tokens do not depend on which rows share
+    its batch, beyond float rounding of the logits.
+
+    Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32, device=torch.device("cpu"))``
+    """
+
+    def __init__(
+        self,
+        hf_path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``seed``: the run's seed. Raises ConfigError: no such directory, a model too large, an impossible stop token."""
+        self.weight_version = NO_WEIGHTS
+        self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
+        self._model: PreTrainedModel | None = _build_model(hf_path, rollout, dtype, device)
+        text_config = self._model.config.get_text_config()
+        self._max_positions = int(text_config.max_position_embeddings)
+        self._stop_ids = _stop_ids(hf_path, tokenizer, self._model, text_config.vocab_size)
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """See ``Engine.load_weights``. ``version`` >= 0 is the trainer's; rollouts carry it."""
+        if version < 0:
+            raise ValueError(f"load_weights: version={version} must be at least 0")
+        model = self._open_model()
+        targets = model.state_dict(keep_vars=True)  # parameters and persistent buffers, tied aliases under each name
+        owners: dict[int, str] = {}
+        for name, target in targets.items():
+            owners.setdefault(id(target), name)
+        self.weight_version = NO_WEIGHTS  # a load that fails halfway leaves mixed weights, which must not be sampled
+        seen: set[str] = set()
+        filled: set[int] = set()
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name not in targets:
+                    raise ValueError(f"load_weights: unknown weight {name!r}; this {type(model).__name__} has no such name")
+                if name in seen:
+                    raise ValueError(f"load_weights: weight {name!r} arrived twice; export every weight once")
+                target = targets[name]
+                if tensor.shape != target.shape:
+                    raise ValueError(
+                        f"load_weights: weight {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(target.shape)}; "
+                        "export full tensors (gathered over tensor parallel ranks, vocabulary padding removed)"
+                    )
+                if id(target) in filled and not torch.equal(target, tensor.to(target)):
+                    raise ValueError(
+                        f"load_weights: {name!r} is tied to {owners[id(target)]!r} in the model and arrived with other values; "
+                        "set tie_word_embeddings=false in the model's config, or tie them in the trainer"
+                    )
+                target.copy_(tensor)
+                seen.add(name)
+                filled.add(id(target))
+        missing = sorted(set(owners.values()) - seen)
+        if missing:
+            raise ValueError(f"load_weights: {len(missing)} of {len(owners)} weights did not arrive: {', '.join(missing)}")
+        self.weight_version = version
+
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0
+    ) -> list[Rollout]:
+        """See ``Engine.generate``. Greedy log-probs are at the sampling temperature too."""
+        self._check(prompts, samples_per_prompt)
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
+        max_rows = self._rollout.max_batch_samples
+        rollouts: dict[tuple[int, int], Rollout] = {}
+        # A group larger than the batch limit is sampled in slices, at one more prefill of its prompt for each.
+        for first in range(0, samples_per_prompt, max_rows):
+            samples = range(first, min(first + max_rows, samples_per_prompt))
+            num_prompts = max_rows // len(samples)
+            for start in range(0, len(order), num_prompts):
+                batch = order[start : start + num_prompts]
+                rows = [(prompts[index], sample) for index in batch for sample in samples]
+                uniforms = None if greedy else self._uniforms(rows, attempt)
+                token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms)
+                keys = [(index, sample) for index in batch for sample in samples]
+                rollouts.update(zip(keys, self._to_rollouts(rows, token_ids, logprobs), strict=True))
+        return [rollouts[index, sample] for index in range(len(prompts)) for sample in range(samples_per_prompt)]
+
+    def close(self) -> None:
+        self._model = None
+        self.weight_version = NO_WEIGHTS
+
+    def _open_model(self) -> PreTrainedModel:
+        if self._model is None:
+            raise RuntimeError("TransformersEngine was closed; build a new one")
+        return self._model
+
+    def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> None:
+        self._open_model()
+        if self.weight_version == NO_WEIGHTS:
+            raise RuntimeError("TransformersEngine.generate: no complete set of weights was loaded; call load_weights first")
+        if samples_per_prompt < 1:
+            raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise ConfigError(
+                    f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template"
+                )
+            num_tokens = len(prompt.token_ids) + self._rollout.max_response_tokens
+            if num_tokens > self._max_positions:
+                raise ConfigError(
+                    f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and rollout.max_response_tokens="
+                    f"{self._rollout.max_response_tokens} make {num_tokens}, above the model's max_position_embeddings="
+                    f"{self._max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+                )
+
+    def _uniforms(self, rows: Sequence[tuple[Prompt, int]], attempt: int) -> torch.Tensor:
+        """[positions, rows] float64 in [0, 1): each row's own stream, drawn ahead for every position."""
+        num_positions = self._rollout.max_response_tokens
+        raw = np.empty((len(rows), num_positions), dtype=np.uint64)
+        for row, (prompt, sample) in enumerate(rows):
+            seed = sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, attempt)
+            # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions (NEP 19).
+            raw[row] = np.random.Philox(key=seed).random_raw(num_positions)
+        return torch.from_numpy((raw >> np.uint64(11)).T * 2.0**-53).to(self._device)
+
+    @torch.inference_mode()
+    def _sample(
+        self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps, rows].
+
+        What stands after a row's first stop token is meaningless.
+        """
+        model, max_steps = self._open_model(), self._rollout.max_response_tokens
+        num_rows = len(prompts) * repeats
+        input_ids, mask = _left_pad(prompts, self._device)
+        positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
+        # No padding, no mask: sdpa then takes its fast path, and the model builds no mask at every step.
+        padded = not all(len(prompt) == input_ids.shape[1] for prompt in prompts)
+        cache = DynamicCache(config=model.config)
+        output = model(
+            input_ids=input_ids,
+            attention_mask=mask if padded else None,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if repeats > 1:
+            cache.batch_repeat_interleave(repeats)
+        logits = output.logits[:, -1].repeat_interleave(repeats, dim=0)
+        position = (positions[:, -1:] + 1).repeat_interleave(repeats, dim=0)
+        mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1).repeat_interleave(repeats, dim=0)
+
+        rows = torch.arange(num_rows, device=self._device)  # the rows still running, as the caller numbers them
+        done = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
+        token_ids = torch.zeros(max_steps, num_rows, dtype=torch.long, device=self._device)
+        logprobs = torch.zeros(max_steps, num_rows, dtype=torch.float32, device=self._device)
+        for step in range(max_steps):
+            tokens, token_logprobs = _draw(logits, self._rollout.temperature, None if uniforms is None else uniforms[step, rows])
+            token_ids[step, rows], logprobs[step, rows] = tokens, token_logprobs
+            for stop_id in self._stop_ids:
+                done |= tokens == stop_id
+            num_done = int(done.sum()) if self._stop_ids else 0  # the loop's one wait for the device
+            if num_done == len(rows) or step + 1 == max_steps:
+                break
+            if num_done >= COMPACT_FRACTION * len(rows):
+                kept = torch.nonzero(~done).squeeze(1)
+                cache.batch_select_indices(kept)
+                rows, tokens, position, mask, done = (x[kept] for x in (rows, tokens, position, mask, done))
+            output = model(
+                input_ids=tokens[:, None],
+                attention_mask=mask[:, : input_ids.shape[1] + step + 1] if padded else None,
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits, position = output.logits[:, -1], position + 1
+        return token_ids[: step + 1].cpu().numpy(), logprobs[: step + 1].cpu().numpy()
+
+    def _to_rollouts(self, rows: Sequence[tuple[Prompt, int]], token_ids: np.ndarray, logprobs: np.ndarray) -> list[Rollout]:
+        """``token_ids`` and ``logprobs`` [steps, rows], cut after each row's first stop token."""
+        num_steps = len(token_ids)
+        is_stop = np.isin(token_ids, self._stop_ids)
+        stopped = is_stop.any(axis=0)
+        lengths = np.where(stopped, is_stop.argmax(axis=0) + 1, num_steps)
+        within = np.arange(num_steps)[:, None] < lengths
+        if not np.isfinite(logprobs[within]).all():
+            prompt, sample = rows[int(np.argmin((np.isfinite(logprobs) | ~within).all(axis=0)))]
+            raise RuntimeError(
+                f"sample {prompt.prompt_id}#{sample} has a log-prob that is not finite at weight version {self.weight_version}; "
+                "the weights are broken (a step with a non-finite gradient?) or overflow in this dtype"
+            )
+        texts: dict[tuple[int, ...], str] = {}  # short answers repeat within a group, and decoding is slow
+        rollouts = []
+        columns = zip(rows, token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
+        for (prompt, sample), row_ids, row_logprobs, length, stop in columns:
+            body = tuple(row_ids[: length - stop])
+            if body not in texts:
+                texts[body] = self._tokenizer.decode(list(body), skip_special_tokens=True)
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    sample_index=sample,
+                    response_ids=tuple(row_ids[:length]),
+                    logprobs=tuple(row_logprobs[:length]),
+                    text=texts[body],
+                    finish_reason="stop" if stop else "length",
+                    weight_version=self.weight_version,
+                )
+            )
+        return rollouts
+
+
+def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model of ``hf_path``'s config, in eval mode, its values not yet set. Raises ConfigError."""
+    if not (pathlib.Path(hf_path) / "config.json").is_file():
+        raise ConfigError(f"model.hf_path={hf_path!r} holds no config.json; give a Hugging Face model directory")
+    config = AutoConfig.from_pretrained(hf_path)
+    # Modules draw their initial values from torch's global generator, which belongs to the trainer.
+    accelerators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=accelerators):
+        if not rollout.allow_large_embedded_model:
+            with torch.device("meta"):  # shapes without storage
+                num_parameters = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters()
+            if num_parameters > MAX_EMBEDDED_PARAMETERS:
+                raise ConfigError(
+                    f"rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
+                    f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a smaller model, "
+                    "or set rollout.allow_large_embedded_model=true if the memory is there"
+                )
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.requires_grad_(False).eval()
+
+
+def _stop_ids(hf_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, vocab_size: int) -> list[int]:
+    """The tokenizer's stop token and those of generation_config.json, ascending. Raises ConfigError beyond the vocabulary."""
+    # A model built from its config alone has not read the directory's generation_config.json, where chat models
+    # list their second stop token.
+    has_file = (pathlib.Path(hf_path) / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(hf_path) if has_file else model.generation_config
+    stop_ids: set[int] = set()
+    for given in (tokenizer.eos_token_id, generation.eos_token_id):
+        stop_ids.update([] if given is None else [given] if isinstance(given, int) else given)
+    outside = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < vocab_size)
+    if outside:
+        raise ConfigError(
+            f"stop token ids {outside} of the tokenizer or of {hf_path!r} lie outside the model's vocab_size={vocab_size}; "
+            "check model.tokenizer_path and eos_token_id in generation_config.json"
+        )
+    return sorted(stop_ids)
+
+
+def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[P, longest] int64 ids and bool mask, prompts at the right end, so that every row's next token has one column."""
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    mask = np.zeros((len(prompts), longest), dtype=bool)
+    for row, prompt in enumerate(prompts):
+        token_ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = True
+    return torch.from_numpy(token_ids).to(device), torch.from_numpy(mask).to(device)
+
+
+def _draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row. ``logits`` [R, vocab], ``uniforms`` [R] float64 in [0, 1), None for greedy.
+
+    Returns ids [R] int64 and their log-probs [R] float32 at ``temperature``. Inverse CDF: the first token whose
+    cumulative probability exceeds the row's number, so a token of probability 0 is never drawn.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    if uniforms is None:
+        tokens = logits.argmax(dim=-1)
+    else:
+        # float64: over 150,000 tokens a float32 sum is off by more than a rare token's probability. Scaled by the
+        # row's own total, which rounding keeps from being exactly 1.
+        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        total = cumulative[:, -1]
+        target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+        tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits: reported by the caller, once, not per step
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)

@@ -1,0 +1,131 @@
+"""The reference that every equality is held against: a plain single-process loop over a Hugging Face model, one sample at a time.
+
+Nothing of megatron_rl's way of the data is used: no plan, no packing, no schedule; only its value types.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_rl.types import Sample
+
+FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope")
+
+
+def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4):
+    """A Hugging Face config of hidden 64, 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    sizes = dict(
+        vocab_size=vocab_size, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    match family:
+        case "qwen2_tied":
+            return Qwen2Config(**sizes, tie_word_embeddings=True)
+        case "qwen2_untied":
+            return Qwen2Config(**sizes, tie_word_embeddings=False)
+        case "qwen3":
+            return Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)
+        case "llama":
+            return LlamaConfig(**sizes, tie_word_embeddings=False)
+        case "llama3_rope":
+            rope = dict(
+                rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0,
+                original_max_position_embeddings=32,
+            )  # fmt: skip
+            return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
+    raise ValueError(family)
+
+
+def tiny_model(family: str, *, seed: int = 0, layers: int = 4):
+    """(config, model): random weights, biases and norms away from their neutral values so that a lost one shows."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = tiny_config(family, layers=layers)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+                else:
+                    parameter.mul_(3.0)  # logits of a fresh model are near uniform, and near equality then proves little
+    return config, model
+
+
+def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_lengths: bool = False) -> list[Sample]:
+    """Ragged samples; with ``unique_lengths`` no two have as many tokens, so a length names its sample."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        prompt = int(random.integers(2, 7))
+        response = int(random.integers(1, 13)) if not unique_lengths else 3 + i
+        if unique_lengths:
+            prompt = 4
+        mask = np.ones(response, dtype=bool)
+        if response > 3:
+            mask[random.integers(0, response - 1)] = False  # a tool's token in mid-response
+        samples.append(
+            Sample(
+                sample_id=f"s{i}", prompt_tokens=prompt, token_ids=random.integers(2, vocab_size, prompt + response),
+                loss_mask=mask, logprobs=random.normal(-2.0, 0.3, response).astype(np.float32),
+            )  # fmt: skip
+        )
+    return samples
+
+
+def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies [response] of one sample by one plain forward."""
+    tokens = torch.from_numpy(sample.token_ids)
+    logits = model(tokens[None]).logits[0].float() / temperature
+    distribution = logits.log_softmax(-1)[sample.prompt_tokens - 1 : -1]
+    logprobs = distribution.gather(-1, tokens[sample.prompt_tokens :, None])[:, 0]
+    return logprobs, -(distribution.exp() * distribution).sum(-1)
+
+
+def token_weight(reduction: str, samples: list[Sample], groups: list[int], i: int, max_response_tokens: int) -> float:
+    """w_t of sample i by the table of semantics §1, in words of one line each."""
+    tokens = [int(s.loss_mask.sum()) for s in samples]
+    match reduction:
+        case "token_sum":
+            return 1.0
+        case "token_mean":
+            return 1.0 / sum(tokens)
+        case "sequence_mean":
+            return 1.0 / (len(samples) * tokens[i])
+        case "sequence_sum_mean":
+            return 1.0 / len(samples)
+        case "sequence_sum_norm":
+            return 1.0 / (len(samples) * max_response_tokens)
+        case "prompt_mean":
+            return 1.0 / (len(set(groups)) * sum(t for t, g in zip(tokens, groups, strict=True) if g == groups[i]))
+    raise ValueError(reduction)
+
+
+def reference_gradient(
+    model, samples: list[Sample], groups: list[int], advantages: list[float], *, reduction: str = "token_mean",
+    max_response_tokens: int = 16, clip: float = 0.2, old: list[torch.Tensor] | None = None, temperature: float = 1.0,
+) -> tuple[dict[str, torch.Tensor], float]:  # fmt: skip
+    """Gradient by name and loss of the clipped PPO objective, token by token weight, over all samples (zero advantages too)."""
+    model.zero_grad()
+    total = 0.0
+    for i, sample in enumerate(samples):
+        logprobs, _ = reference_logprobs(model, sample, temperature)
+        before = torch.from_numpy(sample.logprobs) if old is None else old[i]
+        ratio = (logprobs - before).exp()
+        objective = torch.minimum(ratio * advantages[i], ratio.clamp(1 - clip, 1 + clip) * advantages[i])
+        loss = -(objective * torch.from_numpy(sample.loss_mask)).sum() * token_weight(reduction, samples, groups, i, max_response_tokens)
+        loss.backward()
+        total += float(loss.detach())
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, total
+
+
+def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """‖found − wanted‖ / ‖wanted‖ over all tensors together; the names must be the same."""
+    assert set(found) == set(wanted), sorted(set(found) ^ set(wanted))
+    difference = sum(((found[k] - wanted[k]).double() ** 2).sum() for k in wanted)
+    norm = sum((wanted[k].double() ** 2).sum() for k in wanted)
+    return float((difference / norm).sqrt())

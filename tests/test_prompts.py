@@ -1,0 +1,192 @@
+"""prompts.py: what a bad dataset says, and that the order is a function of (seed, epoch) that can be resumed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config import DataConfig
+from megatron_rl.prompts import PromptSource, load_rows
+from megatron_rl.types import ConfigError
+
+
+class LetterTokenizer:
+    """One token per character; asserts that no special tokens are asked for."""
+
+    def __init__(self, chat_template: str | None = None, eos_token_id: int | None = 0) -> None:
+        self.chat_template = chat_template
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text, add_special_tokens):
+        assert add_special_tokens is False
+        if isinstance(text, str):
+            return SimpleNamespace(input_ids=[ord(c) for c in text])
+        return SimpleNamespace(input_ids=[[ord(c) for c in one] for one in text])
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+        assert add_generation_prompt and not tokenize
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+def make_rows(count: int) -> list[dict]:
+    return [{"prompt": f"{i}+1=", "answer": str(i + 1), "solution": str(i + 1)} for i in range(count)]
+
+
+def make_source(rows=None, *, tokenizer=None, seed=3, context_tokens=None, **data) -> PromptSource:
+    rows = make_rows(7) if rows is None else rows
+    return PromptSource(rows, tokenizer or LetterTokenizer(), DataConfig(**data), seed, context_tokens)
+
+
+def ids(prompts) -> list[str]:
+    return [prompt.prompt_id for prompt in prompts]
+
+
+# --- load_rows
+
+
+def test_rows_of_a_file_equal_what_was_written(tmp_path):
+    rows = [{"prompt": "a\u2028b", "n": 1}, {"prompt": "é"}]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n  \n", encoding="utf-8")
+    assert load_rows(path) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": ', "d.jsonl:2: not valid JSON"),
+        (b"[1, 2]", "d.jsonl:2: a JSON list, not an object"),
+        (b'{"prompt": "\xff"}', "d.jsonl:2: not UTF-8"),
+    ],
+)
+def test_malformed_line_names_file_and_line(tmp_path, line, message):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"prompt": "x"}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=message):
+        load_rows(path)
+
+
+def test_missing_empty_and_unset_files_name_the_key(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="eval.path='.*none.jsonl' does not exist"):
+        load_rows(tmp_path / "none.jsonl", key="eval.path")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_rows(tmp_path)
+    with pytest.raises(ConfigError, match="data.train='.*empty.jsonl' has no rows"):
+        load_rows(tmp_path / "empty.jsonl")
+    with pytest.raises(ConfigError, match="data.train is empty"):
+        load_rows("")
+
+
+# --- order and cursor
+
+
+def test_every_epoch_is_a_permutation_of_the_rows():
+    drawn = make_source().next(21)
+    epochs = [[p.prompt_id.split("@") for p in drawn[e * 7 : e * 7 + 7]] for e in range(3)]
+    for number, epoch in enumerate(epochs):
+        assert {e for _, e in epoch} == {str(number)}
+        assert sorted(int(row) for row, _ in epoch) == list(range(7))
+    assert len({tuple(row for row, _ in epoch) for epoch in epochs}) > 1
+
+
+def test_equal_seeds_draw_equal_prompts_however_cut():
+    one, many = make_source(), make_source()
+    assert ids(one.next(20)) == ids([p for count in (1, 5, 0, 14) for p in many.next(count)])
+    assert ids(make_source(seed=3).next(7)) != ids(make_source(seed=4).next(7))
+    assert len(ids(make_source(seed=-1).next(7))) == 7
+
+
+def test_without_shuffle_is_file_order():
+    assert ids(make_source(shuffle=False).next(9)) == [*(f"{i}@0" for i in range(7)), "0@1", "1@1"]
+
+
+def test_resumed_equals_uninterrupted():
+    uninterrupted = make_source()
+    expected = ids(uninterrupted.next(25)), [p.prompt_id for p, _ in uninterrupted.next_solutions(9)]
+    before, after = make_source(), make_source()
+    first = ids(before.next(10)), [p.prompt_id for p, _ in before.next_solutions(2)]
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert (first[0] + ids(after.next(15)), first[1] + [p.prompt_id for p, _ in after.next_solutions(7)]) == expected
+
+
+def test_cursor_of_another_order_is_refused():
+    state = make_source().state()
+    others = {"seed": make_source(seed=4), "shuffle": make_source(shuffle=False), "prompts_per_epoch": make_source(make_rows(6))}
+    for name, source in others.items():
+        with pytest.raises(ConfigError, match=f"taken with {name}="):
+            source.load_state(state)
+
+
+# --- rendering
+
+
+def test_template_replaces_prompt_and_leaves_other_braces():
+    [prompt] = make_source(make_rows(1), template="{x} {prompt}!").next(1)
+    assert prompt.text == "{x} 0+1=!"
+    assert prompt.token_ids == tuple(map(ord, "{x} 0+1=!"))
+    assert prompt.columns == {"prompt": "0+1=", "answer": "1", "solution": "1"}
+
+
+def test_chat_template_is_the_tokenizers():
+    [prompt] = make_source(make_rows(1), template="chat", tokenizer=LetterTokenizer("any")).next(1)
+    assert prompt.text == "<user>0+1=<assistant>"
+    with pytest.raises(ConfigError, match="no chat template"):
+        make_source(template="chat")
+
+
+def test_renamed_answer_key_is_given_as_answer():
+    [prompt] = make_source([{"prompt": "x", "gold": "1", "answer": "long"}], answer_key="gold").next(1)
+    assert prompt.columns == {"prompt": "x", "gold": "1", "answer": "1"}
+    with pytest.raises(ConfigError, match="row 0 has no column 'gold' .data.answer_key.; its columns are 'prompt'"):
+        make_source([{"prompt": "x"}], answer_key="gold")
+
+
+def test_bad_rows_name_row_and_columns():
+    with pytest.raises(ConfigError, match="row 1 has no column 'prompt' .data.prompt_key.; its columns are 'question', 'answer'"):
+        make_source([{"prompt": "x"}, {"question": "x", "answer": "1"}])
+    with pytest.raises(ConfigError, match="row 0: column 'prompt' .* is a int, 7; it must be text"):
+        make_source([{"prompt": 7}])
+    with pytest.raises(ConfigError, match="row 0: .* 0 tokens"):
+        make_source([{"prompt": ""}])
+
+
+# --- length
+
+
+def test_long_prompt_fails_or_is_dropped():
+    rows = [{"prompt": "ab"}, {"prompt": "abcde"}, {"prompt": "abc"}]
+    with pytest.raises(
+        ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*max_prompt_tokens.*on_long_prompt=drop"
+    ):
+        make_source(rows, max_prompt_tokens=3)
+    source = make_source(rows, max_prompt_tokens=3, on_long_prompt="drop", shuffle=False)
+    assert (len(source), source.num_dropped) == (2, 1)
+    assert ids(source.next(3)) == ["0@0", "2@0", "0@1"]
+    with pytest.raises(ConfigError, match="all 3 rows are longer than 1 tokens"):
+        make_source(rows, max_prompt_tokens=1, on_long_prompt="drop")
+
+
+def test_context_leaves_room_for_a_response():
+    assert len(make_source([{"prompt": "abc"}], context_tokens=4)) == 1
+    with pytest.raises(ConfigError, match="has 3 tokens and at most 2 .*context of 3"):
+        make_source([{"prompt": "abc"}], context_tokens=3)
+
+
+# --- solutions
+
+
+def test_solution_is_tokenized_and_ended():
+    [(prompt, response)] = make_source([{"prompt": "9+1=", "solution": "10"}]).next_solutions(1)
+    assert (prompt.token_ids, response) == (tuple(map(ord, "9+1=")), (ord("1"), ord("0"), 0))
+
+
+def test_solutions_that_cannot_be_imitated_are_refused():
+    with pytest.raises(ConfigError, match="row 1 has no column 'solution' .data.solution_key."):
+        make_source([{"prompt": "x", "solution": "1"}, {"prompt": "y"}]).next_solutions(1)
+    with pytest.raises(ConfigError, match="no eos_token"):
+        make_source(tokenizer=LetterTokenizer(eos_token_id=None)).next_solutions(1)
+    with pytest.raises(ConfigError, match="row 0: prompt and solution have 6 tokens .* context 5"):
+        make_source([{"prompt": "abc", "solution": "de"}], context_tokens=5).next_solutions(1)

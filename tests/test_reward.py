@@ -1,0 +1,289 @@
+"""reward/: the built-ins, how names resolve, and who pays when a function fails."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+
+import megatron_rl.reward.math as math_module
+from megatron_rl.config import RewardConfig
+from megatron_rl.reward import Reward
+from megatron_rl.reward.math import math_verify
+from megatron_rl.types import ConfigError, Prompt, RewardError, Rollout, Score
+
+
+def make_rollouts(texts, answers=None, **columns) -> list[Rollout]:
+    rollouts = []
+    for i, text in enumerate(texts):
+        row = {"prompt": "p", "answer": answers[i] if answers else "1"} | {key: values[i] for key, values in columns.items()}
+        prompt = Prompt(prompt_id=f"{i}@0", text=f"prompt {i}", token_ids=(1,), columns=row)
+        ids = tuple(range(len(text)))
+        rollouts.append(
+            Rollout(
+                prompt=prompt,
+                sample_index=0,
+                response_ids=ids,
+                logprobs=(0.0,) * len(ids),
+                text=text,
+                finish_reason="stop",
+                weight_version=0,
+            )
+        )
+    return rollouts
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """An importable module for reward functions of a test."""
+    made = types.ModuleType("rewards_of_test")
+    monkeypatch.setitem(sys.modules, "rewards_of_test", made)
+    return made
+
+
+def reward_of(module, *functions, weights=(), on_error="fail") -> Reward:
+    for number, function in enumerate(functions):
+        setattr(module, f"f{number}", function)
+    names = tuple(f"rewards_of_test:f{number}" for number in range(len(functions)))
+    return Reward(RewardConfig(functions=names, weights=weights, on_error=on_error))
+
+
+def totals(scores) -> list[float | None]:
+    return [score.total for score in scores]
+
+
+# --- built-ins
+
+
+def test_arithmetic_is_stripped_string_equality():
+    rollouts = make_rollouts(["12", " 12\n", "12.0", "1 2", ""], [12, "12 ", "12", "12", "0"])
+    assert totals(Reward(RewardConfig(functions=("arithmetic",))).score(rollouts)) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("gold", ["", " ", "####", "{{{"])
+def test_math_verify_refuses_gold_without_a_value(gold):
+    with pytest.raises(ValueError, match="is nothing that math-verify can parse"):
+        math_verify([""], ["1"], [[]], [gold])
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        ("48/2 = 24, 48+24 = 72\n#### 72", "72", 1.0),
+        ("48/2 = 24\n#### 24", "72", 0.0),
+        ("#### 72\n#### 71", "72", 0.0),
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("The answer is $\\frac{2}{4}$.", "\\frac{1}{2}", 1.0),
+        ("#### 1,000", "1000", 1.0),
+        ("#### $18", "18", 1.0),
+        ("#### -3", "worked out\n#### -3", 1.0),
+        ("#### 72 dollars", "72", 1.0),
+        ("so \\boxed{1+x}", "x+1", 1.0),
+        ("1", "1+x", 0.0),
+        ("\\boxed{3}", "3.", 1.0),
+        ("\\boxed{1/2}", "$\\frac{1}{2}$", 1.0),
+        ("#### ", "72", 0.0),
+        ("I do not know", "72", 0.0),
+        ("", "72", 0.0),
+        ("\\boxed{\\frac{", "72", 0.0),
+    ],
+)
+def test_math_verify_cases(completion, gold, expected):
+    assert math_verify([""], [completion], [[]], [gold]) == [expected]
+
+
+def test_math_verify_gold_that_does_not_parse_is_an_error():
+    with pytest.raises(RewardError, match="(?s)sample 1@0#0 .*gold answer '' is nothing that math-verify can parse"):
+        Reward(RewardConfig(functions=("math_verify",))).score(make_rollouts(["#### 1", "#### 2"], ["1", ""]))
+
+
+def test_math_verify_timeout_meets_the_error_policy(monkeypatch):
+    parse = math_module.parse
+
+    def slow_on_seven(text, **options):
+        if text == " 7":
+            raise math_module.TimeoutException
+        return parse(text, **options)
+
+    monkeypatch.setattr(math_module, "parse", slow_on_seven)
+    reward = Reward(RewardConfig(functions=("math_verify",), on_error="drop"))
+    assert totals(reward.score(make_rollouts(["#### 1", "#### 7", "#### 2"]))) == [1.0, None, 0.0]
+    assert "TimeoutError: parsing the completion took over 5 s: ' 7'" in reward.last_errors[0].message
+
+
+def test_math_verify_outside_the_main_thread_says_so():
+    errors = []
+
+    def call():
+        try:
+            math_verify([""], ["1"], [[]], ["1"])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(timeout=10)
+    assert len(errors) == 1 and "main thread only" in errors[0]
+
+
+# --- resolving
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("arithmetics", "did you mean 'arithmetic'.*built-ins are arithmetic, math_verify"),
+        ("no_such_module_here:f", "importing 'no_such_module_here' failed with ModuleNotFoundError.*PYTHONPATH"),
+        ("rewards_of_test:lenght", "has no 'lenght'; the nearest it has is 'length'"),
+        ("rewards_of_test:constant", "is a float, which cannot be called"),
+        ("rewards_of_test:Class", "is a class; name an instance"),
+        ("rewards_of_test:later", "is async, which is not supported yet"),
+        ("rewards_of_test:later_object", "is async, which is not supported yet"),
+    ],
+)
+def test_names_that_do_not_resolve(module, name, message):
+    async def later(**_):
+        return []
+
+    class Class:
+        async def __call__(self, **_):
+            return []
+
+    module.length, module.constant, module.Class, module.later, module.later_object = (lambda **_: []), 1.0, Class, later, Class()
+    with pytest.raises(ConfigError, match=message):
+        Reward(RewardConfig(functions=(name,)))
+
+
+def test_no_function_and_a_repeated_one_are_refused():
+    with pytest.raises(ConfigError, match="reward.functions is empty"):
+        Reward(RewardConfig())
+    with pytest.raises(ConfigError, match="'arithmetic' more than once"):
+        Reward(RewardConfig(functions=("arithmetic", "arithmetic")))
+
+
+def test_columns_a_function_cannot_take_are_named(module):
+    reward = reward_of(module, lambda completions, **_: [1.0], lambda completions, missing, **_: [1.0])
+    with pytest.raises(ConfigError, match="f1' cannot be called: missing a required argument: 'missing'.*answer, prompt"):
+        reward.score(make_rollouts(["a"]))
+
+
+# --- the call
+
+
+def test_a_function_receives_every_column_as_a_list(module):
+    seen = {}
+
+    def record(prompts, completions, completion_ids, **columns):
+        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        return [0.0] * len(prompts)
+
+    rollouts = make_rollouts(["a", "bc"], ["1", "2"], level=[3, None], prompts=["hidden", "hidden"])
+    reward_of(module, record).score(rollouts)
+    assert seen == {
+        "prompts": ["prompt 0", "prompt 1"],
+        "completions": ["a", "bc"],
+        "completion_ids": [[0], [0, 1]],
+        "prompt": ["p", "p"],
+        "answer": ["1", "2"],
+        "level": [3, None],
+    }
+
+
+def test_total_is_the_weighted_sum_over_functions_that_applied(module):
+    reward = reward_of(
+        module,
+        lambda completions, **_: [1.0, None, None],
+        lambda completions, **_: np.array([2.0, 4.0, np.float32(1)]).tolist()[:2] + [None],
+        weights=(0.5, 2.0),
+    )
+    assert reward.names == ("rewards_of_test:f0", "rewards_of_test:f1")
+    assert reward.score(make_rollouts(["a", "b", "c"])) == [
+        Score(total=4.5, by_function=(1.0, 2.0)),
+        Score(total=8.0, by_function=(None, 4.0)),
+        Score(total=None, by_function=(None, None)),
+    ]
+    assert reward.score([]) == []
+
+
+def test_numbers_of_numpy_and_bools_are_numbers(module):
+    reward = reward_of(module, lambda completions, **_: [np.float32(0.5), True, np.bool_(False), np.int64(3)])
+    assert totals(reward.score(make_rollouts("abcd"))) == [0.5, 1.0, 0.0, 3.0]
+
+
+# --- errors
+
+
+class Timeout(BaseException):
+    """As math-verify's own."""
+
+
+def raises_on_b(completions, **_):
+    if "b" in completions:
+        raise Timeout("too slow")
+    return [1.0] * len(completions)
+
+
+def nan_on_b(completions, **_):
+    return [float("nan") if text == "b" else 1.0 for text in completions]
+
+
+def text_on_b(completions, **_):
+    return ["1.0" if text == "b" else 1.0 for text in completions]
+
+
+def short_on_b(completions, **_):
+    return [1.0 for text in completions if text != "b"]
+
+
+GUILTY_ON_B = [
+    (raises_on_b, "Timeout: too slow"),
+    (nan_on_b, "nan"),
+    (text_on_b, "'1.0', a str"),
+    (short_on_b, "0 values for 1 samples"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), GUILTY_ON_B)
+@pytest.mark.parametrize(("on_error", "total"), [("drop", None), ("zero", 0.0)])
+def test_only_the_guilty_sample_meets_the_policy(module, function, message, on_error, total):
+    reward = reward_of(module, function, lambda completions, **_: [1.0] * len(completions), on_error=on_error)
+    scores = reward.score(make_rollouts("abc"))
+    assert totals(scores) == [2.0, total, 2.0]
+    assert scores[1].by_function == (None, 1.0)
+    assert [(e.sample_id, e.function) for e in reward.last_errors] == [("1@0#0", "rewards_of_test:f0")]
+    assert message in reward.last_errors[0].message
+    reward.score(make_rollouts("ac"))
+    assert reward.last_errors == ()
+
+
+@pytest.mark.parametrize(("function", "message"), GUILTY_ON_B)
+def test_fail_names_the_sample_and_the_cause(module, function, message):
+    with pytest.raises(RewardError, match="(?s)failed on sample 1@0#0 .1 of 3 samples failed.*reward.on_error") as caught:
+        reward_of(module, function).score(make_rollouts("abc"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("on_error", ["fail", "drop", "zero"])
+def test_a_batch_that_fails_without_a_guilty_sample_is_an_error(module, on_error):
+    def wants_one(completions, **_):
+        return [1.0] * (1 if len(completions) == 1 else 0)
+
+    with pytest.raises(RewardError, match="(?s)batch of 2 samples .*none of them alone.*0 values for 2 samples"):
+        reward_of(module, wants_one, on_error=on_error).score(make_rollouts("ab"))
+
+
+def test_what_is_not_a_list_is_an_error(module):
+    with pytest.raises(RewardError, match="returned a NoneType for 1 samples"):
+        reward_of(module, lambda completions, **_: None).score(make_rollouts("a"))
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_interrupts_are_not_reward_errors(module, stop):
+    def interrupted(completions, **_):
+        raise stop
+
+    with pytest.raises(stop):
+        reward_of(module, interrupted, on_error="drop").score(make_rollouts("a"))

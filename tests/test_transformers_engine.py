@@ -1,0 +1,288 @@
+"""The embedded engine against plain Hugging Face forwards: same log-probs, same greedy tokens, seeded and exact draws."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.engine import sample_seed
+from megatron_rl.rollout.transformers_engine import TransformersEngine, _draw
+from megatron_rl.types import ConfigError, Prompt
+
+VOCAB = ["<eos>", "<pad>", *"0123456789+-=*/ abcd"]
+EOS = 0
+TEMPERATURE = 0.7
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCAB)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+
+
+def _model(*, tied: bool = False, scale: float = 0.15) -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=len(VOCAB),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        initializer_range=scale,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = Qwen2ForCausalLM(config)
+        for parameter in model.parameters():  # norms and biases too, so that a swapped name would be seen
+            parameter.data.add_(0.1 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _model()
+
+
+@pytest.fixture(scope="module")
+def hf_path(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    model.config.save_pretrained(path)
+    return str(path)
+
+
+def _engine(hf_path: str, model: Qwen2ForCausalLM | None, **rollout) -> TransformersEngine:
+    settings = {"temperature": TEMPERATURE, "max_response_tokens": 12, **rollout}
+    engine = TransformersEngine(
+        hf_path, _tokenizer(), RolloutConfig(**settings), seed=3, dtype=torch.float32, device=torch.device("cpu")
+    )
+    if model is not None:
+        engine.load_weights(iter(model.state_dict().items()), version=1)
+    return engine
+
+
+def _prompts(*lengths: int) -> list[Prompt]:
+    generator = np.random.default_rng(0)
+    ids = [tuple(generator.integers(2, len(VOCAB), size=length).tolist()) for length in lengths]
+    return [Prompt(prompt_id=f"{i}@0", text="", token_ids=token_ids, columns={}) for i, token_ids in enumerate(ids)]
+
+
+PROMPTS = _prompts(5, 2, 9, 5, 1, 3, 7)
+
+
+def _reference_logprobs(model, rollout) -> torch.Tensor:
+    ids = torch.tensor([rollout.prompt.token_ids + rollout.response_ids])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits.float() / TEMPERATURE, dim=-1)[0]
+    first = len(rollout.prompt.token_ids)
+    return logprobs[range(first - 1, ids.shape[1] - 1), list(rollout.response_ids)]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logprobs_equal_full_forward(tmp_path, tied, greedy):
+    model = _model(tied=tied)
+    model.config.save_pretrained(tmp_path)
+    engine = _engine(str(tmp_path), model, max_batch_samples=16)
+    rollouts = engine.generate(PROMPTS, 6, greedy=greedy)
+    assert [r.sample_id for r in rollouts] == [f"{i}@0#{s}" for i in range(len(PROMPTS)) for s in range(6)]
+    for rollout in rollouts:
+        # 1e-5: cached against full attention in float32; both round, neither is the truth.
+        assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
+    reasons = {r.finish_reason for r in rollouts}
+    assert greedy or reasons == {"stop", "length"}, "the sampled rows must cover both ends, or compaction is not tested"
+
+
+def test_absolute_positions_equal_full_forward(tmp_path):
+    # Rotary embeddings cannot see a constant shift of the positions; learned ones can.
+    config = GPT2Config(
+        vocab_size=len(VOCAB),
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+    )
+    config.save_pretrained(tmp_path)
+    model = GPT2LMHeadModel(config).eval()
+    for rollout in _engine(str(tmp_path), model).generate(PROMPTS, 4):
+        assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
+
+
+def test_greedy_equals_hf_generate(model, hf_path):
+    rollouts = _engine(hf_path, model).generate(PROMPTS, 1, greedy=True)
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt.token_ids])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=1)
+        assert list(rollout.response_ids) == expected[0, ids.shape[1] :].tolist()
+
+
+def test_rows_do_not_depend_on_their_batch(model, hf_path):
+    def tokens(prompts, **rollout):
+        return {r.sample_id: r.response_ids for r in _engine(hf_path, model, **rollout).generate(prompts, 5)}
+
+    reference = tokens(PROMPTS, max_batch_samples=64)
+    assert tokens(PROMPTS[::-1], max_batch_samples=10) == reference
+    assert tokens(PROMPTS, max_batch_samples=3) == reference  # groups cut in slices
+    assert tokens(PROMPTS[2:4]).items() <= reference.items()
+
+
+def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
+    engine = _engine(hf_path, model)
+    first = engine.generate(PROMPTS[:3], 8)
+    assert len({r.response_ids for r in first[:8]}) > 4
+    ids = [r.response_ids for r in first]
+    assert [r.response_ids for r in engine.generate(PROMPTS[:3], 8)] == ids
+    assert [r.response_ids for r in engine.generate(PROMPTS[:3], 8, attempt=1)] != ids
+    engine.load_weights(iter(model.state_dict().items()), version=2)
+    second = engine.generate(PROMPTS[:3], 8)
+    assert [r.response_ids for r in second] != ids
+    assert {r.weight_version for r in second} == {2}
+
+
+def test_sample_seed_is_stable_and_distinct():
+    # A changed value here means that resumed runs draw other rollouts.
+    assert sample_seed(0, "17@0", 0, 0, 0) == 6775039251563253706
+    seeds = {sample_seed(*x) for x in itertools.product((0, 1), ("1@0", "11@0"), (0, 1, 11), (0, 1), (0, 1))}
+    assert len(seeds) == 48
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_first_token_frequencies_match_softmax(model, hf_path):
+    num_samples = 2000
+    engine = _engine(hf_path, model, max_response_tokens=1, max_batch_samples=num_samples)
+    rollouts = engine.generate(PROMPTS[:1], num_samples)
+    counts = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(VOCAB))
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
+    expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * num_samples
+    common = expected >= 5  # the usual rule for the chi-square approximation; the rest is one bin
+    assert common.sum() >= 10
+    observed, wanted = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    degrees = len(wanted) - 1
+    # Mean d, deviation sqrt(2d): five deviations, and the seed is fixed, so this cannot flake.
+    assert statistic < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_draw_never_takes_an_impossible_token():
+    # softmax(1, 2, 3) = 0.0900, 0.2447, 0.6652
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0, 3.0, -torch.inf]]).repeat(4, 1)
+    uniforms = torch.tensor([0.0, 1.0 - 2.0**-53, 0.09, 0.091], dtype=torch.float64)
+    tokens, logprobs = _draw(logits, 1.0, uniforms)
+    assert tokens.tolist() == [1, 3, 1, 2]
+    assert torch.equal(logprobs, torch.log_softmax(logits[0], dim=-1)[tokens])
+
+
+def test_stop_token_ends_a_row_and_is_not_text(model, hf_path):
+    rollouts = _engine(hf_path, model).generate(PROMPTS, 16)
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+    for rollout in rollouts:
+        stopped = rollout.finish_reason == "stop"
+        assert len(rollout.logprobs) == len(rollout.response_ids) <= 12
+        assert stopped == (rollout.response_ids[-1] == EOS)
+        assert EOS not in rollout.response_ids[:-1]
+        assert stopped or len(rollout.response_ids) == 12
+        body = rollout.response_ids[:-1] if stopped else rollout.response_ids
+        assert rollout.text == _tokenizer().decode(list(body), skip_special_tokens=True)
+        assert "<eos>" not in rollout.text
+
+
+def test_generation_config_adds_stop_tokens(model, tmp_path):
+    model.config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
+    rollouts = _engine(str(tmp_path), model).generate(PROMPTS, 16)
+    assert {r.response_ids[-1] for r in rollouts if r.finish_reason == "stop"} == {EOS, 5, 9}
+    assert all(not {EOS, 5, 9} & set(r.response_ids[:-1]) for r in rollouts)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 999}))
+    with pytest.raises(ConfigError, match="999"):
+        _engine(str(tmp_path), None)
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda items: [x for x in items if x[0] != NAME], f"1 of .* did not arrive: {NAME}"),
+        (lambda items: [*items, items[0]], "model.embed_tokens.weight' arrived twice"),
+        (lambda items: [*items, ("model.extra.weight", items[0][1])], "unknown weight 'model.extra.weight'"),
+        (lambda items: [(n, t[:-1] if n == NAME else t) for n, t in items], r"up_proj.weight' has shape \(63, 32\)"),
+    ],
+)
+def test_load_weights_errors(model, hf_path, change, message):
+    engine = _engine(hf_path, model)
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(iter(change(list(model.state_dict().items()))), version=2)
+    with pytest.raises(RuntimeError, match="call load_weights first"):  # half-loaded weights are never sampled
+        engine.generate(PROMPTS, 1)
+    engine.load_weights(iter(model.state_dict().items()), version=2)
+    assert engine.generate(PROMPTS, 1)[0].weight_version == 2
+
+
+def test_tied_lm_head_may_be_absent_or_equal(tmp_path):
+    model = _model(tied=True)
+    model.config.save_pretrained(tmp_path)
+    engine = _engine(str(tmp_path), None)
+    parameters = dict(model.named_parameters())
+    assert "lm_head.weight" not in parameters
+    engine.load_weights(iter(parameters.items()), version=0)
+    absent = engine.generate(PROMPTS, 1)
+    embedding = parameters["model.embed_tokens.weight"]
+    engine.load_weights(iter([*parameters.items(), ("lm_head.weight", embedding)]), version=0)
+    assert engine.generate(PROMPTS, 1) == absent
+    with pytest.raises(ValueError, match="tied to 'model.embed_tokens.weight'"):
+        engine.load_weights(iter([*parameters.items(), ("lm_head.weight", embedding + 1)]), version=0)
+
+
+def test_large_model_is_refused_before_allocation(tmp_path):
+    # 5 TB in float32: only a count without storage can answer at all.
+    Qwen2Config(
+        vocab_size=1_000_000, hidden_size=65_536, intermediate_size=65_536, num_hidden_layers=40, num_attention_heads=64
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"[\d,]{13,} parameters.*rollout.allow_large_embedded_model=true"):
+        _engine(str(tmp_path), None)
+
+
+def test_building_leaves_the_global_generator_alone(hf_path):
+    before = torch.random.get_rng_state()
+    _engine(hf_path, None)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_unusable_calls_are_config_errors(model, hf_path, tmp_path):
+    engine = _engine(hf_path, model, max_response_tokens=60)
+    with pytest.raises(ConfigError, match="0 tokens"):
+        engine.generate(_prompts(3, 0), 1)
+    with pytest.raises(ConfigError, match="make 65, above .*=64"):
+        engine.generate(_prompts(5), 1)
+    with pytest.raises(ConfigError, match="samples_per_prompt=0"):
+        engine.generate(PROMPTS, 0)
+    assert engine.generate([], 4) == []
+    with pytest.raises(ConfigError, match="config.json"):
+        _engine(str(tmp_path / "nothing"), None)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate(PROMPTS, 1)
+
+
+def test_broken_weights_are_named(model, hf_path):
+    engine = _engine(hf_path, None)
+    broken = [(name, torch.full_like(t, torch.nan) if name == NAME else t) for name, t in model.state_dict().items()]
+    engine.load_weights(iter(broken), version=4)
+    with pytest.raises(RuntimeError, match="not finite at weight version 4"):
+        engine.generate(PROMPTS, 2)
