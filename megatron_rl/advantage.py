@@ -2,7 +2,8 @@
 
 Invariants (``assert_invariants`` in tests/test_advantage.py):
 
-1. A group whose included rewards are equal as numbers has advantages of exactly 0.0 (but under ``center_and_scale``).
+1. A group whose included rewards (``gdpo``: each function's) are equal as numbers has advantages of exactly 0.0 (but under
+   ``center_and_scale``).
 2. A sample that is not included has advantage 0.0 and moves no other sample's.
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
 4. Advantages are finite; a non-finite reward is an error that names the sample.
@@ -47,6 +48,7 @@ def advantages(
         total = np.zeros(len(rewards))
         for column, weight in zip(rewards_by_function.T, weights, strict=True):
             applied = included & ~np.isnan(column)
+            _require_finite(column, applied, sample_ids)
             total += weight * _standardised(np.where(applied, column, 0.0), index, applied, epsilon)
         return _whiten(total, included, loss_tokens, whiten, epsilon)
     if estimator == "grpo":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
 from megatron_rl.schedule import Schedule, check_lockstep
 from megatron_rl.types import BatchFacts, ConfigError, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
-from megatron_rl.weights.export import HuggingFaceReader, MemoryReader, WeightReader, export_weights, load_weights
+from megatron_rl.weights.export import HuggingFaceReader, MemoryReader, WeightReader, export_weights, load_weights, save_hugging_face
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
@@ -200,7 +199,7 @@ class MegatronBackend:
             dist.all_reduce(gaps)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         absolute, k3, tokens = gaps.tolist()
-        sums = {"logprob_gap_abs": absolute, "logprob_gap_k3": k3, "logprob_gap_tokens": tokens, "logprob_gap_max": highest.item()}
+        sums = {"tokens": tokens, "logprob_gap_abs": absolute, "logprob_gap_k3": k3, "logprob_gap_max": highest.item()}
         return LogProbs(flat=flat.cpu().numpy(), sums=sums)
 
     def forward_backward(
@@ -278,8 +277,6 @@ class MegatronBackend:
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
         """Writes the policy as a Hugging Face directory; the main rank writes, all take part."""
-        from megatron_rl.weights.export import save_hugging_face
-
         if self.topology.is_main:
             save_hugging_face(self.export(), self.hf_config, tokenizer, path)
         else:
@@ -295,8 +292,3 @@ class MegatronBackend:
 def _overwrite(parameters: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
-
-
-def mfu(flops: float, seconds: float, num_devices: int, peak_flops: float | None) -> float:
-    """Executed FLOPs over what the devices could do; NaN where the peak is not known."""
-    return flops / (seconds * num_devices * peak_flops) if peak_flops and seconds > 0 else math.nan

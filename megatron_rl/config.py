@@ -282,8 +282,6 @@ class TrainConfig:
     epochs_per_rollout: int = 1
     export_every: int | None = None
     export_last: bool = True
-    stop_at_reward: float | None = None
-    max_minutes: float | None = None
 
     def __post_init__(self) -> None:
         _at_least("train.steps", self.steps, 0)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.platform import HOST
 from megatron_rl.topology import Topology
-from megatron_rl.types import BatchFacts, Sample, StepPlan
+from megatron_rl.types import BatchFacts, PeerError, Sample, Score, StepPlan
 
 
 def gather_json(value: object) -> list:
@@ -100,3 +100,30 @@ def bring_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarr
     parts = np.split(receive.cpu().numpy(), np.cumsum(sizes[indices])[:-1]) if indices else []
     held.update({i: _decode(part, i, facts) for i, part in zip(indices, parts, strict=True)})
     return held
+
+
+def gather_scores(scores: Sequence[Score], places: Sequence[int], num_functions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every sample's score, sorted by place: (total [S], by_function [S, F]) float64, NaN where there is none."""
+
+    def plain(value: float | None) -> float | str | None:
+        return value if value is None or np.isfinite(value) else str(value)  # strict JSON has no inf
+
+    local = [[place, plain(s.total), [plain(x) for x in s.by_function]] for place, s in zip(places, scores, strict=True)]
+    rows = sorted((row for part in gather_json(local) for row in part), key=lambda row: row[0])
+
+    def number(value: float | str | None) -> float:
+        return np.nan if value is None else float(value)
+
+    totals = np.array([number(row[1]) for row in rows], dtype=np.float64)
+    by_function = np.array([[number(x) for x in row[2]] for row in rows], dtype=np.float64).reshape(len(rows), num_functions)
+    return totals, by_function
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises on every rank what one of them met, before the others wait for it in a collective. ``error``: None where all is well."""
+    said = gather_json(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(said):
+        if message is not None:
+            raise PeerError(f"rank {rank} stopped with {message}")

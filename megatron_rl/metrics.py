@@ -62,7 +62,9 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
     metrics = {"train/loss": float(sums["loss"])} if "loss" in sums else {}
     measured = [name for name in (*_PER_TOKEN, *MAXIMA) if name in sums]
     if measured and "tokens" not in sums:
-        raise ValueError(f"the step's sums hold {measured[0]} and no tokens, so there is nothing to divide by; add sums['tokens']")
+        raise ValueError(
+            f"the step's sums hold {measured[0]} and no tokens, so there is nothing to divide by; add sums['tokens']"
+        )
     if not measured or sums["tokens"] == 0:
         return metrics
     for name in measured:
@@ -93,7 +95,9 @@ def skip_metrics(mini_batch: MiniBatchPlan, facts: BatchFacts, signal_S: np.ndar
     over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
-        raise ValueError(f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample")
+        raise ValueError(
+            f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample"
+        )
     tokens_S = facts.total_tokens
     members = mini_batch.members
     tokens_dense = int(tokens_S[members].sum())
@@ -125,7 +129,9 @@ def _plain(key: str, value: object) -> object:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
-    raise TypeError(f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value")
+    raise TypeError(
+        f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value"
+    )
 
 
 def _set_aside(path: pathlib.Path) -> None:
@@ -142,7 +148,7 @@ def _open_tensorboard(run_dir: pathlib.Path):
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or set metrics.tensorboard=false"
+            "metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off"
         ) from error
     if (run_dir / "tensorboard").exists():
         _set_aside(run_dir / "tensorboard")
@@ -154,7 +160,7 @@ def _open_wandb(run_dir: pathlib.Path, project: str, total_steps: int):
         import wandb
     except ImportError as error:
         raise ConfigError(
-            f"metrics.wandb_project={project!r} and wandb cannot be imported; pip install wandb, or set metrics.wandb_project=null"
+            f"metrics.wandb_project={project!r} and wandb cannot be imported; pip install wandb, or set it to null"
         ) from error
     return wandb.init(project=project, dir=str(run_dir), name=run_dir.resolve().name, config={"total_steps": total_steps})
 
@@ -195,7 +201,9 @@ class MetricsWriter:
             raise ValueError(f"a metrics row lacks {', '.join(missing)}; every row has {', '.join(ROW_KEYS)}")
         plain = {key: _plain(key, value) for key, value in row.items()}
         if self._last_step is not None and plain["step"] <= self._last_step:
-            raise ValueError(f"metrics row with step={plain['step']} after step={self._last_step}; number optimizer steps once, over all phases")
+            raise ValueError(
+                f"metrics row with step={plain['step']} after step={self._last_step}; count steps once, over all phases"
+            )
         self._last_step = plain["step"]
         self._num_ghost_steps += plain["step_kind"] == StepKind.GHOST.value
         plain["skip/ghost_steps"] = self._num_ghost_steps
@@ -246,7 +254,13 @@ def _parse_line(line: str) -> Row:
     missing = [key for key in ROW_KEYS if key not in row]
     if missing:
         raise ValueError(f"the row lacks {', '.join(missing)}")
-    return _revive(row)
+    if not isinstance(row["step"], int):
+        raise ValueError(f"step={row['step']!r} is not a whole number")
+    revived = _revive(row)
+    for key, value in revived.items():
+        if "/" in key and not isinstance(value, (int, float)):
+            raise ValueError(f"{key}={value!r} is not a number")
+    return revived
 
 
 def read_metrics(path: str | pathlib.Path) -> list[Row]:
@@ -262,7 +276,10 @@ def read_metrics(path: str | pathlib.Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            rows.append(_parse_line(line))
+            row = _parse_line(line)
+            if rows and row["step"] <= rows[-1]["step"]:
+                raise ValueError(f"step={row['step']} after step={rows[-1]['step']}; a file holds the rising steps of one run")
+            rows.append(row)
         except ValueError as error:
             if number == len(lines):
                 log.warning("%s:%d is cut off and was left out; the run was interrupted while writing it", path, number)

@@ -114,7 +114,8 @@ def _balance(samples: np.ndarray, padded: np.ndarray, bins: int) -> list[np.ndar
         load, b = loads[0]
         chosen[i] = b
         heapq.heapreplace(loads, (load + length, b))
-    return [np.sort(by_length[chosen == b]) for b in range(bins)]
+    order = np.lexsort((by_length, chosen))
+    return np.split(by_length[order], np.searchsorted(chosen[order], np.arange(1, bins)))
 
 
 def _pack(share: np.ndarray, padded: np.ndarray, rules: PlanRules) -> list[np.ndarray]:

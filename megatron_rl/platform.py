@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+BF16_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
@@ -40,6 +42,13 @@ class Host:
         """Waits for the device, before a wall-clock reading."""
         if self.is_cuda:
             torch.cuda.synchronize()
+
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s of this GPU by its data sheet; None where it is not known (a CPU, another GPU)."""
+        if not self.is_cuda:
+            return None
+        name = torch.cuda.get_device_name()
+        return next((flops for part, flops in BF16_PEAK_FLOPS.items() if part in name), None)
 
     def peak_memory_bytes(self) -> int:
         """Largest device memory held so far; on a CPU host, the process's largest resident set."""

@@ -1,4 +1,4 @@
-"""A run's metrics → one HTML page with plots, readable offline, in light and in dark: ``python -m megatron_rl.report RUN_DIR``."""
+"""A run's metrics → one HTML page with plots, readable offline, in light and dark: ``python -m megatron_rl.report RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ OTHER_COLOR = 7  # grey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A line plot to be: ``lines`` are (metrics key, legend label); ``real_only`` leaves ghost steps out, which have no such value.
+    """A line plot to be: ``lines`` are (metrics key, legend label); ``real_only`` leaves ghost steps out.
 
-    A ``required`` figure that the metrics cannot fill is named on the page; any other is left out in silence.
+    They have no gradient and no trained token, so a zero there would be drawn for a value that does not exist. A ``required``
+    figure that the metrics cannot fill is named on the page; any other is left out in silence.
     """
 
     title: str
@@ -72,7 +73,13 @@ FIGURES = (
         unit="nats",
         real_only=True,
     ),
-    Figure(title="KL to the reference", lines=(("train/kl", "KL"),), subtitle="per trained token, in nats", unit="nats", required=False),
+    Figure(
+        title="KL to the reference",
+        lines=(("train/kl", "KL"),),
+        subtitle="per trained token, in nats",
+        unit="nats",
+        required=False,
+    ),
     Figure(
         title="Clipped tokens",
         lines=(("train/clip_ratio", "clipped"),),
@@ -93,14 +100,15 @@ FIGURES = (
 )
 
 CSS = """
-:root { color-scheme: light dark; --page: #f4f5f8; --card: #ffffff; --ink: #171b22; --soft: #566072; --grid: #e8ebf0; --edge: #dfe3ea;
-  --axis: #b4bcc9; --shade: #eef1f6; --c1: #2a6fdb; --c2: #e2711d; --c3: #14967f; --c4: #8457d8; --c5: #d23f73; --c6: #c29208;
-  --c7: #98a2b1; --ghost: #171b22; }
+:root { color-scheme: light dark; --page: #f4f5f8; --card: #ffffff; --ink: #171b22; --soft: #566072; --grid: #e8ebf0;
+  --edge: #dfe3ea; --axis: #b4bcc9; --shade: #eef1f6; --c1: #2a6fdb; --c2: #e2711d; --c3: #14967f; --c4: #8457d8; --c5: #d23f73;
+  --c6: #c29208; --c7: #98a2b1; --ghost: #171b22; }
 @media (prefers-color-scheme: dark) { :root { --page: #0d1015; --card: #161a21; --ink: #e9edf3; --soft: #98a3b3; --grid: #242a34;
   --edge: #262d38; --axis: #4a5464; --shade: #1d232d; --c1: #5b9bff; --c2: #f5944a; --c3: #34c3a7; --c4: #a98bf3; --c5: #f0719c;
-  --c6: #dcb13a; --c7: #6c7787; --ghost: #e9edf3; } }
+  --c6: #dcb13a; --c7: #6c7787; --ghost: #e9edf3; } .layer { opacity: .82; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 main { max-width: 1200px; margin: 0 auto; padding: 36px 24px 56px; }
 h1 { font-size: 27px; line-height: 1.2; margin: 0; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 34px 0 12px; }
@@ -121,9 +129,12 @@ figcaption span.sub { color: var(--soft); font-size: 13px; margin-left: 7px; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 5px; }
 .legend i.mark { width: 2px; margin-left: 2px; border-radius: 0; background: var(--ghost); }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--soft); font-variant-numeric: tabular-nums; }
-.grid { stroke: var(--grid); } .axis { stroke: var(--axis); } .shade { fill: var(--shade); } .ghost { stroke: var(--ghost); stroke-width: 1.4; }
-.raw, .line { fill: none; stroke-linejoin: round; stroke-linecap: round; } .raw { stroke-width: 1; opacity: .32; } .line { stroke-width: 2.2; }
+svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--soft);
+  font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--grid); } .axis { stroke: var(--axis); } .shade { fill: var(--shade); }
+.ghost { stroke: var(--ghost); stroke-width: 1.4; }
+.raw, .line { fill: none; stroke-linejoin: round; stroke-linecap: round; }
+.raw { stroke-width: 1; opacity: .4; } .line { stroke-width: 2.2; }
 .layer { stroke: var(--card); stroke-width: .8; } .tint { opacity: .13; } .dot { stroke: var(--card); stroke-width: 1.5; }
 .tip { fill: transparent; } .tip:hover { fill: var(--ink); opacity: .07; }
 table { border-collapse: separate; border-spacing: 0; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
@@ -133,7 +144,8 @@ td { border-top: 1px solid var(--edge); } th:first-child, td:first-child { text-
 details { margin-top: 26px; padding: 12px 16px; } summary { cursor: pointer; font-weight: 600; }
 pre { overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: 12px 0 4px; }
 """ + "".join(
-    f"path.c{i}.raw, path.c{i}.line {{ stroke: var(--c{i}); }} path.c{i}.layer, path.c{i}.tint, circle.c{i} {{ fill: var(--c{i}); }} "
+    f"path.c{i}.raw, path.c{i}.line {{ stroke: var(--c{i}); }} "
+    f"path.c{i}.layer, path.c{i}.tint, circle.c{i} {{ fill: var(--c{i}); }} "
     f"i.c{i} {{ background: var(--c{i}); }}\n"
     for i in range(1, 8)
 )
@@ -203,7 +215,7 @@ def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
     if not timed:
         return None
     total = _series(timed, "time/step_s", "whole step", OTHER_COLOR)
-    values = [np.nan_to_num([row[f"time/{part}_s"] if f"time/{part}_s" in row else 0.0 for row in timed]) for part in parts]
+    values = [np.nan_to_num([row.get(f"time/{part}_s", 0.0) for row in timed]) for part in parts]
     rest = np.maximum(total.values - np.sum(values, axis=0), 0.0) if parts else total.values
     names = [part.replace("_", " ") for part in parts]
     colors = [TIME_PARTS.index(part) + 1 for part in parts]
@@ -267,9 +279,11 @@ def _tiles(rows: Sequence[Row]) -> str:
         counts = f"{short(summary.tokens_executed)} of the dense run's {short(summary.tokens_dense)}"
         tiles.append(_tile("Tokens executed", f"{100 * summary.executed_ratio:.1f} %", counts))
     warmup = f", after {summary.num_warmup} of warm-up" if summary.num_warmup else ""
-    tiles.append(_tile("Ghost steps", f"{summary.num_ghost}", f"of {summary.num_real + summary.num_ghost} optimizer steps{warmup}"))
+    count = summary.num_real + summary.num_ghost
+    tiles.append(_tile("Ghost steps", f"{summary.num_ghost}", f"of {count} optimizer steps{warmup}"))
     if summary.step_s is not None:
-        tiles.append(_tile("Time", duration(summary.total_s), f"in {len(rows)} steps, median {duration(summary.step_s)}"))
+        median = duration(summary.step_s).replace(" ", "\u00a0")
+        tiles.append(_tile("Time", duration(summary.total_s), f"in {len(rows)} steps, median {median}"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
@@ -285,24 +299,28 @@ def _phase_table(rows: Sequence[Row]) -> str:
         steps = f"{part[0]['step']} – {part[-1]['step']}"
         lines.append([phase, steps, str(summary.num_real), str(summary.num_ghost), *reward, share, *times])
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
-    return f'<h2>Phases</h2><div class="scroll"><table><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr>{body}</table></div>'
+    names = "".join(f"<th>{name}</th>" for name in head)
+    return f'<h2>Phases</h2><div class="scroll"><table><tr>{names}</tr>{body}</table></div>'
 
 
 def _page(name: str, rows: Sequence[Row], config_yaml: str) -> str:
     if rows:
-        window = smoothing_window(len(rows))
-        how = f"Strong lines are running means over about {window} steps, faint ones the raw values." if window > 1 else "Every step is drawn."
+        window = smoothing_window(sum(row["phase"] != WARMUP_PHASE for row in rows) or len(rows))
+        how = "Every step is drawn."
+        if window > 1:
+            how = f"Strong lines are running means over about {window} steps, faint ones the raw values."
         if any(_is_ghost(row) for row in rows):
-            how += " A ghost step had no sample with signal: it ran the optimizer, and no forward or backward pass."
-        body = f"{_tiles(rows)}<p class=\"how\">{how}</p>{_plots(rows)}{_phase_table(rows)}"
+            how += " A ghost step had no sample with signal, and ran no forward or backward pass."
+        body = f'{_tiles(rows)}<p class="how">{how}</p>{_plots(rows)}{_phase_table(rows)}'
     else:
         body = "<p>metrics.jsonl holds no optimizer step yet, so there is nothing to draw.</p>"
     title = html.escape(name)
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title} · megatron_rl</title><style>{CSS}</style></head>\n<body><main><header><p>megatron_rl run report</p><h1>{title}</h1>"
-        f"</header>{body}<details><summary>Configuration, every default filled in</summary><pre>{html.escape(config_yaml)}</pre></details>"
-        f"</main></body></html>\n"
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title} · megatron_rl</title>'
+        f"<style>{CSS}</style></head>\n<body><main><header><p>megatron_rl run report</p><h1>{title}</h1></header>"
+        f"{body}<details><summary>Configuration, every default filled in</summary><pre>{html.escape(config_yaml)}</pre>"
+        f"</details></main></body></html>\n"
     )
 
 
@@ -319,14 +337,17 @@ def write_report(metrics_path: str | pathlib.Path, config_yaml: str, out_path: s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.report", description="Write RUN_DIR/report.html from RUN_DIR/metrics.jsonl.")
+    description = "Write RUN_DIR/report.html from RUN_DIR/metrics.jsonl."
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.report", description=description)
     parser.add_argument("run_dir", type=pathlib.Path, metavar="RUN_DIR")
     run_dir = parser.parse_args(arguments).run_dir
     metrics_path, config_path = run_dir / "metrics.jsonl", run_dir / "config.yaml"
     if not metrics_path.exists():
         print(f"{metrics_path} does not exist; give the folder of a run, the one that run.dir named", file=sys.stderr)
         return 2
-    config_yaml = config_path.read_text(encoding="utf-8") if config_path.exists() else f"# {config_path.name} is not in the run's folder"
+    config_yaml = f"# {config_path.name} is not in the run's folder"
+    if config_path.exists():
+        config_yaml = config_path.read_text(encoding="utf-8")
     write_report(metrics_path, config_yaml, run_dir / "report.html")
     print(run_dir / "report.html")
     return 0

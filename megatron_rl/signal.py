@@ -25,6 +25,9 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "moe_router_enable_expert_bias": (False, None),
     "moe_expert_capacity_factor": (None,),
     "moe_input_jitter_eps": (None, 0, 0.0),
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # sinkhorn balances over the batch
+    "dsa_indexer_loss_coeff": (None, 0, 0.0),
+    "qk_clip": (False, None),
     "mtp_num_layers": (None, 0),
     "attention_dropout": (0, 0.0),
     "hidden_dropout": (0, 0.0),
@@ -62,12 +65,22 @@ def coupling_terms(config: Config) -> tuple[str, ...]:
     return tuple(terms)
 
 
+def _neutral(term: str) -> str:
+    """How to take one of ``coupling_terms`` back, in words."""
+    key = term.split("=")[0]
+    match key:
+        case "loss.policy" | "megatron.transformer.moe_router_load_balancing_type":
+            return f"another {key}"
+        case "loss.denominator":
+            return "loss.denominator=original"
+    return f"{key} to its neutral value (0, false or null)"
+
+
 def signal_rule(config: Config) -> SignalRule:
     """Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out."""
     terms = coupling_terms(config)
     if config.skip.mode == "exact" and terms:
-        neutral = {"loss.policy=dro": "another loss.policy", "loss.denominator=kept": "loss.denominator=original"}
-        way = neutral.get(terms[0], f"{terms[0].split('=')[0]} at its neutral value (0 or null)")
+        way = " and ".join(_neutral(term) for term in terms)
         raise ConfigError(
             f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that untrue; "
             f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop nothing)"

@@ -26,6 +26,10 @@ class RewardError(RuntimeError):
     """A reward function failed on a sample; the message carries the sample's id and the traceback."""
 
 
+class PeerError(RuntimeError):
+    """Another rank stopped; the message carries its rank and its error."""
+
+
 class StepKind(Enum):
     """REAL runs forward, backward, reduction and optimizer; GHOST has no sample with signal and runs the optimizer alone."""
 

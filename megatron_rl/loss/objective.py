@@ -20,6 +20,7 @@ class LossTokens(Protocol):
     advantages: torch.Tensor
     weights: torch.Tensor
     old_logprobs: torch.Tensor | None
+    rollout_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None
 
 
@@ -36,7 +37,8 @@ class Objective:
     def policy(self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-        term = policy_term(logprobs, old, tokens.advantages, tokens.weights, tokens.sequences, tokens.num_sequences, config)
+        behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro's quadratic is against μ (semantics §7)
+        term = policy_term(logprobs, behaviour, tokens.advantages, tokens.weights, tokens.sequences, tokens.num_sequences, config)
         loss = term.loss.sum()
         kl = logprobs.new_zeros(())
         if tokens.reference_logprobs is not None:

@@ -1,0 +1,74 @@
+# Everything starts here: `make quickstart` on a machine with Python >= 3.11 and make. `make help` lists the rest.
+#
+#   PYTHON       the interpreter that makes .venv                        (make install PYTHON=python3.12)
+#   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
+#   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV := $(CURDIR)/.venv
+STAMP := .venv/.installed
+PYTEST_ARGS ?=
+
+# Recipes see the environment's own python, torchrun and ruff, as after `source .venv/bin/activate`. One thread per process:
+# several ranks share the cores of one host here, and torchrun would set this itself, with a warning.
+CALLED_PATH := $(PATH)
+export VIRTUAL_ENV := $(VENV)
+export PATH := $(VENV)/bin:$(PATH)
+export OMP_NUM_THREADS ?= 1
+unexport PYTHONHOME
+
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed lint clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP)  ## make .venv and install megatron_rl in it, with its test tools
+
+# An unfinished installation leaves no stamp, so the next call goes on with it.
+$(STAMP): setup.py $(CONSTRAINTS)
+	@test -x .venv/bin/python || { $(CHECK_PYTHON); $(MAKE_VENV); }
+	.venv/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	@touch $@
+
+# Run with the PATH that make was called with: the exported one finds .venv's python first.
+SAY := printf 'make: %s\n' >&2
+define CHECK_PYTHON
+export PATH="$(CALLED_PATH)"; \
+	command -v "$(PYTHON)" >/dev/null || { \
+	  $(SAY) "no '$(PYTHON)' on PATH; install Python 3.11 or newer, or name one: make install PYTHON=/path/to/python3.11"; exit 1; }; \
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  $(SAY) "'$(PYTHON)' is $$("$(PYTHON)" --version 2>&1), megatron_rl needs 3.11 or newer; name one: make install PYTHON=python3.11"; exit 1; }; \
+	"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { \
+	  $(SAY) "'$(PYTHON)' has no venv or no ensurepip; Debian, Ubuntu: apt-get install python3-venv"; exit 1; }
+endef
+define MAKE_VENV
+echo "making .venv and installing into it: some minutes, once"; \
+	"$(PYTHON)" -m venv .venv || { rm -rf .venv; $(SAY) "'$(PYTHON) -m venv .venv' failed, see above"; exit 1; }
+endef
+
+doctor: $(STAMP)  ## what is wrong with this installation, and how to mend it
+	@python -m megatron_rl.doctor
+
+quickstart: $(STAMP)  ## train a tiny model on this machine, to the end
+	@bash examples/quickstart/run.sh
+
+test: $(STAMP)  ## all tests but the long ones
+	python -m pytest tests -m "not long" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## every test
+	python -m pytest tests $(PYTEST_ARGS)
+
+test-fast: $(STAMP)  ## only tests that need one process and little time
+	python -m pytest tests -m "not long and not distributed" $(PYTEST_ARGS)
+
+test-distributed: $(STAMP)  ## only tests on several gloo processes
+	python -m pytest tests -m distributed $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff
+	ruff check .
+
+clean:  ## remove .venv and what tools cached; runs/ stays
+	rm -rf .venv .pytest_cache .hypothesis .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,181 @@
+"""The loop: prompts → rollout → reward → advantage → signal → plan → schedule → step → weights.
+
+    torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.config import Config, config_to_yaml, load_config
+from megatron_rl.metrics import MetricsWriter, divide, read_metrics, skip_metrics, step_metrics
+from megatron_rl.types import ConfigError, LockstepError, PeerError, RewardError, StepKind, StepPlan
+
+log = logging.getLogger("megatron_rl")
+EXIT_CONFIG, EXIT_FAILED = 2, 1
+
+
+def train(config: Config) -> None:
+    """A whole run: supervised warm-up where asked for, then RL. Raises ConfigError before any weight is read."""
+    from megatron_rl.setup_run import open_run
+
+    with open_run(config) as run:
+        if config.warmup.steps:
+            warm_up(run)
+        run.sync_weights()
+        run.evaluate(rollout_index=0)
+        if config.loss.kl_coefficient:
+            run.backend.keep_reference()
+        for index in range(config.train.steps):
+            train_on_rollout(run, index)
+            last = index + 1 == config.train.steps
+            if last or (config.eval.every and (index + 1) % config.eval.every == 0):
+                run.evaluate(rollout_index=index + 1)
+            run.export(index + 1, last=last)
+        run.finish()
+
+
+def warm_up(run) -> None:
+    """Supervised steps on the solutions, by the same plan and schedule; then a fresh optimizer for RL."""
+    from megatron_rl.advantage import reduction_weights
+    from megatron_rl.packing import LossInputs
+
+    config, backend = run.config, run.backend
+    backend.reset_optimizer(total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True)
+    for _ in range(config.warmup.steps):
+        started = time.perf_counter()
+        batch = backend.gather(*run.supervised_samples(config.warmup.samples_per_step))
+        signal = batch.facts.loss_tokens > 0
+        plan = _whole_plan(run, batch, signal)
+        backend.load_rows(batch, plan)
+        (mini_batch,) = plan.mini_batches
+        weights = reduction_weights("token_mean", batch.facts, mini_batch.members, max_response_tokens=1)
+        inputs = LossInputs(advantages=weights, weights=weights)
+        backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0], supervised=True)
+        result = backend.optim_step(mini_batch.kind)
+        run.write("warmup", result, {"time/step_s": time.perf_counter() - started})
+    backend.reset_optimizer(total_steps=run.total_steps)
+
+
+def _whole_plan(run, batch, signal: np.ndarray) -> StepPlan:
+    """The batch as one mini-batch, nothing dropped: a supervised step's plan."""
+    from megatron_rl.plan import plan_steps
+
+    return plan_steps(
+        "warmup", [np.arange(batch.facts.num_samples)], batch.facts.total_tokens, signal, run.backend.rules, drops=False
+    )
+
+
+def train_on_rollout(run, index: int) -> None:
+    """One rollout: generate, score, decide what has signal, plan, and take its optimizer steps."""
+    from megatron_rl.signal import has_signal
+
+    config, backend, clock = run.config, run.backend, run.clock
+    clock.restart()
+    produced = run.produce(run.prompts.next(config.train.prompts_per_step), config.rollout.samples_per_prompt)
+    scored = run.score_batch(produced)
+    clock.add("rollout", produced.rollout_s)
+    clock.add("reward", produced.reward_s)
+    batch, advantages = scored.batch, scored.advantages
+    signal = has_signal(advantages, batch.facts.loss_tokens, advantage_epsilon=run.rule.advantage_epsilon)
+    with clock.measure("logprob"):
+        logprobs = run.old_logprobs(batch, signal, index)
+        reference = run.reference_logprobs(batch, signal)
+    shared = {**scored.metrics, **divide(logprobs.sums), **logprobs.metrics}
+    with clock.measure("plan"):
+        plan = backend.plan("train", batch, signal, drops=run.rule.drops)
+        backend.load_rows(batch, plan)
+    run.save_plan(plan, index)
+    fingerprints = plan.fingerprints()
+    for _ in range(config.train.epochs_per_rollout):
+        for position, mini_batch in enumerate(plan.mini_batches):
+            with clock.measure("update"):
+                inputs = run.loss_inputs(batch, mini_batch, advantages, logprobs.old, reference)
+                backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprints[position])
+                result = backend.optim_step(mini_batch.kind)
+            with clock.measure("weight_sync"):
+                if position + 1 == len(plan.mini_batches):
+                    run.sync_weights()
+            row = {**shared, **skip_metrics(mini_batch, batch.facts, signal), **run.performance(batch, mini_batch, clock)}
+            run.write("rl", result, {**row, **clock.take(), "rollout": index + 1})
+
+
+def check_relations(config: Config) -> None:
+    """What only shows when sections are read together. Raises ConfigError."""
+    from megatron_rl.signal import signal_rule
+
+    signal_rule(config)
+    if not config.model.hf_path:
+        raise ConfigError("model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors")
+    if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
+        raise ConfigError(f"model.hf_path={config.model.hf_path!r} holds no config.json; give a local Hugging Face directory")
+    if config.train.steps and not config.reward.functions:
+        raise ConfigError("reward.functions is empty and train.steps > 0; name one, as in reward.functions=[math_verify]")
+    if config.train.steps and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} no baseline: "
+            "every advantage would be 0; use at least 2"
+        )
+    if config.eval.every and not config.eval.path:
+        raise ConfigError(f"eval.every={config.eval.every} and eval.path is null; name a JSONL file, or set eval.every=null")
+    if config.metrics.dense_every < 0 or config.metrics.dense_samples < 0:
+        raise ConfigError("metrics.dense_every and metrics.dense_samples must be at least 0 (0 turns them off)")
+
+
+def _quiet_logs(is_main: bool) -> None:
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s", stream=sys.stderr)
+    for name in ("megatron.core", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
+
+
+def _parse(arguments: Sequence[str] | None) -> Config:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.train",
+        description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
+        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml train.steps=100",
+    )
+    parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
+    parser.add_argument("--run-dir", help="folder of the run instead of runs/<run.name>")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    given = parser.parse_args(arguments)
+    config = load_config(given.config, given.overrides)
+    if given.run_dir:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=given.run_dir))
+    return config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    _quiet_logs(is_main)
+    try:
+        config = _parse(arguments)
+        check_relations(config)
+        train(config)
+        return 0
+    except (ConfigError, FileNotFoundError) as error:
+        if is_main:
+            print(f"megatron_rl: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except (LockstepError, PeerError, RewardError) as error:
+        print(f"megatron_rl: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except (ImportError, AttributeError) as error:
+        from megatron_rl.doctor import explain_import_error
+
+        if is_main:
+            print(explain_import_error(error), file=sys.stderr)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

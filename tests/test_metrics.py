@@ -1,0 +1,232 @@
+"""metrics.py: sums are divided last, rows survive the file and back, nothing of an earlier run is lost."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import MetricsConfig
+from megatron_rl.metrics import MetricsWriter, add_sums, divide, duration, read_metrics, skip_metrics, step_metrics, summarize
+from megatron_rl.types import BatchFacts, ConfigError, MiniBatchPlan, StepKind, StepResult
+
+OFF = MetricsConfig(progress=False)
+
+
+def row(step: int, **metrics: object) -> dict[str, object]:
+    named = {key.replace("__", "/"): value for key, value in metrics.items()}
+    return {"step": step, "step_kind": StepKind.REAL, "phase": "rl"} | named
+
+
+def test_sums_are_divided_last():
+    """Two ranks of 100 and 900 tokens: the token loop's mean, never the mean of the ranks' means."""
+    random = np.random.default_rng(0)
+    entropy_D = [random.gamma(2.0, 0.5, size=100), random.gamma(2.0, 0.1, size=900)]
+    ranks = [{"tokens": len(x), "entropy": float(x.sum()), "logprob_gap_max": float(x.max())} for x in entropy_D]
+    total, largest = 0.0, -math.inf
+    for value in (*entropy_D[0], *entropy_D[1]):
+        total, largest = total + value, max(largest, value)
+    metrics = divide(add_sums(*ranks))
+    assert metrics["train/entropy"] == pytest.approx(total / 1000, rel=1e-12)  # the two additions round in another order
+    assert metrics["train/logprob_gap_max"] == largest
+    mean_of_means = (entropy_D[0].mean() + entropy_D[1].mean()) / 2
+    assert abs(metrics["train/entropy"] - mean_of_means) > 0.1
+
+
+def test_loss_is_not_divided():
+    """Its weights are inside: 100 tokens at 0.5 and 900 at 0.3 under token_mean add up to 0.32."""
+    ranks = [{"loss": 100 * 0.5 / 1000, "tokens": 100}, {"loss": 900 * 0.3 / 1000, "tokens": 900}]
+    assert divide(add_sums(*ranks))["train/loss"] == pytest.approx(0.32, rel=1e-12)
+
+
+def test_every_sum_has_its_name():
+    sums = {"loss": 2.0, "tokens": 10, "entropy": 5.0, "kl": 1.0, "clipped": 3, "ratio": 11.0,
+            "logprob_gap_abs": 0.5, "logprob_gap_max": 0.2, "logprob_gap_k3": 0.1}  # fmt: skip
+    assert divide(sums) == {
+        "train/loss": 2.0, "train/entropy": 0.5, "train/kl": 0.1, "train/clip_ratio": 0.3, "train/ratio": 1.1,
+        "train/logprob_gap_mean": 0.05, "train/logprob_gap_max": 0.2, "train/logprob_gap_k3": 0.01,
+    }  # fmt: skip
+
+
+def test_absent_sums_and_zero_tokens_give_no_metric():
+    assert divide({}) == {}
+    assert divide({"loss": 0.0, "tokens": 0, "entropy": 0.0, "logprob_gap_max": 0.0}) == {"train/loss": 0.0}
+    with pytest.raises(ValueError, match="entropy and no tokens"):
+        divide({"entropy": 1.0})
+
+
+def test_step_metrics_add_norm_and_rate():
+    result = StepResult(kind=StepKind.REAL, grad_norm=0.5, learning_rate=1e-6, applied=True, sums={"loss": 1.0})
+    assert step_metrics(result) == {"train/loss": 1.0, "train/grad_norm": 0.5, "train/lr": 1e-6, "train/applied": 1.0}
+
+
+def facts() -> BatchFacts:
+    """Six samples of 10, 20, ... 60 tokens."""
+    sixes = np.zeros(6, dtype=np.int64)
+    response = 10 * np.arange(1, 7) - 4
+    return BatchFacts(sample_ids=tuple("abcdef"), groups=sixes, prompt_tokens=sixes + 4, response_tokens=response,
+                      loss_tokens=response, owners=sixes, owner_rows=np.arange(6))  # fmt: skip
+
+
+def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: list[int]) -> MiniBatchPlan:
+    """All of ``order`` in one micro-batch of rank 0; rank 1 is silent."""
+    return MiniBatchPlan(
+        kind=kind,
+        members=np.asarray(members),
+        dropped=np.asarray(dropped, dtype=np.int64),
+        order=np.asarray(order, dtype=np.int64),
+        microbatch_offsets=np.asarray([0, len(order)] if order else [0]),
+        rank_offsets=np.asarray([0, 1, 1] if order else [0, 0, 0]),
+        filler_microbatches=np.zeros(1 if order else 0, dtype=bool),
+        microbatches_dropped=2,
+    )
+
+
+def test_skip_metrics_of_a_real_step():
+    signal_S = np.asarray([True, False, True, False, True, True])
+    metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 3], [2, 0]), facts(), signal_S)
+    assert metrics == {
+        "skip/zero_advantage_ratio": 0.5, "skip/samples_dropped": 2, "skip/tokens_dropped": 60, "skip/microbatches_dropped": 2,
+        "skip/silent_ranks": 1, "skip/tokens_executed": 40, "skip/tokens_dense": 100, "skip/speedup_ideal": 2.5,
+    }  # fmt: skip
+
+
+def test_skip_off_still_reports_the_ratio():
+    metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [], [0, 1, 2, 3]), facts(), np.arange(6) == 0)
+    assert metrics["skip/zero_advantage_ratio"] == 0.75
+    assert metrics["skip/samples_dropped"] == 0
+    assert metrics["skip/speedup_ideal"] == 1.0
+
+
+def test_ghost_step_has_no_speedup():
+    metrics = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
+    assert "skip/speedup_ideal" not in metrics
+    assert (metrics["skip/zero_advantage_ratio"], metrics["skip/tokens_executed"], metrics["skip/silent_ranks"]) == (1.0, 0, 0)
+
+
+def test_signal_of_another_batch_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(5,\) and the batch 6 samples"):
+        skip_metrics(mini_batch(StepKind.GHOST, [0], [0], []), facts(), np.zeros(5, dtype=bool))
+
+
+def test_rows_survive_the_file(tmp_path):
+    """Full precision, numpy scalars, non-finite values; strict JSON in between; ghost steps counted."""
+    with MetricsWriter(tmp_path, OFF, 3, True) as writer:
+        written = [
+            writer.write(row(0, train__loss=0.1 + 0.2, train__lr=np.float32(0.5), skip__samples_dropped=np.int64(3))),
+            writer.write(row(1, train__grad_norm=math.inf, train__loss=-math.inf) | {"step_kind": StepKind.GHOST}),
+            writer.write(row(2, train__grad_norm=0.5) | {"step_kind": "GHOST"}),
+        ]
+        assert read_metrics(tmp_path / "metrics.jsonl") == written, "every row is flushed when it is written"
+    assert [r["skip/ghost_steps"] for r in written] == [0, 1, 2]
+    first = row(0, train__loss=0.1 + 0.2, train__lr=0.5, skip__samples_dropped=3, skip__ghost_steps=0)
+    assert written[0] == first | {"step_kind": "REAL"}
+    second = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
+    assert (second["train/grad_norm"], second["train/loss"]) == ("inf", "-inf")
+
+
+def test_nan_survives_as_nan(tmp_path):
+    with MetricsWriter(tmp_path, OFF, 1, True) as writer:
+        writer.write(row(0, train__loss=math.nan))
+    assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0]["train/loss"])
+
+
+def test_earlier_runs_are_kept(tmp_path, caplog):
+    for loss in (1.0, 2.0, 3.0):
+        with MetricsWriter(tmp_path, OFF, 1, True) as writer:
+            writer.write(row(0, train__loss=loss))
+    kept = [read_metrics(tmp_path / name)[0]["train/loss"] for name in ("metrics.jsonl.1", "metrics.jsonl.2", "metrics.jsonl")]
+    assert kept == [1.0, 2.0, 3.0]
+    assert "kept as metrics.jsonl.2" in caplog.text
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    run_dir = tmp_path / "run"
+    with MetricsWriter(run_dir, MetricsConfig(tensorboard=True, wandb_project="x"), 1, False) as writer:
+        assert writer.write(row(0) | {"step_kind": StepKind.GHOST})["skip/ghost_steps"] == 1
+    assert not run_dir.exists()
+
+
+def test_bad_rows_are_refused(tmp_path):
+    with MetricsWriter(tmp_path, OFF, 2, True) as writer:
+        with pytest.raises(ValueError, match="lacks step_kind"):
+            writer.write({"step": 0, "phase": "rl"})
+        with pytest.raises(TypeError, match="train/loss=None is a NoneType"):
+            writer.write(row(0, train__loss=None))
+        writer.write(row(4))
+        with pytest.raises(ValueError, match="step=4 after step=4"):
+            writer.write(row(4))
+    with pytest.raises(ValueError, match="after close"):
+        writer.write(row(5))
+
+
+def test_missing_wandb_names_the_command(tmp_path, monkeypatch):
+    real_import = builtins.__import__
+
+    def without_wandb(name, *rest, **more):
+        if name == "wandb":
+            raise ImportError(name)
+        return real_import(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_wandb)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        MetricsWriter(tmp_path, MetricsConfig(wandb_project="x"), 1, True)
+
+
+def test_tensorboard_gets_the_numbers(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path, MetricsConfig(tensorboard=True), 2, True) as writer:
+        for step in (3, 4):
+            writer.write(row(step, reward__mean=step / 8))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.375), (4, 0.5)]
+
+
+GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "Expecting"),
+        ("[1]", "a row is an object"),
+        ('{"step": 1, "phase": "rl"}', "lacks step_kind"),
+        (GOOD.strip(), "step=0 after step=0"),
+        (GOOD.replace('"step": 0', '"step": 1').replace("0.5", "NaN").strip(), "NaN is not JSON"),
+        (GOOD.replace('"step": 0', '"step": 1').replace("0.5", "null").strip(), "reward/mean=None is not a number"),
+    ],
+)
+def test_malformed_lines_name_file_and_line(tmp_path, line, said):
+    (tmp_path / "metrics.jsonl").write_text(f"{GOOD}{line}\n{GOOD}")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: ") as caught:
+        read_metrics(tmp_path / "metrics.jsonl")
+    assert said in str(caught.value)
+
+
+def test_truncated_last_line_is_left_out_and_said(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text(GOOD + GOOD[:20])
+    with caplog.at_level(logging.WARNING):
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    assert "metrics.jsonl:2 is cut off" in caplog.text
+
+
+def test_summary_leaves_the_warmup_out():
+    rows = [row(s, time__step_s=100.0) | {"phase": "warmup", "step_kind": "REAL"} for s in range(5)]
+    for s in range(40):
+        kind = "GHOST" if s % 4 == 0 else "REAL"
+        tokens = {"skip/tokens_executed": 30, "skip/tokens_dense": 100, "step_kind": kind}
+        rows.append(row(5 + s, reward__mean=s / 40, time__step_s=1.0 + s % 3) | tokens)
+    summary = summarize(rows)
+    assert (summary.num_warmup, summary.num_real, summary.num_ghost, summary.window) == (5, 30, 10, 10)
+    assert summary.reward == pytest.approx((np.arange(10).mean() / 40, np.arange(30, 40).mean() / 40))
+    assert summary.executed_ratio == 0.3
+    assert (summary.step_s, summary.zero_advantage_ratio) == (2.0, None)
+    assert summary.total_s == 500 + sum(1.0 + s % 3 for s in range(40))
+
+
+def test_durations_read_well():
+    assert [duration(s) for s in (4.2, 59.7, 185, 7620)] == ["4.2 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"]

@@ -1,0 +1,63 @@
+"""progress.py: plain and sparse in a log, live on a terminal, silent where it is off."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from megatron_rl.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def row(step: int) -> dict[str, object]:
+    return {
+        "step": step, "step_kind": "GHOST" if step == 3 else "REAL", "phase": "rl", "reward/mean": step / 100,
+        "skip/zero_advantage_ratio": 0.25, "skip/tokens_executed": 75, "skip/tokens_dense": 100, "time/step_s": 2.0,
+    }  # fmt: skip
+
+
+def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
+    """A run of ``num_steps`` steps of 2 s; what it printed."""
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
+    with Progress(num_steps, enabled, console=console, clock=clock) as progress:
+        for step in range(num_steps):
+            clock.now_s += 2.0
+            progress.update(row(step))
+        progress.finish([row(step) for step in range(num_steps)], "runs/x/report.html")
+    return out.getvalue()
+
+
+def test_log_lines_come_at_most_every_five_seconds():
+    lines = [line for line in run(terminal=False).splitlines() if line.startswith("rl step")]
+    assert [line.split()[2] for line in lines] == ["0", "3", "6", "9", "12", "15", "18", "19"]  # first, every 3rd (6 s), last
+    assert lines[2] == "rl step 6 (7/20) | reward 0.060 | zero-adv 25 % | ghosts 1 | 2 s/step | ETA 26 s"
+
+
+def test_final_table_is_the_run():
+    out = run(terminal=False)
+    figures = ("0.045 → 0.145", "25.0 % → 25.0 %", "1,500 of 2,000 dense  (75.0 %)", "19 REAL, 1 GHOST", "40 s")
+    for said in (*figures, "report: runs/x/report.html"):
+        assert said in out, said
+    assert "\x1b" not in out, "a log has no terminal codes"
+
+
+def test_terminal_has_a_live_bar():
+    out = run(terminal=True)
+    assert "20/20" in out and "ghosts 1" in out and "ETA 0 s" in out
+
+
+def test_disabled_is_silent():
+    assert run(terminal=True, enabled=False) == "" == run(terminal=False, enabled=False)
+
+
+def test_a_run_without_steps_has_a_table():
+    assert "0 REAL, 0 GHOST" in run(terminal=False, num_steps=0)

@@ -1,0 +1,223 @@
+"""report.py and plot.py: one self-contained page, well-formed, every series that the run has, a word on those it lacks."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import MetricsConfig
+from megatron_rl.metrics import MetricsWriter
+from megatron_rl.plot import Frame, Series, line_plot, linear_axis, running_mean, short, ticks_between
+from megatron_rl.report import write_report
+
+TITLES = (
+    "Reward",
+    "Zero-advantage ratio",
+    "Tokens: executed and dense",
+    "Step time",
+    "Gradient norm",
+    "Entropy",
+    "Evaluation: test",
+)
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed out of order or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        """``<path/>`` opens nothing."""
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+
+def write_run(run_dir, num_steps=60, num_warmup=10, **changes) -> None:
+    random = np.random.default_rng(0)
+    with MetricsWriter(run_dir, MetricsConfig(), num_steps, True) as writer:
+        for step in range(num_steps):
+            warmup, ghost = step < num_warmup, step >= num_warmup and step % 7 == 0
+            row = {"step": step, "step_kind": "GHOST" if ghost else "REAL", "phase": "warmup" if warmup else "rl"}
+            row |= {"train/grad_norm": 0.0 if ghost else random.gamma(2.0), "time/update_s": 0.5, "time/step_s": 0.75}
+            if not warmup:
+                row |= {"reward/mean": step / num_steps, "time/rollout_s": 1.0, "time/step_s": 1.75}
+                row |= {
+                    "skip/zero_advantage_ratio": 0.5,
+                    "skip/tokens_executed": 0 if ghost else 500,
+                    "skip/tokens_dense": 1000,
+                    "train/entropy": 1.0,
+                }
+            if step % 20 == 19:
+                row["eval/test/mean@1"] = step / num_steps
+            writer.write({key: value for key, value in (row | changes).items() if value != "leave out"})
+
+
+def report(run_dir, config_yaml="run:\n  name: x\n") -> str:
+    write_report(run_dir / "metrics.jsonl", config_yaml, run_dir / "report.html")
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    for svg in svgs(page):
+        ElementTree.fromstring(svg)
+        assert not re.search(r"\b(nan|inf)\b", re.sub(r"<title>.*?</title>", "", svg, flags=re.S)), "no pixel is at nan"
+    return page
+
+
+def svgs(page: str) -> list[str]:
+    return re.findall(r"<svg.*?</svg>", page, flags=re.S)
+
+
+def svg_of(page: str, title: str) -> str:
+    return next(svg for svg in svgs(page) if f'aria-label="{title}"' in svg)
+
+
+def test_page_has_every_plot(tmp_path):
+    write_run(tmp_path)
+    page = report(tmp_path)
+    for title in TITLES:
+        assert f"<b>{title}</b>" in page
+        assert 'class="shade"' in svg_of(page, title)
+        assert svg_of(page, title).count("optimizer step") == 1
+    assert "Not in this run's metrics" not in page
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_page_fetches_nothing(tmp_path):
+    write_run(tmp_path)
+    page = report(tmp_path)
+    assert not re.search(r"https?://|<script|<link|@import|url\(|src=", page)
+
+
+def test_every_ghost_step_has_a_mark(tmp_path):
+    """Steps 14, 21, ... 56: seven, in every plot, and in the tile."""
+    write_run(tmp_path)
+    page = report(tmp_path)
+    for title in TITLES:
+        marks = ElementTree.fromstring(svg_of(page, title)).find("path[@class='ghost']")
+        assert marks.get("d").count("M") == 7
+    assert re.search(r'Ghost steps</div><div class="value">7</div>', page)
+
+
+def test_ghost_steps_have_no_gradient_norm(tmp_path):
+    write_run(tmp_path)
+    tips = svg_of(report(tmp_path), "Gradient norm")
+    assert "step 13\n" in tips and "step 14\n" not in tips
+
+
+def test_unclaimed_time_is_shown(tmp_path):
+    write_run(tmp_path)
+    assert "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s" in svg_of(report(tmp_path), "Step time")
+
+
+def test_missing_series_are_named_not_drawn(tmp_path):
+    write_run(tmp_path, **{"train/entropy": "leave out", "reward/mean": math.nan})
+    page = report(tmp_path)
+    assert "<b>Entropy</b>" not in page and "<b>Reward</b>" not in page
+    assert "so not drawn: Reward, Entropy." in page
+
+
+def test_one_evaluation_is_a_tile_and_no_plot(tmp_path):
+    write_run(tmp_path, num_steps=30)
+    page = report(tmp_path)
+    assert "Evaluation: test" in page and "<b>Evaluation: test</b>" not in page
+
+
+def test_non_finite_values_break_the_line_and_are_counted(tmp_path):
+    write_run(tmp_path, num_steps=40)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines[20] = re.sub(r'"train/grad_norm": [\d.]+', '"train/grad_norm": "inf"', lines[20])
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "1 non-finite values are not drawn" in report(tmp_path)
+
+
+def test_text_is_escaped(tmp_path):
+    write_run(tmp_path, **{"eval/<b>&/mean@1": 0.5})
+    page = report(tmp_path, config_yaml="name: <script>alert('&')</script>")
+    assert "<script>" not in page and "&lt;script&gt;alert(&#x27;&amp;&#x27;)" in page
+    assert "Evaluation: &lt;b&gt;&amp;" in page
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 7, 1500])
+def test_runs_of_any_length(tmp_path, num_steps):
+    write_run(tmp_path, num_steps=num_steps, num_warmup=0)
+    page = report(tmp_path)
+    assert ("no optimizer step yet" in page) == (num_steps == 0)
+    assert len(page) < 600_000
+
+
+def test_a_run_that_died_in_its_warmup(tmp_path):
+    write_run(tmp_path, num_steps=10)
+    assert "<b>Gradient norm</b>" in report(tmp_path)
+
+
+def test_command_line(tmp_path):
+    write_run(tmp_path, num_steps=12)
+    command = [sys.executable, "-m", "megatron_rl.report"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and (tmp_path / "report.html").exists(), done.stderr
+    lost = subprocess.run([*command, str(tmp_path / "x")], capture_output=True, text=True, timeout=60)
+    assert lost.returncode == 2 and "does not exist; give the folder of a run" in lost.stderr
+
+
+def test_running_mean_equals_the_naive_loop():
+    values = np.random.default_rng(1).normal(size=40)
+    values[[3, 4, 5, 6, 7, 20]] = math.nan
+    for window in (1, 3, 5, 61):
+        naive = []
+        for i in range(len(values)):
+            near = [v for v in values[max(0, i - window // 2) : i + window // 2 + 1] if math.isfinite(v)]
+            naive.append(sum(near) / len(near) if near else math.nan)
+        np.testing.assert_allclose(running_mean(values, window), naive, rtol=1e-12, atol=1e-15)  # order of additions
+
+
+def test_running_mean_stays_inside_its_phase():
+    steps = np.arange(20)
+    frame = Frame(first_step=0, last_step=19, shaded=(), ghost_steps=np.asarray([]), phase_starts=(0, 10))
+    svg = line_plot("x", [Series(label="x", steps=steps, values=(steps >= 10).astype(float), color=1)], frame)
+    raw, smooth = (re.search(rf'class="{css} c1" d="(.*?)"', svg).group(1) for css in ("raw", "line"))
+    assert raw == smooth
+
+
+def test_spikes_survive_thinning():
+    steps = np.arange(20_000)
+    values = np.zeros(20_000)
+    values[12_345] = 1.0
+    frame = Frame(first_step=0, last_step=19_999, shaded=(), ghost_steps=np.asarray([]))
+    svg = line_plot("x", [Series(label="x", steps=steps, values=values, color=1)], frame)
+    raw = re.search(r'class="raw c1" d="(.*?)"', svg).group(1)
+    assert any(float(y) == 16.0 for y in re.findall(r"[ML][\d.]+ ([\d.]+)", raw)), "the top of the plot is reached"
+    assert len(raw) < 15_000
+
+
+def test_axes_cover_their_values():
+    assert ticks_between(0.0, 0.93) == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    assert ticks_between(-3.0, 12.0) == (-5.0, 0.0, 5.0, 10.0, 15.0)
+    for values in ([0.0], [5.0, 5.0], [-2.0], [1e-12, 3e-12], [-1e9, 1e9]):
+        for from_zero in (False, True):
+            axis = linear_axis(np.asarray(values), from_zero)
+            assert axis.low <= min(values) <= max(values) <= axis.high and axis.low < axis.high
+    assert [short(x) for x in (0.0, 0.05, 340.0, 15_000.0, 1.2e6, 3e9)] == ["0", "0.05", "340", "15k", "1.2M", "3B"]
+
+
+def test_a_plot_of_nothing_is_refused():
+    frame = Frame(first_step=0, last_step=1, shaded=(), ghost_steps=np.asarray([]))
+    with pytest.raises(ValueError, match="'x' has no finite value"):
+        line_plot("x", [Series(label="x", steps=np.arange(2), values=np.asarray([math.nan, math.inf]), color=1)], frame)
