@@ -113,9 +113,7 @@ def _whiten(values: np.ndarray, included: np.ndarray, loss_tokens: np.ndarray | 
     return values / (spread + epsilon) if spread + epsilon > 0 else values
 
 
-def reduction_weights(
-    reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int
-) -> np.ndarray:
+def reduction_weights(reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int) -> np.ndarray:
     """[S] float64: the weight of each loss token of each sample, by semantics §1; 0 for samples that are not counted.
 
     counted: int64 indices of the samples that the denominators are taken over (the whole mini-batch, before the drop; its

@@ -34,7 +34,14 @@ from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
 from megatron_rl.schedule import Schedule, check_lockstep
 from megatron_rl.types import BatchFacts, ConfigError, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
-from megatron_rl.weights.export import HuggingFaceReader, MemoryReader, WeightReader, export_weights, load_weights, save_hugging_face
+from megatron_rl.weights.export import (
+    HuggingFaceReader,
+    MemoryReader,
+    WeightReader,
+    export_weights,
+    load_weights,
+    save_hugging_face,
+)
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
@@ -69,7 +76,9 @@ class LogProbs:
 class MegatronBackend:
     """The policy on this rank: model, schedule, optimizer. Every method is a collective unless it says otherwise."""
 
-    def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1):
+    def __init__(
+        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
+    ):
         """hf_config, weights: taken from ``model.hf_path`` unless given. total_steps: where the learning rate's decay ends.
 
         Raises ConfigError for settings that cannot work together.
@@ -110,7 +119,9 @@ class MegatronBackend:
         check_fields(dict(given.ddp), DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
         check_fields(dict(given.optimizer), OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
         if given.ddp.get("overlap_param_gather") and not self.config.optimizer.distributed:
-            raise ConfigError("megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers")
+            raise ConfigError(
+                "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers"
+            )
 
     def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
         if weights is not None:
@@ -123,7 +134,9 @@ class MegatronBackend:
             torch.manual_seed(self.config.run.seed)
             return MemoryReader(AutoModelForCausalLM.from_config(self.hf_config).state_dict())
 
-    def reset_optimizer(self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False) -> None:
+    def reset_optimizer(
+        self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False
+    ) -> None:
         """A fresh AdamW over the same weights: moments and schedule at zero (between a supervised warm-up and RL)."""
         self.optimizer = Optimizer(
             self.chunks, self.config, self.topology, total_steps=total_steps, lr=lr, weight_decay=weight_decay, constant=constant
@@ -164,7 +177,9 @@ class MegatronBackend:
             for microbatch in mini_batch.microbatches(self.topology.data_rank)
         ]  # fmt: skip
 
-    def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(
+        self, logits: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return vocab_parallel_logprob(
             logits, targets, temperature=self.config.rollout.temperature, vocab_size=self.shape.vocab_size,
             tensor_rank=self.topology.tensor_rank, group=self.topology.tensor_group, train_entropy=train_entropy,
@@ -201,6 +216,22 @@ class MegatronBackend:
         absolute, k3, tokens = gaps.tolist()
         sums = {"tokens": tokens, "logprob_gap_abs": absolute, "logprob_gap_k3": k3, "logprob_gap_max": highest.item()}
         return LogProbs(flat=flat.cpu().numpy(), sums=sums)
+
+    def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
+        """``forward`` over the samples chosen [S] bool, under a plan of its own."""
+        plan = self.plan("logprob", batch, chosen, drops=True)
+        self.load_rows(batch, plan)
+        return self.forward(batch, plan)
+
+    def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
+        """The engine's own log-probs of the whole batch, flat over response tokens, float32, on every rank."""
+        offsets = batch.facts.response_offsets
+        flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
+        for i in np.flatnonzero(batch.facts.owners == self.topology.rank):
+            flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(batch.local[batch.facts.owner_rows[i]].logprobs)
+        flat = flat.to(HOST.device)
+        dist.all_reduce(flat)
+        return flat.cpu().numpy()
 
     def forward_backward(
         self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False

@@ -26,15 +26,24 @@ PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has ta
 
 # The least version of each package that setup.py asks for; tests/test_doctor.py holds the two together.
 REQUIRED = {
-    "torch": "2.6", "megatron-core": "0.16.1", "omegaconf": "2.3", "transformers": "5.0", "safetensors": "0.4",
-    "tokenizers": "0.20", "numpy": "1.26", "rich": "13", "math-verify": "0.8", "psutil": "5.9", "tensorboard": "2.16",
+    "torch": "2.6",
+    "megatron-core": "0.16.1",
+    "omegaconf": "2.3",
+    "transformers": "5.0",
+    "safetensors": "0.4",
+    "tokenizers": "0.20",
+    "numpy": "1.26",
+    "rich": "13",
+    "math-verify": "0.8",
+    "psutil": "5.9",
+    "tensorboard": "2.16",
 }
 MEGATRON_BELOW = "0.20"
 
 # What is imported, by module; apex is asked for the optimizer that only NVIDIA's has.
 PROBES = {
     "torch": "import torch; facts = {'cuda': torch.version.cuda, 'gpus': [torch.cuda.get_device_name(i) "
-             "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}",
+    "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}",
     "megatron.core": "import megatron.core",
     "transformer_engine": "import transformer_engine.pytorch",
     "apex": "from apex.optimizers import FusedAdam",
@@ -99,7 +108,7 @@ class Host(NamedTuple):
 
 
 def release(version: str) -> tuple[int, ...]:
-    """"2.13.0+cpu" → (2, 13, 0). The `packaging` library may be what is missing."""
+    """ "2.13.0+cpu" → (2, 13, 0). The `packaging` library may be what is missing."""
     matched = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in matched.group().split(".")) if matched else ()
 
@@ -126,7 +135,7 @@ def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return Probe(f"TimeoutExpired: not imported after {timeout_s:g} s")
-    told = [line[len("PROBE "):] for line in ended.stdout.decode(errors="replace").splitlines() if line.startswith("PROBE ")]
+    told = [line[len("PROBE ") :] for line in ended.stdout.decode(errors="replace").splitlines() if line.startswith("PROBE ")]
     if told:
         error, facts = json.loads(told[-1])
         return Probe(error, facts)
@@ -158,8 +167,14 @@ def inspect_host() -> Host:
 def check_python(host: Host) -> list[Finding]:
     found = ".".join(str(part) for part in host.python)
     if host.python < (3, 11, 0):
-        return [Finding(Level.ERROR, "python", f"{found}, older than 3.11",
-                        "make the environment with a newer one: rm -rf .venv && make install PYTHON=python3.11")]
+        return [
+            Finding(
+                Level.ERROR,
+                "python",
+                f"{found}, older than 3.11",
+                "make the environment with a newer one: rm -rf .venv && make install PYTHON=python3.11",
+            )
+        ]
     return [Finding(Level.OK, "python", found)]
 
 
@@ -185,10 +200,14 @@ def check_imports(host: Host) -> list[Finding]:
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         error = host.probes[module].error if module in host.probes else "only its metadata is there, not the package"
         if package in host.versions and error is not None:
-            findings.append(Finding(
-                Level.ERROR, f"import {module}", error,
-                f"mend the other errors first; if there are none: pip install --force-reinstall --no-deps {package}",
-            ))
+            findings.append(
+                Finding(
+                    Level.ERROR,
+                    f"import {module}",
+                    error,
+                    f"mend the other errors first; if there are none: pip install --force-reinstall --no-deps {package}",
+                )
+            )
     return findings
 
 
@@ -203,8 +222,14 @@ def check_transformer_engine(host: Host) -> list[Finding]:
     if probe.error is None:
         if host.gpus:
             return [Finding(Level.OK, "transformer-engine", named)]
-        return [Finding(Level.INFO, "transformer-engine", f"{named}; its modules need a GPU and there is none, "
-                        "so megatron_rl hides it from Megatron-Core and uses the torch layer spec")]
+        return [
+            Finding(
+                Level.INFO,
+                "transformer-engine",
+                f"{named}; its modules need a GPU and there is none, "
+                "so megatron_rl hides it from Megatron-Core and uses the torch layer spec",
+            )
+        ]
     core = host.probes.get("megatron.core")
     # Megatron-Core catches ImportError alone; what else a half-installed one raises comes out of `import megatron.core`.
     harmless = probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
@@ -223,10 +248,14 @@ def check_apex(host: Host) -> list[Finding]:
         return []
     if probe.error is None:
         return [Finding(Level.OK, "apex", "NVIDIA's, with FusedAdam")]
-    return [Finding(
-        Level.ERROR, "apex", f"not NVIDIA's, or broken ({probe.error}); the package of that name on PyPI is a web toolkit",
-        "pip uninstall -y apex  (NVIDIA's is built from source, and optional)",
-    )]
+    return [
+        Finding(
+            Level.ERROR,
+            "apex",
+            f"not NVIDIA's, or broken ({probe.error}); the package of that name on PyPI is a web toolkit",
+            "pip uninstall -y apex  (NVIDIA's is built from source, and optional)",
+        )
+    ]
 
 
 def check_media(host: Host) -> list[Finding]:
@@ -241,16 +270,28 @@ def check_media(host: Host) -> list[Finding]:
             broken.append(f"{name} {version or '(no metadata)'} does not import: {probe.error}")
     if not broken:
         return []
-    return [Finding(Level.ERROR, "torchvision/torchaudio", "; ".join(broken),
-                    f"pip uninstall -y {' '.join(MEDIA)}  (megatron_rl needs none of them)")]
+    return [
+        Finding(
+            Level.ERROR,
+            "torchvision/torchaudio",
+            "; ".join(broken),
+            f"pip uninstall -y {' '.join(MEDIA)}  (megatron_rl needs none of them)",
+        )
+    ]
 
 
 def check_triton(host: Host) -> list[Finding]:
     core = host.versions.get("megatron-core")
     if core is None or older(core, "0.19") or "triton" in host.versions:
         return []
-    return [Finding(Level.ERROR, "triton", f"not installed, and megatron-core {core} imports it unconditionally",
-                    'pip install "triton>=3.0"')]
+    return [
+        Finding(
+            Level.ERROR,
+            "triton",
+            f"not installed, and megatron-core {core} imports it unconditionally",
+            'pip install "triton>=3.0"',
+        )
+    ]
 
 
 def check_gpu(host: Host) -> list[Finding]:
@@ -261,12 +302,24 @@ def check_gpu(host: Host) -> list[Finding]:
         return [Finding(Level.OK, "gpu", f"{len(host.gpus)} × {host.gpus[0]}, torch for CUDA {probe.facts['cuda']}")]
     if not probe.facts.get("cuda"):
         if host.driver:
-            return [Finding(Level.WARNING, "gpu", "an NVIDIA driver is loaded, but torch is a CPU build: the GPU is not used",
-                            "install torch's CUDA build (see pytorch.org, Get Started)")]
+            return [
+                Finding(
+                    Level.WARNING,
+                    "gpu",
+                    "an NVIDIA driver is loaded, but torch is a CPU build: the GPU is not used",
+                    "install torch's CUDA build (see pytorch.org, Get Started)",
+                )
+            ]
         return [Finding(Level.INFO, "gpu", "none; torch is a CPU build: gloo and float32 on the CPU")]
     why = "no device is visible (CUDA_VISIBLE_DEVICES?)" if host.driver else "no NVIDIA driver is loaded"
-    return [Finding(Level.INFO, "gpu", f"none usable: torch is built for CUDA {probe.facts['cuda']} and {why}; runs on the CPU",
-                    "if a GPU was expected: nvidia-smi must list it, in this container too")]
+    return [
+        Finding(
+            Level.INFO,
+            "gpu",
+            f"none usable: torch is built for CUDA {probe.facts['cuda']} and {why}; runs on the CPU",
+            "if a GPU was expected: nvidia-smi must list it, in this container too",
+        )
+    ]
 
 
 def check_vllm(host: Host) -> list[Finding]:
@@ -277,7 +330,14 @@ def check_vllm(host: Host) -> list[Finding]:
 
 
 CHECKS = (
-    check_python, check_required, check_transformer_engine, check_apex, check_media, check_triton, check_imports, check_gpu,
+    check_python,
+    check_required,
+    check_transformer_engine,
+    check_apex,
+    check_media,
+    check_triton,
+    check_imports,
+    check_gpu,
     check_vllm,
 )
 

@@ -84,7 +84,12 @@ def pack_microbatch(
 
 
 def _loss_fields(
-    microbatch: MicroBatch, facts: BatchFacts, rows: Mapping[int, Sample], inputs: LossInputs | None, starts: np.ndarray, device: torch.device
+    microbatch: MicroBatch,
+    facts: BatchFacts,
+    rows: Mapping[int, Sample],
+    inputs: LossInputs | None,
+    starts: np.ndarray,
+    device: torch.device,
 ) -> dict[str, object]:
     offsets = facts.response_offsets
     positions, targets, flat, sequences, rollout = [], [], [], [], []

@@ -50,7 +50,14 @@ def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) 
 
 
 def plan_steps(
-    purpose: str, mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool, merge: bool = False
+    purpose: str,
+    mini_batches: list[np.ndarray],
+    lengths: np.ndarray,
+    signal: np.ndarray,
+    rules: PlanRules,
+    *,
+    drops: bool,
+    merge: bool = False,
 ) -> StepPlan:
     """Plans one optimizer step per mini-batch (one in all under ``merge``).
 
@@ -66,7 +73,9 @@ def plan_steps(
     return StepPlan(purpose=purpose, mini_batches=planned)
 
 
-def _plan_mini_batch(members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
+def _plan_mini_batch(
+    members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool
+) -> MiniBatchPlan:
     live = members[signal[members]] if drops else members
     if len(live) == len(members):
         return _assemble(members, cut(members, padded, rules), dense_microbatches=None)

@@ -1,6 +1,6 @@
 """The loop: prompts → rollout → reward → advantage → signal → plan → schedule → step → weights.
 
-    torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [section.key=value ...]
+torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_rl.config import Config, config_to_yaml, load_config
-from megatron_rl.metrics import MetricsWriter, divide, read_metrics, skip_metrics, step_metrics
-from megatron_rl.types import ConfigError, LockstepError, PeerError, RewardError, StepKind, StepPlan
+from megatron_rl.config import Config, load_config
+from megatron_rl.metrics import divide, skip_metrics
+from megatron_rl.types import ConfigError, LockstepError, PeerError, RewardError, StepPlan
 
 log = logging.getLogger("megatron_rl")
 EXIT_CONFIG, EXIT_FAILED = 2, 1
@@ -26,22 +26,18 @@ EXIT_CONFIG, EXIT_FAILED = 2, 1
 
 def train(config: Config) -> None:
     """A whole run: supervised warm-up where asked for, then RL. Raises ConfigError before any weight is read."""
-    from megatron_rl.setup_run import open_run
+    from megatron_rl.run import open_run
 
     with open_run(config) as run:
         if config.warmup.steps:
             warm_up(run)
         run.sync_weights()
-        run.evaluate(rollout_index=0)
+        before = run.evaluate()
         if config.loss.kl_coefficient:
             run.backend.keep_reference()
         for index in range(config.train.steps):
-            train_on_rollout(run, index)
-            last = index + 1 == config.train.steps
-            if last or (config.eval.every and (index + 1) % config.eval.every == 0):
-                run.evaluate(rollout_index=index + 1)
-            run.export(index + 1, last=last)
-        run.finish()
+            train_on_rollout(run, index, before if index == 0 else {})
+            run.export(index + 1, last=index + 1 == config.train.steps)
 
 
 def warm_up(run) -> None:
@@ -50,7 +46,9 @@ def warm_up(run) -> None:
     from megatron_rl.packing import LossInputs
 
     config, backend = run.config, run.backend
-    backend.reset_optimizer(total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True)
+    backend.reset_optimizer(
+        total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True
+    )
     for _ in range(config.warmup.steps):
         started = time.perf_counter()
         batch = backend.gather(*run.supervised_samples(config.warmup.samples_per_step))
@@ -75,8 +73,8 @@ def _whole_plan(run, batch, signal: np.ndarray) -> StepPlan:
     )
 
 
-def train_on_rollout(run, index: int) -> None:
-    """One rollout: generate, score, decide what has signal, plan, and take its optimizer steps."""
+def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
+    """One rollout: generate, score, decide what has signal, plan, and take its optimizer steps. ``extra`` joins its first row."""
     from megatron_rl.signal import has_signal
 
     config, backend, clock = run.config, run.backend, run.clock
@@ -90,23 +88,26 @@ def train_on_rollout(run, index: int) -> None:
     with clock.measure("logprob"):
         logprobs = run.old_logprobs(batch, signal, index)
         reference = run.reference_logprobs(batch, signal)
-    shared = {**scored.metrics, **divide(logprobs.sums), **logprobs.metrics}
+    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics}
     with clock.measure("plan"):
         plan = backend.plan("train", batch, signal, drops=run.rule.drops)
         backend.load_rows(batch, plan)
     run.save_plan(plan, index)
-    fingerprints = plan.fingerprints()
-    for _ in range(config.train.epochs_per_rollout):
-        for position, mini_batch in enumerate(plan.mini_batches):
-            with clock.measure("update"):
-                inputs = run.loss_inputs(batch, mini_batch, advantages, logprobs.old, reference)
-                backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprints[position])
-                result = backend.optim_step(mini_batch.kind)
+    steps = [*enumerate(plan.mini_batches)] * config.train.epochs_per_rollout
+    for number, (position, mini_batch) in enumerate(steps, start=1):
+        with clock.measure("update"):
+            inputs = run.loss_inputs(batch, mini_batch, advantages, logprobs.old, reference)
+            backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
+            result = backend.optim_step(mini_batch.kind)
+        last = number == len(steps)
+        if last:
             with clock.measure("weight_sync"):
-                if position + 1 == len(plan.mini_batches):
-                    run.sync_weights()
-            row = {**shared, **skip_metrics(mini_batch, batch.facts, signal), **run.performance(batch, mini_batch, clock)}
-            run.write("rl", result, {**row, **clock.take(), "rollout": index + 1})
+                run.sync_weights()
+        values |= {**skip_metrics(mini_batch, batch.facts, signal), **run.performance(batch, mini_batch, clock), **clock.take()}
+        if last and run.evaluation_due(index):
+            values |= run.evaluate()
+        run.write("rl", result, {**values, "rollout": index + 1})
+        values = {}
 
 
 def check_relations(config: Config) -> None:

@@ -70,8 +70,11 @@ def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_leng
             mask[random.integers(0, response - 1)] = False  # a tool's token in mid-response
         samples.append(
             Sample(
-                sample_id=f"s{i}", prompt_tokens=prompt, token_ids=random.integers(2, vocab_size, prompt + response),
-                loss_mask=mask, logprobs=random.normal(-2.0, 0.3, response).astype(np.float32),
+                sample_id=f"s{i}",
+                prompt_tokens=prompt,
+                token_ids=random.integers(2, vocab_size, prompt + response),
+                loss_mask=mask,
+                logprobs=random.normal(-2.0, 0.3, response).astype(np.float32),
             )  # fmt: skip
         )
     return samples
@@ -117,7 +120,9 @@ def reference_gradient(
         before = torch.from_numpy(sample.logprobs) if old is None else old[i]
         ratio = (logprobs - before).exp()
         objective = torch.minimum(ratio * advantages[i], ratio.clamp(1 - clip, 1 + clip) * advantages[i])
-        loss = -(objective * torch.from_numpy(sample.loss_mask)).sum() * token_weight(reduction, samples, groups, i, max_response_tokens)
+        loss = -(objective * torch.from_numpy(sample.loss_mask)).sum() * token_weight(
+            reduction, samples, groups, i, max_response_tokens
+        )
         loss.backward()
         total += float(loss.detach())
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, total

@@ -57,13 +57,16 @@ def test_missing_package_is_an_error_that_installs_it(package: str) -> None:
     assert f'pip install "{package}>=' in errors(host)[package].mend
 
 
-@pytest.mark.parametrize("versions, thing", [
-    ({"torch": "2.5.1+cu124"}, "torch"),
-    ({"megatron_core": "0.16.0"}, "megatron-core"),
-    ({"megatron_core": "0.20.0rc1", "triton": "3.9.0"}, "megatron-core"),
-    ({"transformers": "4.57.1"}, "transformers"),
-    ({"megatron_core": "0.19.2"}, "triton"),
-])
+@pytest.mark.parametrize(
+    "versions, thing",
+    [
+        ({"torch": "2.5.1+cu124"}, "torch"),
+        ({"megatron_core": "0.16.0"}, "megatron-core"),
+        ({"megatron_core": "0.20.0rc1", "triton": "3.9.0"}, "megatron-core"),
+        ({"transformers": "4.57.1"}, "transformers"),
+        ({"megatron_core": "0.19.2"}, "triton"),
+    ],
+)
 def test_version_outside_its_range(versions: dict[str, str], thing: str) -> None:
     assert list(errors(with_versions(**versions))) == [thing]
 
@@ -179,7 +182,10 @@ def test_planted_packages_are_named_and_mended(tmp_path: pathlib.Path) -> None:
             "torchvision": "raise RuntimeError('operator torchvision::nms does not exist')",
         },
         metadata={
-            "transformer-engine": "2.20.2", "megatron-core": "0.20.0", "torchvision": "0.2+cu128", "transformers": "4.57.0",
+            "transformer-engine": "2.20.2",
+            "megatron-core": "0.20.0",
+            "torchvision": "0.2+cu128",
+            "transformers": "4.57.0",
         },
     )
     code, printed, found = run_doctor(tmp_path, planted)

@@ -70,7 +70,10 @@ class ModelShape:
 
     def flops_per_token(self, mean_context: float) -> float:
         """Forward and backward FLOPs of one token (6 per parameter, plus attention over ``mean_context`` tokens)."""
-        attention = self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_heads * self.head_dim * self.hidden_size
+        attention = (
+            self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            + self.num_heads * self.head_dim * self.hidden_size
+        )
         layer = attention + 3 * self.hidden_size * self.ffn_hidden_size
         linear = self.num_layers * layer + self.vocab_size * self.hidden_size
         return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
@@ -84,7 +87,9 @@ def check_fields(given: dict[str, Any], cls: type, section: str, refused: dict[s
             raise ConfigError(f"{section}.{name}={value!r} is refused: {refused[name]}; remove it")
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}")
+            raise ConfigError(
+                f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}"
+            )
 
 
 def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_spec: str) -> ModelShape:
@@ -95,18 +100,28 @@ def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_s
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
     if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
-        raise ConfigError("a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too")
+        raise ConfigError(
+            "a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too"
+        )
     if family == "qwen3" and hf_config.attention_bias:
         raise ConfigError("a qwen3 model with attention_bias is not supported: its output projection carries a bias too")
     if family.startswith("qwen") and hf_config.use_sliding_window:
         raise ConfigError(f"use_sliding_window=true of {family} is not supported; only full attention is")
     heads, kv_heads, layers = hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.num_hidden_layers
-    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads), ("intermediate_size", hf_config.intermediate_size)):
+    for name, count in (
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", kv_heads),
+        ("intermediate_size", hf_config.intermediate_size),
+    ):
         if count % tensor_size:
-            raise ConfigError(f"parallel.tensor={tensor_size} does not divide {name}={count} of {hf_config.name_or_path or family}; use a divisor")
+            raise ConfigError(
+                f"parallel.tensor={tensor_size} does not divide {name}={count} of {hf_config.name_or_path or family}; use a divisor"
+            )
     if layers % pipeline_size:
         raise ConfigError(f"parallel.pipeline={pipeline_size} does not divide num_hidden_layers={layers}; use a divisor")
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
+    head_dim = (
+        getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    )  # absent in qwen2's config, None in some llamas'
     vocab = hf_config.vocab_size
     return ModelShape(
         family=family, num_layers=layers, hidden_size=hf_config.hidden_size, ffn_hidden_size=hf_config.intermediate_size, num_heads=heads,
@@ -125,7 +140,9 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
     if kind == "default":
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind not in ("linear", "llama3"):
-        raise ConfigError(f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or scales attention")
+        raise ConfigError(
+            f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or scales attention"
+        )
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     if factor != 1.0:
         raise ConfigError(f"rope_type={kind!r} with attention factor {factor} is not supported; only 1.0 is")
@@ -138,7 +155,9 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
     check_fields(given, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
     for name in ("attention_dropout", "hidden_dropout"):
         if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
-            raise ConfigError(f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU")
+            raise ConfigError(
+                f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU"
+            )
     dtype = DTYPES[config.model.dtype]
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size, kv_channels=shape.head_dim,

@@ -86,5 +86,7 @@ def vocab_parallel_logprob(
     start = tensor_rank * width
     num_valid = max(0, min(width, vocab_size - start))
     if num_valid == 0:
-        raise ValueError(f"tensor rank {tensor_rank} holds columns from {start} on, all past vocab_size={vocab_size}; lower parallel.tensor")
+        raise ValueError(
+            f"tensor rank {tensor_rank} holds columns from {start} on, all past vocab_size={vocab_size}; lower parallel.tensor"
+        )
     return _VocabParallelLogProb.apply(logits, targets, temperature, start, num_valid, group, train_entropy)

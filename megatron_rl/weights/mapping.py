@@ -80,7 +80,9 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
     if shape.qk_norm:
         for x in "qk":
             entries.append(
-                Entry(megatron=f"self_attention.{x}_layernorm.weight", hf=(f"self_attn.{x}_norm.weight",), layout=Layout.REPLICATED)
+                Entry(
+                    megatron=f"self_attention.{x}_layernorm.weight", hf=(f"self_attn.{x}_norm.weight",), layout=Layout.REPLICATED
+                )
             )
     return tuple(entries)
 
@@ -114,7 +116,12 @@ def stage_buckets(shape: Shape, stage: int, num_stages: int) -> Iterator[tuple[E
 def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
     """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without asking."""
     kind = name.split("layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
-    q, kv, hidden, ffn = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size, shape.ffn_hidden_size
+    q, kv, hidden, ffn = (
+        shape.num_heads * shape.head_dim,
+        shape.num_kv_heads * shape.head_dim,
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+    )
     known: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab_size, hidden),
         "lm_head.weight": (shape.vocab_size, hidden),

@@ -36,8 +36,16 @@ LEAVE_S = 20.0
 SHOWN_CHARS = 6000  # of each rank's output, from its end
 
 LAUNCHER_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
-    "MASTER_ADDR", "MASTER_PORT",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "OMPI_")
 
@@ -55,8 +63,12 @@ def worker_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith(LAUNCHER_PREFIXES)}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return kept | {
-        "GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
     }
 
 
@@ -69,8 +81,12 @@ class Worker:
         self.pipe, theirs = Pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.worker", str(theirs.fileno()), str(store_port), str(rank)],
-            stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
-            env=worker_environment(), start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            env=worker_environment(),
+            start_new_session=True,
         )
         theirs.close()
 
@@ -140,8 +156,10 @@ class Pool:
         if not 1 <= world <= self.max_world:
             raise ValueError(f"world={world} is outside [1, max_world={self.max_world}]; ask for less, or Pool(max_world=…)")
         if function.__module__ == "__main__" or "<" in function.__qualname__:
-            raise ValueError(f"{function.__qualname__} of {function.__module__} cannot be imported by a worker; make it a "
-                             "module-level function of a test module")
+            raise ValueError(
+                f"{function.__qualname__} of {function.__module__} cannot be imported by a worker; make it a "
+                "module-level function of a test module"
+            )
         self._num_tasks += 1
         task = (self._num_tasks, world, function.__module__, function.__qualname__, args, kwargs, timeout_s)
         payload = pickle.dumps(task)
@@ -201,8 +219,10 @@ class Pool:
         left = self._collect(ranks, LEAVE_S, LEAVE_S)
         stuck = [rank for rank in ranks if left.get(rank) != ("idle",)]
         if stuck:
-            raise RuntimeError(f"ranks {stuck} did not leave their process groups in {LEAVE_S} s: "
-                               + "\n".join(self._workers[rank].printed() for rank in stuck))
+            raise RuntimeError(
+                f"ranks {stuck} did not leave their process groups in {LEAVE_S} s: "
+                + "\n".join(self._workers[rank].printed() for rank in stuck)
+            )
 
     def _error(self, name: str, ranks: list[int], outcomes: dict[int, tuple[Any, ...]], timeout_s: float) -> PoolError:
         hung = tuple(rank for rank in ranks if rank not in outcomes)
@@ -213,11 +233,16 @@ class Pool:
             time.sleep(0.3)
         # The causes, in the order in which they arrived, before the ranks that merely waited for them.
         causes = [rank for rank in outcomes if rank in failed]
-        parts = [f"{name} on {len(ranks)} ranks: " + "; ".join(
-            [f"rank {rank} {'raised ' if outcomes[rank][0] == 'raised' else ''}{outcomes[rank][1]}" for rank in causes]
-            + [f"rank {rank} did not finish in {timeout_s:g} s" + (" (or soon enough after a failure)" if failed else "")
-               for rank in hung]
-        )]
+        parts = [
+            f"{name} on {len(ranks)} ranks: "
+            + "; ".join(
+                [f"rank {rank} {'raised ' if outcomes[rank][0] == 'raised' else ''}{outcomes[rank][1]}" for rank in causes]
+                + [
+                    f"rank {rank} did not finish in {timeout_s:g} s" + (" (or soon enough after a failure)" if failed else "")
+                    for rank in hung
+                ]
+            )
+        ]
         for rank in causes + list(hung):
             if rank in outcomes and outcomes[rank][0] == "raised":
                 parts.append(f"--- rank {rank}, traceback:\n{outcomes[rank][2].rstrip()}")

@@ -57,7 +57,10 @@ def run_task(payload: bytes, rank: int, store: dist.Store) -> tuple[str, ...]:
     try:
         number, world, module, qualname, args, kwargs, timeout_s = pickle.loads(payload)
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"task{number}", store), rank=rank, world_size=world,
+            "gloo",
+            store=dist.PrefixStore(f"task{number}", store),
+            rank=rank,
+            world_size=world,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         return "returned", pickle.dumps(find_function(module, qualname)(rank, world, *args, **kwargs))

@@ -1,0 +1,355 @@
+"""A run's standing parts, wired: backend, engine, prompts, rewards, metrics. What the loop in train.py calls by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl import exchange
+from megatron_rl.advantage import advantages, reduction_weights
+from megatron_rl.backend import Batch, MegatronBackend
+from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.metrics import MetricsWriter, read_metrics, step_metrics
+from megatron_rl.model.build import DTYPES
+from megatron_rl.packing import LossInputs
+from megatron_rl.platform import HOST
+from megatron_rl.progress import Progress
+from megatron_rl.prompts import PromptSource, load_rows
+from megatron_rl.report import write_report
+from megatron_rl.reward.function import Reward
+from megatron_rl.rollout.producer import Produced, Producer, to_sample
+from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.signal import signal_rule
+from megatron_rl.types import ConfigError, MiniBatchPlan, Prompt, Rollout, Sample, StepKind, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+
+class Clock:
+    """Seconds by stage since the last ``take``; the first step of a rollout carries what came before it."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.started = time.perf_counter()
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        HOST.synchronize()
+        started = time.perf_counter()
+        yield
+        HOST.synchronize()
+        self.add(stage, time.perf_counter() - started)
+
+    def take(self) -> dict[str, float]:
+        """``time/<stage>_s`` and ``time/step_s`` of this optimizer step; starts the next."""
+        times = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
+        times["time/step_s"] = time.perf_counter() - self.started
+        self.restart()
+        return times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """A batch whose rewards every rank knows: facts, advantages [S], and metrics of the rollout."""
+
+    batch: Batch
+    advantages: np.ndarray
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OldLogProbs:
+    """Flat over the batch's response tokens; ``old`` is None where the engine's own are used (see Run.old_logprobs)."""
+
+    old: np.ndarray | None
+    sums: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Run:
+    """Everything a run holds. Methods are collectives unless they say otherwise."""
+
+    def __init__(self, config: Config, backend: MegatronBackend, tokenizer, writer: MetricsWriter, progress: Progress):
+        self.config = config
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.writer = writer
+        self.progress = progress
+        self.clock = Clock()
+        self.rule = signal_rule(config)
+        self.reward = Reward(config.reward) if config.reward.functions else None
+        self.prompts = PromptSource(
+            load_rows(config.data.train), tokenizer, config.data, config.run.seed, backend.shape.context_tokens
+        )
+        self.eval_prompts = self._eval_prompts()
+        self.engine = TransformersEngine(
+            config.model.hf_path,
+            tokenizer,
+            config.rollout,
+            seed=config.run.seed,
+            dtype=DTYPES[config.model.dtype],
+            device=HOST.device,
+        )
+        place = backend.topology
+        self.producer = Producer(self.engine, self.reward.score if self.reward else None, place.rank, place.world_size)
+        self.total_steps = total_rl_steps(config)
+
+    def _eval_prompts(self) -> list[Prompt]:
+        given = self.config.eval
+        if given.path is None:
+            return []
+        data = dataclasses.replace(self.config.data, shuffle=False)
+        source = PromptSource(
+            load_rows(given.path, "eval.path"), self.tokenizer, data, self.config.run.seed, self.backend.shape.context_tokens
+        )
+        return source.next(min(len(source), given.max_prompts or len(source)))
+
+    # ---- rollouts and rewards --------------------------------------------------------------------------------------
+
+    def produce(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Produced:
+        """This rank's share of scored rollouts. What one rank meets (a reward that raises) is raised on all."""
+        produced, error = None, None
+        try:
+            produced = self.producer.produce(prompts, samples_per_prompt, greedy=greedy)
+        except Exception as met:
+            error = met
+        exchange.raise_together(error)
+        return produced
+
+    def score_batch(self, produced: Produced) -> Scored:
+        """Rewards to everyone, then advantages by the same arithmetic on every rank."""
+        config, group_size = self.config, self.config.rollout.samples_per_prompt
+        batch = self.backend.gather(produced.samples(), [place // group_size for place in produced.places], produced.places)
+        totals, by_function = exchange.gather_scores(produced.scores, produced.places, len(config.reward.functions))
+        facts, included = batch.facts, ~np.isnan(totals)
+        values = advantages(
+            totals, facts.groups, included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,
+            whiten=config.advantage.whiten, rewards_by_function=by_function, function_weights=config.reward.resolved_weights,
+            loss_tokens=facts.loss_tokens, sample_ids=facts.sample_ids,
+        )  # fmt: skip
+        metrics = {
+            "reward/excluded": float((~included).sum()),
+            "rollout/response_tokens_mean": float(facts.response_tokens.mean()),
+        }
+        if included.any():
+            metrics["reward/mean"] = float(totals[included].mean())
+        for name, column in zip(config.reward.functions, by_function.T, strict=True):
+            if not np.isnan(column).all():
+                metrics[f"reward/{name}"] = float(np.nanmean(column))
+        return Scored(batch=batch, advantages=values, metrics=metrics)
+
+    def supervised_samples(self, count: int) -> tuple[list[Sample], list[int], list[int]]:
+        """This rank's share of ``count`` solutions, as rows, their groups and their places. Not a collective."""
+        place = self.backend.topology
+        drawn = self.prompts.next_solutions(count)
+        mine = list(range(place.rank, count, place.world_size))
+        samples = []
+        for i in mine:
+            prompt, solution = drawn[i]
+            rollout = Rollout(
+                prompt=prompt, sample_index=0, response_ids=solution, logprobs=(0.0,) * len(solution), text="", finish_reason="stop",
+                weight_version=self.backend.weight_version,
+            )  # fmt: skip
+            samples.append(to_sample(rollout, included=True))
+        return samples, mine, mine
+
+    # ---- log-probs and the loss ------------------------------------------------------------------------------------
+
+    def old_logprobs(self, batch: Batch, signal: np.ndarray, index: int) -> OldLogProbs:
+        """π_old of the samples with signal (of all, where the skip does not cover these passes), and its gap to the engine's.
+
+        Every ``metrics.dense_every`` rollouts a few dropped samples are passed too, for the metrics alone. Under
+        ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own.
+        """
+        config = self.config
+        chosen = signal.copy() if self.rule.drops_logprob_passes else np.ones_like(signal)
+        from_engine = config.correction.old_logprobs == "rollout"
+        if from_engine:
+            chosen[:] = False
+        if config.metrics.dense_every and index % config.metrics.dense_every == 0:
+            chosen[np.flatnonzero(~chosen)[: config.metrics.dense_samples]] = True
+        passed = self.backend.logprobs(batch, chosen)
+        coverage = {"logprob/coverage": float(chosen.mean())}
+        if from_engine:
+            return OldLogProbs(old=self.backend.gather_rollout_logprobs(batch), sums=passed.sums, metrics=coverage)
+        return OldLogProbs(old=passed.flat, sums=passed.sums, metrics=coverage)
+
+    def reference_logprobs(self, batch: Batch, signal: np.ndarray) -> np.ndarray | None:
+        """log π_ref, flat, of the samples that the training plan will run; None without a KL term."""
+        if not self.config.loss.kl_coefficient:
+            return None
+        chosen = signal if self.rule.drops_logprob_passes else np.ones_like(signal)
+        with self.backend.reference_weights():
+            return self.backend.logprobs(batch, chosen).flat
+
+    def loss_inputs(
+        self, batch: Batch, mini_batch: MiniBatchPlan, values: np.ndarray, old: np.ndarray | None, reference: np.ndarray | None
+    ) -> LossInputs:
+        """Folds the reduction's weights into the advantages, by the denominators of this mini-batch. Not a collective."""
+        loss = self.config.loss
+        counted = mini_batch.members if loss.denominator == "original" else mini_batch.order
+        weights = reduction_weights(
+            loss.reduction, batch.facts, counted, max_response_tokens=self.config.rollout.max_response_tokens
+        )
+        return LossInputs(advantages=values * weights, weights=weights, old_logprobs=old, reference_logprobs=reference)
+
+    # ---- weights and evaluation ------------------------------------------------------------------------------------
+
+    def sync_weights(self) -> None:
+        """Hands the engine the current weights, unless it has them: a step that moved nothing sends nothing."""
+        if self.engine.weight_version != self.backend.weight_version:
+            self.engine.load_weights(self.backend.export(), self.backend.weight_version)
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy mean@1 on the held-out prompts, as metrics; {} without an evaluation set."""
+        if not self.eval_prompts or self.reward is None:
+            return {}
+        self.sync_weights()
+        started = time.perf_counter()
+        produced = self.produce(self.eval_prompts, 1, greedy=True)
+        totals, _ = exchange.gather_scores(produced.scores, produced.places, len(self.config.reward.functions))
+        scored = totals[~np.isnan(totals)]
+        name, value = f"eval/{self.config.eval.name}/mean@1", float(scored.mean()) if len(scored) else 0.0
+        log.info("%s after %d steps: %.4f over %d prompts", name, self.backend.step_index, value, len(scored))
+        return {name: value, "time/eval_s": time.perf_counter() - started}
+
+    def evaluation_due(self, index: int) -> bool:
+        """After the last rollout, and after every ``eval.every``-th."""
+        every = self.config.eval.every
+        return index + 1 == self.config.train.steps or (every is not None and (index + 1) % every == 0)
+
+    def export(self, index: int, *, last: bool) -> None:
+        """Writes the policy as a Hugging Face directory under checkpoints/step_<n>/hf where the configuration asks for it."""
+        given = self.config.train
+        if (last and given.export_last) or (given.export_every and index % given.export_every == 0):
+            path = self.config.run.path / "checkpoints" / f"step_{self.backend.step_index}" / "hf"
+            self.backend.save_hugging_face(path, self.tokenizer)
+            log.info("policy written to %s", path)
+
+    # ---- what is written -------------------------------------------------------------------------------------------
+
+    def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
+        """One row of metrics.jsonl per optimizer step."""
+        row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result), **values}
+        row["weight_version"] = self.backend.weight_version
+        self.progress.update(self.writer.write(row))
+
+    def save_plan(self, plan: StepPlan, index: int) -> None:
+        if self.config.metrics.save_plans and self.backend.topology.is_main:
+            folder = self.config.run.path / "plans"
+            folder.mkdir(exist_ok=True)
+            (folder / f"rollout_{index + 1}.json").write_text(plan.to_json())
+
+    def performance(self, batch: Batch, mini_batch: MiniBatchPlan, clock: Clock) -> dict[str, float]:
+        """``perf/*`` of one step: executed FLOPs only, and the tokens that the dense run would have processed. Not a collective."""
+        seconds = clock.seconds.get("update", 0.0)
+        lengths = batch.facts.total_tokens
+        metrics = {
+            "perf/dense_equivalent_tokens_per_second": float(lengths[mini_batch.members].sum() / seconds),
+            "perf/peak_memory_bytes": float(HOST.peak_memory_bytes()),
+        }
+        peak = HOST.peak_flops()
+        if peak is not None and mini_batch.kind is StepKind.REAL:
+            run = lengths[mini_batch.order].astype(np.float64)
+            flops = run.sum() * self.backend.shape.flops_per_token(float((run * run).sum() / run.sum() / 2))
+            metrics["perf/mfu"] = float(flops / (seconds * self.backend.topology.world_size * peak))
+        return metrics
+
+
+def total_rl_steps(config: Config) -> int:
+    """Optimizer steps of the RL phase, ghosts included."""
+    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    per_epoch = (
+        1
+        if config.skip.steps == "merge" and config.skip.mode != "off"
+        else -(-samples // (config.train.samples_per_mini_batch or samples))
+    )
+    return config.train.steps * config.train.epochs_per_rollout * per_epoch
+
+
+def load_tokenizer(config: Config):
+    """The run's tokenizer; ConfigError where it has no end of sequence, without which no completion ends."""
+    from transformers import AutoTokenizer
+
+    path = config.model.tokenizer_path or config.model.hf_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no tokenizer can be loaded from {path!r} ({str(error).splitlines()[0]}); name one by model.tokenizer_path"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of {path!r} has no eos_token, so no completion would end; add one to its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def check_lengths(config: Config, context_tokens: int) -> None:
+    """Prompt and response must fit in the model's context together."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > context_tokens:
+        raise ConfigError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens={config.rollout.max_response_tokens} = "
+            f"{longest} is more than the model's context of {context_tokens} tokens; lower one of the two"
+        )
+
+
+def announce(run: Run) -> None:
+    """What was chosen, in the log: Adam's kernel, layer spec, topology, and what the skip approximates."""
+    place, shape = run.backend.topology, run.backend.shape
+    log.info(
+        "world %d: TP %d, PP %d, DP %d on %s (%s); layers by %s; Adam by %s", place.world_size, place.tensor_size, place.pipeline_size,
+        place.data_size, HOST.device_type, HOST.backend, shape.layer_spec, run.backend.optimizer.kernel,
+    )  # fmt: skip
+    for term in run.rule.approximated:
+        log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
+    if run.config.correction.old_logprobs == "rollout":
+        log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
+    if run.config.advantage.whiten == "center_and_scale" and run.config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
+        log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")
+
+
+@contextlib.contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Builds everything, and takes it down in order; the report is written however the run ends, from what it has."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(config.model.hf_path)
+    check_lengths(config, hf_config.max_position_embeddings)
+    tokenizer = load_tokenizer(config)
+    backend = MegatronBackend(config, hf_config=hf_config, total_steps=total_rl_steps(config))
+    is_main, folder = backend.topology.is_main, config.run.path
+    if is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config_to_yaml(config))
+    steps = config.warmup.steps + total_rl_steps(config)
+    metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
+    with (
+        MetricsWriter(folder, config.metrics, steps, is_main) as writer,
+        Progress(steps, config.metrics.progress and is_main) as progress,
+    ):
+        run = Run(config, backend, tokenizer, writer, progress)
+        announce(run)
+        try:
+            yield run
+        finally:
+            writer.close()
+            if is_main and pathlib.Path(metrics_path).stat().st_size:
+                write_report(metrics_path, config_to_yaml(config), report_path)
+        progress.finish(read_metrics(metrics_path) if is_main else [], report_path)
+    run.engine.close()
+    backend.close()

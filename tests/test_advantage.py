@@ -1,0 +1,305 @@
+"""advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop that spells out its formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.advantage import advantages, reduction_weights
+from megatron_rl.config import ESTIMATORS, REDUCTIONS
+from megatron_rl.types import BatchFacts
+
+# Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
+SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+EPSILON = 1e-6
+
+# Rounding of a sum over a few rewards below 10 is some 1e-15; a group whose rewards differ by rounding alone (0.1 + 0.2 and 0.3)
+# divides it by a spread of about 0 + EPSILON, which makes it some 1e-9.
+NOISE = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One batch; rewards stand per function, the plain estimators see their first column."""
+
+    by_function: np.ndarray
+    groups: np.ndarray
+    included: np.ndarray
+    loss_tokens: np.ndarray
+    whiten: str
+    function_weights: tuple[float, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        return self.by_function[:, 0]
+
+    def run(self, estimator: str, **changed) -> np.ndarray:
+        case = Case(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
+        rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan) if estimator == "gdpo" else case.rewards
+        return advantages(
+            rewards, case.groups, case.included, estimator=estimator, epsilon=EPSILON, whiten=case.whiten, loss_tokens=case.loss_tokens,
+            rewards_by_function=case.by_function, function_weights=case.function_weights,
+        )  # fmt: skip
+
+
+@st.composite
+def cases(draw) -> Case:
+    count = draw(st.integers(0, 14))
+
+    def column(values):
+        return np.array(draw(st.lists(values, min_size=count, max_size=count)))
+
+    reward = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 0.7, 0.3, 0.1 + 0.2, 2.25])
+    groups = column(st.sampled_from([7, 0, 3, 40])).astype(np.int64)
+    included = column(st.sampled_from([True, True, True, False])).astype(bool)
+    first = np.where(included, column(reward), np.nan)
+    second = np.where(included, column(st.one_of(reward, st.just(math.nan))), np.nan)
+    return Case(
+        by_function=np.stack([first, second], axis=1).astype(np.float64).reshape(count, 2), groups=groups, included=included,
+        loss_tokens=column(st.integers(0, 9)).astype(np.int64), whiten=draw(st.sampled_from(["scale", "center_and_scale"])),
+        function_weights=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0)])),
+    )  # fmt: skip
+
+
+def make_facts(groups, loss_tokens) -> BatchFacts:
+    loss_tokens = np.asarray(loss_tokens, dtype=np.int64)
+    zeros = np.zeros(len(loss_tokens), dtype=np.int64)
+    return BatchFacts(
+        sample_ids=tuple(f"s{i}" for i in range(len(loss_tokens))), groups=np.asarray(groups, dtype=np.int64), prompt_tokens=zeros + 3,
+        response_tokens=loss_tokens + 1, loss_tokens=loss_tokens, owners=zeros, owner_rows=np.arange(len(loss_tokens)),
+    )  # fmt: skip
+
+
+def assert_invariants(case: Case, estimator: str) -> None:
+    """Every numbered invariant of advantage.py on one batch."""
+    found = case.run(estimator)
+    centres = case.whiten == "center_and_scale" and estimator in ("gdpo", "reinforce_plus_plus")
+    columns = case.by_function.T if estimator == "gdpo" else case.rewards[None]
+    for group in set(case.groups.tolist()):  # 1
+        member = case.included & (case.groups == group)
+        if not centres and all(len(set(column[member & ~np.isnan(column)].tolist())) <= 1 for column in columns):
+            assert (found[member] == 0.0).all(), (found[member], columns[:, member])
+
+    out = ~case.included  # 2
+    assert (found[out] == 0.0).all()
+    assert np.array_equal(found, case.run(estimator, by_function=np.where(out[:, None], 1e6, case.by_function)))
+    keep = case.included
+    without = case.run(
+        estimator,
+        by_function=case.by_function[keep],
+        groups=case.groups[keep],
+        included=keep[keep],
+        loss_tokens=case.loss_tokens[keep],
+    )
+    np.testing.assert_allclose(found[keep], without, rtol=0, atol=NOISE)
+
+    shift = (case.groups % 5 - 2).astype(np.float64)[:, None]  # 3
+    np.testing.assert_allclose(found, case.run(estimator, by_function=case.by_function + shift), rtol=0, atol=NOISE)
+
+    assert found.dtype == np.float64 and np.isfinite(found).all()  # 4
+    for bad in (math.inf, -math.inf, math.nan):
+        if keep.any() and not (estimator == "gdpo" and math.isnan(bad)):  # NaN is gdpo's "does not apply"
+            rewards, victim = case.by_function.copy(), int(np.flatnonzero(keep)[-1])
+            rewards[victim, 0] = bad
+            with pytest.raises(ValueError, match=f"sample index {victim} is {bad}"):
+                case.run(estimator, by_function=rewards)
+
+    assert_reduction_invariants(case)  # 5
+
+
+def assert_reduction_invariants(case: Case) -> None:
+    facts, members = make_facts(case.groups, case.loss_tokens), np.flatnonzero(case.included)
+    for reduction in REDUCTIONS:
+        weights = reduction_weights(reduction, facts, members, max_response_tokens=16)
+        assert (weights >= 0).all() and np.isfinite(weights).all()
+        assert np.array_equal(weights[members] == 0, case.loss_tokens[members] == 0)
+        assert (weights[~case.included] == 0).all()
+        assert np.array_equal(weights, reduction_weights(reduction, facts, members[::-1], max_response_tokens=16))
+        others = make_facts(case.groups, np.where(case.included, case.loss_tokens, 999))
+        assert np.array_equal(weights, reduction_weights(reduction, others, members, max_response_tokens=16))
+
+
+@SETTINGS
+@given(case=cases(), estimator=st.sampled_from(ESTIMATORS))
+def test_invariants(case: Case, estimator: str) -> None:
+    assert_invariants(case, estimator)
+
+
+@SETTINGS
+@given(case=cases(), estimator=st.sampled_from(ESTIMATORS), seed=st.integers(0, 99))
+def test_advantages_do_not_depend_on_the_order_of_samples(case: Case, estimator: str, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(case.groups))
+    permuted = case.run(
+        estimator, by_function=case.by_function[order], groups=case.groups[order], included=case.included[order],
+        loss_tokens=case.loss_tokens[order],
+    )  # fmt: skip
+    np.testing.assert_allclose(case.run(estimator)[order], permuted, rtol=0, atol=NOISE)
+
+
+def mean_of(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def std_of(values: list[float]) -> float:
+    """The unbiased one, n − 1; 0 for fewer than two."""
+    return math.sqrt(math.fsum((x - mean_of(values)) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def whiten_naive(values: list[float], tokens: list[int], included: list[bool], mode: str) -> list[float]:
+    """The batch written out token by token, its mean and its unbiased spread."""
+    spread_out = [v for v, t, i in zip(values, tokens, included, strict=True) if i for _ in range(t)]
+    if len(spread_out) < 2:
+        return values
+    shift = mean_of(spread_out) if mode == "center_and_scale" else 0.0
+    return [(v - shift) / (std_of(spread_out) + EPSILON) if i else 0.0 for v, i in zip(values, included, strict=True)]
+
+
+def advantage_naive(case: Case, estimator: str) -> list[float]:
+    """Semantics §6, one sample at a time."""
+    groups, included, tokens = case.groups.tolist(), case.included.tolist(), case.loss_tokens.tolist()
+
+    def peers(i: int, column: list[float]) -> list[float]:
+        return [column[j] for j in range(len(groups)) if included[j] and groups[j] == groups[i] and not math.isnan(column[j])]
+
+    rewards = case.rewards.tolist()
+    live = [i for i in range(len(groups)) if included[i] and len(peers(i, rewards)) > 1]
+    centred = [rewards[i] - mean_of(peers(i, rewards)) if i in live else 0.0 for i in range(len(groups))]
+    match estimator:
+        case "grpo":
+            return [centred[i] / (std_of(peers(i, rewards)) + EPSILON) if i in live else 0.0 for i in range(len(groups))]
+        case "dr_grpo":
+            return centred
+        case "rloo":
+            size = [len(peers(i, rewards)) for i in range(len(groups))]
+            return [
+                rewards[i] - (math.fsum(peers(i, rewards)) - rewards[i]) / (size[i] - 1) if i in live else 0.0
+                for i in range(len(groups))
+            ]
+        case "batch_std":
+            spread = std_of([c for c, i in zip(centred, included, strict=True) if i])
+            return [c / (spread + EPSILON) for c in centred]
+        case "reinforce_plus_plus":
+            return whiten_naive(centred, tokens, included, case.whiten)
+        case "gdpo":
+            total = [0.0] * len(groups)
+            for column, weight in zip(case.by_function.T.tolist(), case.function_weights, strict=True):
+                for i in range(len(groups)):
+                    if included[i] and not math.isnan(column[i]):
+                        same = peers(i, column)
+                        total[i] += weight * (column[i] - mean_of(same)) / (std_of(same) + EPSILON)
+            return whiten_naive(total, tokens, included, case.whiten)
+    raise ValueError(estimator)
+
+
+@SETTINGS
+@given(case=cases(), estimator=st.sampled_from(ESTIMATORS))
+def test_estimator_equals_formula(case: Case, estimator: str) -> None:
+    np.testing.assert_allclose(case.run(estimator), advantage_naive(case, estimator), rtol=1e-9, atol=NOISE)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("value", [0.0, 0.3, 0.1 + 0.2, 1 / 3, 1e-30, -7e11])
+def test_equal_rewards_give_exactly_zero(estimator: str, value: float) -> None:
+    """The mean of 7 times 0.1 + 0.2 is not that number, and noise over a zero spread would look like signal."""
+    rewards = np.array([value] * 7 + [0.0, 1.0])
+    found = advantages(
+        rewards, np.array([0] * 7 + [1] * 2), np.ones(9, dtype=bool), estimator=estimator, rewards_by_function=rewards[:, None]
+    )
+    assert (found[:7] == 0.0).all() and (found[7:] != 0.0).all()
+
+
+def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
+    """0.1 + 0.2 ≠ 0.3 as numbers: dropping the group would not be lossless, so it keeps its (tiny) signal."""
+    found = advantages(np.array([0.1 + 0.2, 0.3]), np.zeros(2, dtype=np.int64), np.ones(2, dtype=bool), estimator="grpo")
+    assert (found != 0).any() and (np.abs(found) < NOISE).all()
+
+
+def test_gdpo_function_that_does_not_apply_adds_nothing() -> None:
+    """Function 2 applies to half the group: the others' advantage is function 1's alone, and the baseline is over whom it applied to."""
+    by_function = np.array([[1.0, math.nan], [0.0, math.nan], [1.0, 4.0], [0.0, 2.0]])
+    found = advantages(
+        np.nansum(by_function, axis=1), np.zeros(4, dtype=np.int64), np.ones(4, dtype=bool), estimator="gdpo", epsilon=0.0,
+        rewards_by_function=by_function, function_weights=(1.0, 3.0),
+    )  # fmt: skip
+    first, second = 0.5 / math.sqrt(1 / 3), 1 / math.sqrt(2)
+    total = [first, -first, first + 3 * second, -first - 3 * second]
+    np.testing.assert_allclose(found, np.array(total) / std_of(total), rtol=1e-12)  # double rounding
+
+
+def test_gdpo_names_the_sample_of_an_infinite_reward() -> None:
+    """The total may hide it behind a weight of 0; the advantages would be NaN all the same."""
+    by_function = np.array([[1.0, math.inf], [0.0, 1.0]])
+    with pytest.raises(ValueError, match="s0 is inf"):
+        advantages(
+            np.array([1.0, 0.0]), np.zeros(2, dtype=np.int64), np.ones(2, dtype=bool), estimator="gdpo", sample_ids=("s0", "s1"),
+            rewards_by_function=by_function, function_weights=(1.0, 0.0),
+        )  # fmt: skip
+
+
+def test_whitening_by_scale_keeps_dead_groups_at_zero_and_centering_does_not() -> None:
+    rewards, groups, included = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0, 0, 1, 1]), np.ones(4, dtype=bool)
+    arguments = {"estimator": "reinforce_plus_plus", "loss_tokens": np.array([5, 5, 2, 9])}
+    assert (advantages(rewards, groups, included, whiten="scale", **arguments)[:2] == 0.0).all()
+    assert (advantages(rewards, groups, included, whiten="center_and_scale", **arguments)[:2] != 0.0).all()
+
+
+def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, max_response_tokens: int) -> float:
+    """The table of semantics §1."""
+    tokens, groups = facts.loss_tokens.tolist(), facts.groups.tolist()
+    present = [j for j in counted if tokens[j] > 0]
+    if i not in present:
+        return 0.0
+    match reduction:
+        case "token_sum":
+            return 1.0
+        case "token_mean":
+            return 1 / sum(tokens[j] for j in present)
+        case "sequence_mean":
+            return 1 / (len(present) * tokens[i])
+        case "sequence_sum_mean":
+            return 1 / len(present)
+        case "sequence_sum_norm":
+            return 1 / (len(present) * max_response_tokens)
+        case "prompt_mean":
+            prompts = {groups[j] for j in present}
+            return 1 / (len(prompts) * sum(tokens[j] for j in present if groups[j] == groups[i]))
+    raise ValueError(reduction)
+
+
+@SETTINGS
+@given(case=cases(), reduction=st.sampled_from(REDUCTIONS), seed=st.integers(0, 99))
+def test_reduction_weights_equal_the_table(case: Case, reduction: str, seed: int) -> None:
+    """Over any mini-batch, in any order; samples without loss tokens are in no denominator."""
+    facts, random = make_facts(case.groups, case.loss_tokens), np.random.default_rng(seed)
+    counted = random.permutation(np.flatnonzero(case.included))
+    found = reduction_weights(reduction, facts, counted, max_response_tokens=11)
+    wanted = [weight_naive(reduction, facts, counted.tolist(), i, 11) for i in range(facts.num_samples)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-15)  # one division each side
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
+def test_means_of_ones_are_one(reduction: str) -> None:
+    facts = make_facts([0, 0, 1, 2], [100, 7, 0, 13])
+    weights = reduction_weights(reduction, facts, np.arange(4), max_response_tokens=1)
+    assert (weights * facts.loss_tokens).sum() == pytest.approx(1.0, rel=1e-15)  # three terms of one rounding each
+
+
+def test_unknown_names_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"advantage\.estimator='mean'"):
+        advantages(np.ones(1), np.zeros(1, dtype=np.int64), np.ones(1, dtype=bool), estimator="mean")
+    with pytest.raises(ValueError, match=r"loss\.reduction='mean'"):
+        reduction_weights("mean", make_facts([0], [1]), np.arange(1), max_response_tokens=1)
+
+
+def test_token_mean_of_unequal_microbatches_is_032_never_040() -> None:
+    """100 tokens at 0.5 and 900 at 0.3, each summed where it runs, added, divided by nothing afterwards."""
+    facts = make_facts([0, 1], [100, 900])
+    weights = reduction_weights("token_mean", facts, np.arange(2), max_response_tokens=900)
+    sums = [sum(weights[i] * loss for _ in range(tokens)) for i, (tokens, loss) in enumerate([(100, 0.5), (900, 0.3)])]
+    assert sum(sums) == pytest.approx(0.32, rel=1e-12)  # 1,000 additions
+    assert sum([0.5, 0.3]) / 2 == 0.40  # what a mean of means would say
