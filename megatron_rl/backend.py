@@ -76,9 +76,7 @@ class LogProbs:
 class MegatronBackend:
     """The policy on this rank: model, schedule, optimizer. Every method is a collective unless it says otherwise."""
 
-    def __init__(
-        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
-    ):
+    def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1):
         """hf_config, weights: taken from ``model.hf_path`` unless given. total_steps: where the learning rate's decay ends.
 
         Raises ConfigError for settings that cannot work together.
@@ -177,9 +175,7 @@ class MegatronBackend:
             for microbatch in mini_batch.microbatches(self.topology.data_rank)
         ]  # fmt: skip
 
-    def _logprobs(
-        self, logits: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         return vocab_parallel_logprob(
             logits, targets, temperature=self.config.rollout.temperature, vocab_size=self.shape.vocab_size,
             tensor_rank=self.topology.tensor_rank, group=self.topology.tensor_group, train_entropy=train_entropy,
@@ -260,9 +256,7 @@ class MegatronBackend:
         self._sums.zero_()
         self.step_index += 1
         self.weight_version += int(outcome.applied)
-        return StepResult(
-            kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums
-        )
+        return StepResult(kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums)
 
     def gradient(self) -> dict[str, torch.Tensor]:
         """The accumulated gradient under Hugging Face names, whole, reduced. For tests and tools: it consumes the reduction,

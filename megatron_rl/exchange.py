@@ -86,9 +86,7 @@ def bring_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarr
     """Every row that this rank needs, by sample index. A collective over the world; rows already here are not sent."""
     rank = topology.rank
     outgoing = [wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)]
-    incoming = [
-        needed[rank][facts.owners[needed[rank]] == peer] if peer != rank else needed[rank][:0] for peer in range(len(needed))
-    ]
+    incoming = [needed[rank][facts.owners[needed[rank]] == peer] if peer != rank else needed[rank][:0] for peer in range(len(needed))]
     sizes = facts.total_tokens + 2 * facts.response_tokens
     send_sizes = [int(sizes[x].sum()) for x in outgoing]
     receive_sizes = [int(sizes[x].sum()) for x in incoming]

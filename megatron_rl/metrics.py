@@ -62,9 +62,7 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
     metrics = {"train/loss": float(sums["loss"])} if "loss" in sums else {}
     measured = [name for name in (*_PER_TOKEN, *MAXIMA) if name in sums]
     if measured and "tokens" not in sums:
-        raise ValueError(
-            f"the step's sums hold {measured[0]} and no tokens, so there is nothing to divide by; add sums['tokens']"
-        )
+        raise ValueError(f"the step's sums hold {measured[0]} and no tokens, so there is nothing to divide by; add sums['tokens']")
     if not measured or sums["tokens"] == 0:
         return metrics
     for name in measured:
@@ -95,9 +93,7 @@ def skip_metrics(mini_batch: MiniBatchPlan, facts: BatchFacts, signal_S: np.ndar
     over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
-        raise ValueError(
-            f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample"
-        )
+        raise ValueError(f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample")
     tokens_S = facts.total_tokens
     members = mini_batch.members
     tokens_dense = int(tokens_S[members].sum())
@@ -129,9 +125,7 @@ def _plain(key: str, value: object) -> object:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
-    raise TypeError(
-        f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value"
-    )
+    raise TypeError(f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value")
 
 
 def _set_aside(path: pathlib.Path) -> None:
@@ -147,9 +141,7 @@ def _open_tensorboard(run_dir: pathlib.Path):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError(
-            "metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off"
-        ) from error
+        raise ConfigError("metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off") from error
     if (run_dir / "tensorboard").exists():
         _set_aside(run_dir / "tensorboard")
     return SummaryWriter(log_dir=str(run_dir / "tensorboard"))
@@ -201,9 +193,7 @@ class MetricsWriter:
             raise ValueError(f"a metrics row lacks {', '.join(missing)}; every row has {', '.join(ROW_KEYS)}")
         plain = {key: _plain(key, value) for key, value in row.items()}
         if self._last_step is not None and plain["step"] <= self._last_step:
-            raise ValueError(
-                f"metrics row with step={plain['step']} after step={self._last_step}; count steps once, over all phases"
-            )
+            raise ValueError(f"metrics row with step={plain['step']} after step={self._last_step}; count steps once, over all phases")
         self._last_step = plain["step"]
         self._num_ghost_steps += plain["step_kind"] == StepKind.GHOST.value
         plain["skip/ghost_steps"] = self._num_ghost_steps

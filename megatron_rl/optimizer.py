@@ -59,7 +59,8 @@ def choose_kernel(asked: str) -> str:
             megatron_optimizer.USING_PYTORCH_OPTIMIZER = name == "torch"
             return name
     raise ConfigError(
-        f"optimizer.kernel={asked} cannot be imported here; install it (python -m megatron_rl.doctor says how), or use optimizer.kernel=auto"
+        f"optimizer.kernel={asked} cannot be imported here; install it (python -m megatron_rl.doctor says how), "
+        "or use optimizer.kernel=auto"
     )
 
 
@@ -167,9 +168,7 @@ class Optimizer:
             parameters = optimizer.get_parameters()
             if parameters:
                 decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(
-                    parameters, max_norm=optimizer.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
-                )
+                clip_grad_by_total_norm_fp32(parameters, max_norm=optimizer.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
 
     def _any_rank(self, flag: bool) -> bool:
         value = torch.tensor([float(flag)], device=HOST.device)

@@ -70,7 +70,7 @@ def pack_microbatch(
     fields: dict[str, object] = {"tokens": None}
     if needs_tokens:
         tokens = np.full(starts[-1], pad_token, dtype=np.int64)
-        for start, i in zip(starts, samples.tolist()):
+        for start, i in zip(starts[:-1], samples.tolist(), strict=True):
             tokens[start : start + len(rows[i].token_ids)] = rows[i].token_ids
         fields["tokens"] = torch.from_numpy(tokens)[None].to(device, non_blocking=True)
     if needs_loss:

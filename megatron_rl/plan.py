@@ -73,9 +73,7 @@ def plan_steps(
     return StepPlan(purpose=purpose, mini_batches=planned)
 
 
-def _plan_mini_batch(
-    members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool
-) -> MiniBatchPlan:
+def _plan_mini_batch(members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
     live = members[signal[members]] if drops else members
     if len(live) == len(members):
         return _assemble(members, cut(members, padded, rules), dense_microbatches=None)

@@ -63,9 +63,7 @@ class Progress:
             if key in row:
                 self._latest[key] = row[key]
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=self._num_steps, description=str(row["phase"]), facts=" · ".join(self._facts())
-            )
+            self._bar.update(self._task, completed=self._num_steps, description=str(row["phase"]), facts=" · ".join(self._facts()))
         elif self._num_steps in (1, self._total_steps) or now_s - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now_s
             line = " | ".join([f"{row['phase']} step {row['step']} ({self._num_steps}/{self._total_steps})", *self._facts()])

@@ -91,9 +91,7 @@ class Run:
         self.clock = Clock()
         self.rule = signal_rule(config)
         self.reward = Reward(config.reward) if config.reward.functions else None
-        self.prompts = PromptSource(
-            load_rows(config.data.train), tokenizer, config.data, config.run.seed, backend.shape.context_tokens
-        )
+        self.prompts = PromptSource(load_rows(config.data.train), tokenizer, config.data, config.run.seed, backend.shape.context_tokens)
         self.eval_prompts = self._eval_prompts()
         self.engine = TransformersEngine(
             config.model.hf_path,
@@ -124,7 +122,7 @@ class Run:
         produced, error = None, None
         try:
             produced = self.producer.produce(prompts, samples_per_prompt, greedy=greedy)
-        except Exception as met:
+        except Exception as met:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
             error = met
         exchange.raise_together(error)
         return produced
@@ -201,9 +199,7 @@ class Run:
         """Folds the reduction's weights into the advantages, by the denominators of this mini-batch. Not a collective."""
         loss = self.config.loss
         counted = mini_batch.members if loss.denominator == "original" else mini_batch.order
-        weights = reduction_weights(
-            loss.reduction, batch.facts, counted, max_response_tokens=self.config.rollout.max_response_tokens
-        )
+        weights = reduction_weights(loss.reduction, batch.facts, counted, max_response_tokens=self.config.rollout.max_response_tokens)
         return LossInputs(advantages=values * weights, weights=weights, old_logprobs=old, reference_logprobs=reference)
 
     # ---- weights and evaluation ------------------------------------------------------------------------------------
@@ -273,9 +269,7 @@ def total_rl_steps(config: Config) -> int:
     """Optimizer steps of the RL phase, ghosts included."""
     samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
     per_epoch = (
-        1
-        if config.skip.steps == "merge" and config.skip.mode != "off"
-        else -(-samples // (config.train.samples_per_mini_batch or samples))
+        1 if config.skip.steps == "merge" and config.skip.mode != "off" else -(-samples // (config.train.samples_per_mini_batch or samples))
     )
     return config.train.steps * config.train.epochs_per_rollout * per_epoch
 
@@ -292,9 +286,7 @@ def load_tokenizer(config: Config):
             f"no tokenizer can be loaded from {path!r} ({str(error).splitlines()[0]}); name one by model.tokenizer_path"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of {path!r} has no eos_token, so no completion would end; add one to its tokenizer_config.json"
-        )
+        raise ConfigError(f"the tokenizer of {path!r} has no eos_token, so no completion would end; add one to its tokenizer_config.json")
     return tokenizer
 
 

@@ -46,9 +46,7 @@ def warm_up(run) -> None:
     from megatron_rl.packing import LossInputs
 
     config, backend = run.config, run.backend
-    backend.reset_optimizer(
-        total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True
-    )
+    backend.reset_optimizer(total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True)
     for _ in range(config.warmup.steps):
         started = time.perf_counter()
         batch = backend.gather(*run.supervised_samples(config.warmup.samples_per_step))
@@ -68,9 +66,7 @@ def _whole_plan(run, batch, signal: np.ndarray) -> StepPlan:
     """The batch as one mini-batch, nothing dropped: a supervised step's plan."""
     from megatron_rl.plan import plan_steps
 
-    return plan_steps(
-        "warmup", [np.arange(batch.facts.num_samples)], batch.facts.total_tokens, signal, run.backend.rules, drops=False
-    )
+    return plan_steps("warmup", [np.arange(batch.facts.num_samples)], batch.facts.total_tokens, signal, run.backend.rules, drops=False)
 
 
 def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
@@ -123,8 +119,8 @@ def check_relations(config: Config) -> None:
         raise ConfigError("reward.functions is empty and train.steps > 0; name one, as in reward.functions=[math_verify]")
     if config.train.steps and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
-            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} no baseline: "
-            "every advantage would be 0; use at least 2"
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} "
+            "no baseline: every advantage would be 0; use at least 2"
         )
     if config.eval.every and not config.eval.path:
         raise ConfigError(f"eval.every={config.eval.every} and eval.path is null; name a JSONL file, or set eval.every=null")

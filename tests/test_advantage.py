@@ -1,4 +1,4 @@
-"""advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop that spells out its formula."""
+"""advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop over its formula."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Case:
         case = Case(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
         rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan) if estimator == "gdpo" else case.rewards
         return advantages(
-            rewards, case.groups, case.included, estimator=estimator, epsilon=EPSILON, whiten=case.whiten, loss_tokens=case.loss_tokens,
-            rewards_by_function=case.by_function, function_weights=case.function_weights,
+            rewards, case.groups, case.included, estimator=estimator, epsilon=EPSILON, whiten=case.whiten,
+            loss_tokens=case.loss_tokens, rewards_by_function=case.by_function, function_weights=case.function_weights,
         )  # fmt: skip
 
 
@@ -70,8 +70,9 @@ def make_facts(groups, loss_tokens) -> BatchFacts:
     loss_tokens = np.asarray(loss_tokens, dtype=np.int64)
     zeros = np.zeros(len(loss_tokens), dtype=np.int64)
     return BatchFacts(
-        sample_ids=tuple(f"s{i}" for i in range(len(loss_tokens))), groups=np.asarray(groups, dtype=np.int64), prompt_tokens=zeros + 3,
-        response_tokens=loss_tokens + 1, loss_tokens=loss_tokens, owners=zeros, owner_rows=np.arange(len(loss_tokens)),
+        sample_ids=tuple(f"s{i}" for i in range(len(loss_tokens))), groups=np.asarray(groups, dtype=np.int64),
+        prompt_tokens=zeros + 3, response_tokens=loss_tokens + 1, loss_tokens=loss_tokens,
+        owners=zeros, owner_rows=np.arange(len(loss_tokens)),
     )  # fmt: skip
 
 
@@ -175,11 +176,9 @@ def advantage_naive(case: Case, estimator: str) -> list[float]:
         case "dr_grpo":
             return centred
         case "rloo":
-            size = [len(peers(i, rewards)) for i in range(len(groups))]
-            return [
-                rewards[i] - (math.fsum(peers(i, rewards)) - rewards[i]) / (size[i] - 1) if i in live else 0.0
-                for i in range(len(groups))
-            ]
+            total = [math.fsum(peers(i, rewards)) for i in range(len(groups))]
+            others = [len(peers(i, rewards)) - 1 for i in range(len(groups))]
+            return [rewards[i] - (total[i] - rewards[i]) / others[i] if i in live else 0.0 for i in range(len(groups))]
         case "batch_std":
             spread = std_of([c for c, i in zip(centred, included, strict=True) if i])
             return [c / (spread + EPSILON) for c in centred]
@@ -220,7 +219,7 @@ def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
 
 
 def test_gdpo_function_that_does_not_apply_adds_nothing() -> None:
-    """Function 2 applies to half the group: the others' advantage is function 1's alone, and the baseline is over whom it applied to."""
+    """Function 2 applies to half the group: its baseline is theirs alone, and the others' advantage is function 1's."""
     by_function = np.array([[1.0, math.nan], [0.0, math.nan], [1.0, 4.0], [0.0, 2.0]])
     found = advantages(
         np.nansum(by_function, axis=1), np.zeros(4, dtype=np.int64), np.ones(4, dtype=bool), estimator="gdpo", epsilon=0.0,

@@ -105,8 +105,7 @@ def _check_tokenizer(tokenizer, out: str | pathlib.Path) -> None:
         before, after = (repr(getattr(x.backend_tokenizer, what)) for x in (tokenizer, copied))
         if before != after:
             raise ConfigError(
-                f"the tokenizer in {out} loads with another {what}: {after} instead of {before}; "
-                "make it with tools/make_tokenizer.py"
+                f"the tokenizer in {out} loads with another {what}: {after} instead of {before}; make it with tools/make_tokenizer.py"
             )
     if copied.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"the tokenizer in {out} loads with {len(copied)} tokens that are not the original {len(tokenizer)}")

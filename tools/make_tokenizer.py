@@ -102,9 +102,7 @@ def make_characters(characters: str) -> Tokenizer:
 def save(tokenizer: Tokenizer, out: str | pathlib.Path) -> None:
     """Write a directory that AutoTokenizer loads without a network."""
     # clean_up_tokenization_spaces would turn " ." into "." on decoding, and break the round trip.
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
-    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False)
     wrapped.save_pretrained(out)
 
 

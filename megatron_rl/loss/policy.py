@@ -71,9 +71,7 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: fl
     return PolicyTerm(loss=-objective, ratio=ratio, clipped=clipped)
 
 
-def _sequence_ratio(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: torch.Tensor, num_sequences: int
-) -> torch.Tensor:
+def _sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """GSPO-token (arXiv:2507.18071, eq. 14): the sequence's geometric-mean ratio in value, each token's own in gradient."""
     difference = (logprobs - old_logprobs).detach()
     total = difference.new_zeros(num_sequences).index_add_(0, sequences, difference)

@@ -40,7 +40,8 @@ REFUSED_TRANSFORMER_FIELDS = {
     "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _SECTION.format("model.dtype")),
     **dict.fromkeys(
-        ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size", "num_moe_experts", "mtp_num_layers"),
+        ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size", "num_moe_experts",
+         "mtp_num_layers"),
         "this version runs dense models under tensor, pipeline, sequence and data parallelism"),
 }  # fmt: skip
 
@@ -71,8 +72,7 @@ class ModelShape:
     def flops_per_token(self, mean_context: float) -> float:
         """Forward and backward FLOPs of one token (6 per parameter, plus attention over ``mean_context`` tokens)."""
         attention = (
-            self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-            + self.num_heads * self.head_dim * self.hidden_size
+            self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_heads * self.head_dim * self.hidden_size
         )
         layer = attention + 3 * self.hidden_size * self.ffn_hidden_size
         linear = self.num_layers * layer + self.vocab_size * self.hidden_size
@@ -87,9 +87,7 @@ def check_fields(given: dict[str, Any], cls: type, section: str, refused: dict[s
             raise ConfigError(f"{section}.{name}={value!r} is refused: {refused[name]}; remove it")
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}"
-            )
+            raise ConfigError(f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}")
 
 
 def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_spec: str) -> ModelShape:
@@ -100,9 +98,7 @@ def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_s
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
     if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
-        raise ConfigError(
-            "a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too"
-        )
+        raise ConfigError("a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too")
     if family == "qwen3" and hf_config.attention_bias:
         raise ConfigError("a qwen3 model with attention_bias is not supported: its output projection carries a bias too")
     if family.startswith("qwen") and hf_config.use_sliding_window:
@@ -119,9 +115,7 @@ def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_s
             )
     if layers % pipeline_size:
         raise ConfigError(f"parallel.pipeline={pipeline_size} does not divide num_hidden_layers={layers}; use a divisor")
-    head_dim = (
-        getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    )  # absent in qwen2's config, None in some llamas'
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
     vocab = hf_config.vocab_size
     return ModelShape(
         family=family, num_layers=layers, hidden_size=hf_config.hidden_size, ffn_hidden_size=hf_config.intermediate_size, num_heads=heads,
@@ -155,9 +149,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
     check_fields(given, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
     for name in ("attention_dropout", "hidden_dropout"):
         if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
-            raise ConfigError(
-                f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU"
-            )
+            raise ConfigError(f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU")
     dtype = DTYPES[config.model.dtype]
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size, kv_channels=shape.head_dim,

@@ -49,8 +49,7 @@ def resolve(name: str) -> RewardFunction:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ConfigError(
-            f"reward function {name!r} is not known; {hint}the built-ins are {', '.join(BUILT_IN)}; "
-            "your own is written module:function"
+            f"reward function {name!r} is not known; {hint}the built-ins are {', '.join(BUILT_IN)}; your own is written module:function"
         )
     try:
         module = importlib.import_module(module_name)
@@ -138,9 +137,7 @@ class Reward:
         applied = [weight * value for weight, value in zip(self._weights, by_function, strict=True) if value is not None]
         return Score(total=sum(applied) if applied else None, by_function=by_function)
 
-    def _apply(
-        self, name: str, function: RewardFunction, rollouts: Sequence[Rollout]
-    ) -> tuple[list[float | None], list[RewardFailure]]:
+    def _apply(self, name: str, function: RewardFunction, rollouts: Sequence[Rollout]) -> tuple[list[float | None], list[RewardFailure]]:
         """One function over the batch: [S] values (None where it failed) and its failures."""
         columns = sorted({key for rollout in rollouts for key in rollout.prompt.columns})
         _check_signature(name, function, columns)

@@ -27,9 +27,7 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0
-    ) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
         """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
         ``attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for a

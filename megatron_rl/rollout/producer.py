@@ -13,9 +13,7 @@ from megatron_rl.types import Prompt, Rollout, Sample, Score
 
 
 class Generator(Protocol):
-    def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0
-    ) -> list[Rollout]: ...
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +31,7 @@ class Produced:
 
     def samples(self) -> list[Sample]:
         """Rows to train on. A sample that was taken out of its group (no total) carries no loss token."""
-        return [
-            to_sample(rollout, included=score.total is not None)
-            for rollout, score in zip(self.rollouts, self.scores, strict=True)
-        ]
+        return [to_sample(rollout, included=score.total is not None) for rollout, score in zip(self.rollouts, self.scores, strict=True)]
 
 
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:

@@ -90,9 +90,7 @@ class TransformersEngine:
             raise ValueError(f"load_weights: {len(missing)} of {len(owners)} weights did not arrive: {', '.join(missing)}")
         self.weight_version = version
 
-    def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0
-    ) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
         """See ``Engine.generate``. Greedy log-probs are at the sampling temperature too."""
         self._check(prompts, samples_per_prompt)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
@@ -128,9 +126,7 @@ class TransformersEngine:
             raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
         for prompt in prompts:
             if not prompt.token_ids:
-                raise ConfigError(
-                    f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template"
-                )
+                raise ConfigError(f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template")
             num_tokens = len(prompt.token_ids) + self._rollout.max_response_tokens
             if num_tokens > self._max_positions:
                 raise ConfigError(
@@ -150,9 +146,7 @@ class TransformersEngine:
         return torch.from_numpy((raw >> np.uint64(11)).T * 2.0**-53).to(self._device)
 
     @torch.inference_mode()
-    def _sample(
-        self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _sample(self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
         """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps, rows].
 
         What stands after a row's first stop token is meaningless.

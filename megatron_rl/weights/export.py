@@ -85,9 +85,7 @@ def load_weights(model: torch.nn.Module, shape: Shape, topology: Topology, reade
                 if reader.size(name) != hf_size(shape, name):
                     raise ConfigError(f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
             if entry.megatron not in parameters:
-                raise RuntimeError(
-                    f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}"
-                )
+                raise RuntimeError(f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}")
             shard = load_shard(entry, shape, reader.read, topology.tensor_rank, topology.tensor_size)
             parameters.pop(entry.megatron).copy_(shard)
     if parameters:
@@ -130,9 +128,7 @@ def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, to
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(
-        {name: tensor.contiguous().cpu() for name, tensor in tensors}, partial / "model.safetensors", metadata={"format": "pt"}
-    )
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors}, partial / "model.safetensors", metadata={"format": "pt"})
     hf_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(path, ignore_errors=True)

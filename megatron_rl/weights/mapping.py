@@ -80,9 +80,7 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
     if shape.qk_norm:
         for x in "qk":
             entries.append(
-                Entry(
-                    megatron=f"self_attention.{x}_layernorm.weight", hf=(f"self_attn.{x}_norm.weight",), layout=Layout.REPLICATED
-                )
+                Entry(megatron=f"self_attention.{x}_layernorm.weight", hf=(f"self_attn.{x}_norm.weight",), layout=Layout.REPLICATED)
             )
     return tuple(entries)
 
@@ -138,7 +136,7 @@ def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
         "mlp.up_proj.weight": (ffn, hidden),
         "mlp.down_proj.weight": (hidden, ffn),
     }
-    return known[kind] if kind in known else (hidden,)  # the norms over the hidden state
+    return known.get(kind, (hidden,))  # the rest are norms over the hidden state
 
 
 def shard_size(entry: Entry, shape: Shape, ranks: int) -> tuple[int, ...]:

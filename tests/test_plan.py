@@ -1,0 +1,241 @@
+"""plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches against brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.plan import PlanRules, _pipeline_microbatches, padded_lengths, plan_steps, split_mini_batches
+from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+
+SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """The arguments of one ``plan_steps``."""
+
+    mini_batches: list[np.ndarray]
+    lengths: np.ndarray
+    signal: np.ndarray
+    rules: PlanRules
+    drops: bool
+    merge: bool
+
+    def plan(self, **changed) -> StepPlan:
+        case = dataclasses.replace(self, **changed)
+        return plan_steps(
+            "train", case.mini_batches, case.lengths, case.signal, case.rules, drops=case.drops, merge=case.merge
+        )  # fmt: skip
+
+
+@st.composite
+def cases(draw) -> Case:
+    count = draw(st.integers(0, 40))
+    lengths = np.array(draw(st.lists(st.integers(1, 70), min_size=count, max_size=count)), dtype=np.int64)
+    pattern = draw(st.sampled_from(["none", "all", "one", "half"]))
+    signal = np.full(count, pattern == "all")
+    if pattern == "half":
+        signal = np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=bool)
+    if pattern == "one" and count:
+        signal[draw(st.integers(0, count - 1))] = True
+    rules = PlanRules(
+        data_size=draw(st.integers(1, 8)), pipeline_size=draw(st.integers(1, 8)), max_tokens=draw(st.sampled_from([1, 33, 64, 257, 8192])),
+        samples_per_microbatch=draw(st.sampled_from([None, None, 1, 3])), pad_multiple=draw(st.sampled_from([1, 2, 8])),
+        overhead_tokens=draw(st.sampled_from([0, 1, 20, 256])), repack=draw(st.booleans()),
+    )  # fmt: skip
+    samples = np.array(draw(st.permutations(range(count))), dtype=np.int64) if draw(st.booleans()) else np.arange(count)
+    return Case(
+        mini_batches=split_mini_batches(samples, draw(st.sampled_from([None, 1, 4, 7, 16]))), lengths=lengths, signal=signal,
+        rules=rules, drops=draw(st.booleans()), merge=draw(st.booleans()),
+    )  # fmt: skip
+
+
+def microbatches_of(plan: MiniBatchPlan, data_size: int) -> list[list[list[int]]]:
+    """Per data-parallel rank, its micro-batches, each the samples in it; what the ranks will iterate over."""
+    per_rank = [[m.samples.tolist() for m in plan.microbatches(rank)] for rank in range(data_size)]
+    for rank, microbatches in enumerate(per_rank):
+        assert plan.rank_samples(rank).tolist() == [i for m in microbatches for i in m]
+        assert plan.num_microbatches[rank] == len(microbatches)
+    return per_rank
+
+
+def assert_invariants(plan: StepPlan, case: Case) -> None:
+    """Every numbered invariant of plan.py on one plan."""
+    mini_batches, rules = case.mini_batches, case.rules
+    if case.merge and mini_batches:
+        mini_batches = [np.concatenate(mini_batches)]
+    assert len(plan.mini_batches) == len(mini_batches)
+    dense = case.plan(drops=False)
+    padded = padded_lengths(case.lengths, rules.pad_multiple)
+    for planned, members, dense_one in zip(plan.mini_batches, mini_batches, dense.mini_batches, strict=True):
+        per_rank = microbatches_of(planned, rules.data_size)
+        flat = [m for rank in per_rank for m in rank]
+        ran = [i for m in flat for i in m]
+        assert planned.members.tolist() == members.tolist()
+        assert sorted(ran + planned.dropped.tolist()) == sorted(members.tolist())  # 1
+        assert not case.signal[planned.dropped].any() and (case.drops or len(planned.dropped) == 0)  # 2
+        if case.drops and rules.repack:
+            assert case.signal[ran].all()  # 3
+        for m in flat:  # 4
+            if rules.samples_per_microbatch is not None:
+                assert len(m) <= rules.samples_per_microbatch
+            else:
+                assert len(m) == 1 or padded[m].sum() <= rules.max_tokens
+        assert all(flat) and (planned.kind is StepKind.GHOST) == (not ran)  # 5
+        assert planned.silent_ranks == (sum(not rank for rank in per_rank) if ran else 0)
+        dense_per_rank = microbatches_of(dense_one, rules.data_size)
+        if not rules.repack:  # 7
+            live = [[m for m in rank if case.signal[m].any()] for rank in dense_per_rank]
+            assert per_rank == (live if case.drops else dense_per_rank)
+        if rules.samples_per_microbatch is None and (rules.repack or len(ran) == len(members)):  # 8
+            loads = [sum(int(padded[i]) for m in rank for i in m) for rank in per_rank]
+            assert max(loads) - min(loads) <= max((int(padded[i]) for i in ran), default=0)
+        assert planned.microbatches_dropped == sum(map(len, dense_per_rank)) - len(flat)
+        assert not planned.filler_microbatches.any() and len(planned.filler_microbatches) == len(flat)
+    assert_fingerprint_invariant(plan, case)  # 6
+
+
+def assert_fingerprint_invariant(plan: StepPlan, case: Case) -> None:
+    """Equal inputs, equal fingerprints; a sample that is no member changes nothing, whatever its length and its signal."""
+    again = case.plan(lengths=case.lengths.copy(), signal=case.signal.copy(), mini_batches=[x.copy() for x in case.mini_batches])
+    assert plan.fingerprints() == again.fingerprints()
+    more = case.plan(lengths=np.append(case.lengths, 999), signal=np.append(case.signal, True))
+    assert plan.fingerprints() == more.fingerprints()
+    copy = StepPlan.from_json(json.dumps(json.loads(plan.to_json())))
+    assert plan.fingerprints() == copy.fingerprints() and copy.to_json() == plan.to_json()
+
+
+@SETTINGS
+@given(case=cases())
+def test_invariants(case: Case) -> None:
+    assert_invariants(case.plan(), case)
+
+
+@SETTINGS
+@given(case=cases())
+def test_signal_everywhere_equals_no_drop(case: Case) -> None:
+    everywhere = np.ones_like(case.signal)
+    assert case.plan(signal=everywhere).to_json() == case.plan(drops=False).to_json()
+
+
+@SETTINGS
+@given(case=cases())
+def test_merge_gives_one_step(case: Case) -> None:
+    """One mini-batch of all members, REAL iff any of them has signal."""
+    plan = case.plan(merge=True, drops=True)
+    assert len(plan.mini_batches) == min(1, len(case.mini_batches))
+    for merged in plan.mini_batches:
+        assert merged.members.tolist() == [i for x in case.mini_batches for i in x.tolist()]
+        assert (merged.kind is StepKind.REAL) == bool(case.signal.any())
+
+
+def test_ghost_stands_at_its_own_position() -> None:
+    """Three mini-batches of two, signal in the first and the last: the ghost is the second, and the optimizer steps thrice."""
+    signal = np.array([False, True, False, False, True, True])
+    plan = plan_steps("train", split_mini_batches(np.arange(6), 2), np.full(6, 5), signal, PlanRules(data_size=2), drops=True)
+    assert [x.kind for x in plan.mini_batches] == [StepKind.REAL, StepKind.GHOST, StepKind.REAL]
+    assert [x.order.tolist() for x in plan.mini_batches] == [[1], [], [4, 5]]
+    assert [x.members.tolist() for x in plan.mini_batches] == [[0, 1], [2, 3], [4, 5]]
+    assert [x.silent_ranks for x in plan.mini_batches] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [(None, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3], [4]]), (5, [[0, 1, 2, 3, 4]]), (9, [[0, 1, 2, 3, 4]])]
+)
+def test_split_mini_batches_leaves_the_rest_in_the_last(size: int | None, wanted: list[list[int]]) -> None:
+    assert [x.tolist() for x in split_mini_batches(np.arange(5), size)] == wanted
+    assert split_mini_batches(np.arange(0), size) == []
+
+
+def test_pads_count_against_the_cap() -> None:
+    """Four sequences of 9 tokens are 36, under a cap of 40; padded to 16 they are 64 and need two micro-batches."""
+    lengths, members = np.full(4, 9), [np.arange(4)]
+    for multiple, microbatches in ((1, 1), (16, 2)):
+        plan = plan_steps(
+            "train", members, lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=40, pad_multiple=multiple), drops=True
+        )
+        assert len(plan.mini_batches[0].filler_microbatches) == microbatches
+
+
+def test_fingerprint_sees_every_field() -> None:
+    """Membership, drop, cut, order, ranks, fillers, kind and purpose: a rank that differs in one of them must not go on."""
+    lengths = np.arange(1, 9)
+    signal = np.array([True, True, False, True, True, True, True, False])
+    base = plan_steps("train", [np.arange(8)], lengths, signal, PlanRules(data_size=2, max_tokens=12), drops=True)
+    (one,) = base.mini_batches
+    swapped = one.order.copy()
+    swapped[[0, -1]] = swapped[[-1, 0]]
+    ranks, bounds = one.rank_offsets.copy(), one.microbatch_offsets.copy()
+    ranks[1] += 1
+    bounds[1] += 1
+    fillers = one.filler_microbatches.copy()
+    fillers[0] = True
+    changes = {
+        "members": one.members[:-1], "dropped": one.dropped[:-1], "order": swapped, "rank_offsets": ranks, "microbatch_offsets": bounds,
+        "filler_microbatches": fillers, "kind": StepKind.GHOST,
+    }  # fmt: skip
+    seen = {base.fingerprints()[0], dataclasses.replace(base, purpose="logprob").fingerprints()[0]}
+    for name, value in changes.items():
+        changed = dataclasses.replace(base, mini_batches=(dataclasses.replace(one, **{name: value}),))
+        seen.add(changed.fingerprints()[0])
+    assert len(seen) == 2 + len(changes)
+    assert {f.name for f in dataclasses.fields(MiniBatchPlan)} - set(changes) == {
+        "microbatches_dropped"
+    }  # a count for metrics only
+
+
+def test_fingerprint_sees_a_length_that_moves_a_sample() -> None:
+    lengths, members = np.array([5, 4, 3, 2]), [np.arange(4)]
+    plans = [
+        plan_steps("train", members, x, np.ones(4, dtype=bool), PlanRules(data_size=2), drops=True)
+        for x in (lengths, lengths[::-1])
+    ]
+    assert plans[0].fingerprints() != plans[1].fingerprints()
+
+
+def test_json_carries_details() -> None:
+    plan = dataclasses.replace(
+        plan_steps("train", [], np.arange(0), np.ones(0, dtype=bool), PlanRules(), drops=True), details={"step": 3}
+    )
+    assert StepPlan.from_json(plan.to_json()).details == {"step": 3} and plan.fingerprints() == ()
+
+
+@SETTINGS
+@given(tokens=st.integers(1, 5000), stages=st.integers(1, 8), overhead=st.integers(0, 400))
+def test_pipeline_microbatches_minimise_the_formula(tokens: int, stages: int, overhead: int) -> None:
+    """(m + p − 1)·(o + tokens / m) over every m up to the number of tokens. o = 0 counts as 1, else more would always be better."""
+    rules = PlanRules(pipeline_size=stages, overhead_tokens=overhead)
+    m = np.arange(1, tokens + 1, dtype=np.float64)
+    times = (m + stages - 1) * (max(overhead, 1) + tokens / m)
+    found = _pipeline_microbatches(tokens, rules)
+    # 1e-12: two neighbours may tie but for rounding. Above `tokens` micro-batches there are none that hold a token.
+    assert times[min(found, tokens) - 1] <= times.min() * (1 + 1e-12)
+
+
+def test_pipeline_takes_the_best_number_under_the_cap() -> None:
+    """64 equal samples, p = 4: the cap alone asks for 4 micro-batches, the formula for more, and the plan has as many."""
+    rules = PlanRules(pipeline_size=4, max_tokens=2048, overhead_tokens=64)
+    plan = plan_steps("train", [np.arange(64)], np.full(64, 128), np.ones(64, dtype=bool), rules, drops=True)
+    sizes = np.diff(plan.mini_batches[0].microbatch_offsets)
+    assert len(sizes) == _pipeline_microbatches(64 * 128, rules) == 20 and sizes.max() - sizes.min() <= 1
+
+
+@pytest.mark.parametrize("data_size", [1, 64])
+def test_100_000_samples_plan(data_size: int) -> None:
+    """No list of all samples is walked per micro-batch: one rank with tens of thousands of micro-batches plans too."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(50, 4000, 100_000)
+    signal = random.random(100_000) < 0.4
+    rules = PlanRules(data_size=data_size, pipeline_size=8, max_tokens=8192)
+    (one,) = plan_steps("train", [np.arange(100_000)], lengths, signal, rules, drops=True).mini_batches
+    assert np.array_equal(np.sort(one.order), np.flatnonzero(signal))
+    tokens = np.add.reduceat(lengths[one.order], one.microbatch_offsets[:-1])
+    assert tokens.max() <= rules.max_tokens
+    loads = [int(lengths[one.rank_samples(rank)].sum()) for rank in range(data_size)]
+    assert max(loads) - min(loads) <= lengths.max()
