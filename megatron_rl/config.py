@@ -365,6 +365,8 @@ def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | t
     try:
         layers.append(OmegaConf.from_dotlist(list(overrides)))
         given = OmegaConf.merge(*layers)
+        if OmegaConf.select(given, "skip.mode") is False:  # YAML reads a bare off as the boolean
+            OmegaConf.update(given, "skip.mode", "off")
         tree = OmegaConf.to_container(given, resolve=True)
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} must hold sections with keys, and it holds a {type(tree).__name__}")

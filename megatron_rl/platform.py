@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+import torch.utils._device as torch_device
 
 BF16_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
@@ -106,6 +107,9 @@ def _on_cpu(factory):
 
 
 def _present_cpu_as_cuda() -> None:
+    # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13 ``utils/_device.py``): built after
+    # the replacement it would know none, and transformers' from_pretrained would leave rotary frequencies uninitialised.
+    torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

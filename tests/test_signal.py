@@ -22,8 +22,8 @@ SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=N
 # A value of each field at which it couples samples.
 COUPLED = {
     "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3, "moe_router_enable_expert_bias": True, "moe_input_jitter_eps": 0.01,
-    "moe_expert_capacity_factor": 1.25, "moe_router_load_balancing_type": "sinkhorn", "dsa_indexer_loss_coeff": 0.01, "qk_clip": True,
-    "mtp_num_layers": 1, "attention_dropout": 0.1, "hidden_dropout": 0.1, "fp8": "hybrid", "fp4": "e2m1",
+    "moe_expert_capacity_factor": 1.25, "moe_router_load_balancing_type": "sinkhorn", "dsa_indexer_loss_coeff": 0.01,
+    "qk_clip": True, "mtp_num_layers": 1, "attention_dropout": 0.1, "hidden_dropout": 0.1, "fp8": "hybrid", "fp4": "e2m1",
 }  # fmt: skip
 
 

@@ -1,0 +1,141 @@
+"""What the distributed equality tests stand on: a backend over a tiny model, a batch spread over its ranks, and one step's inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megatron_rl import topology
+from megatron_rl.advantage import reduction_weights
+from megatron_rl.backend import Batch, LossInputs, MegatronBackend
+from megatron_rl.config import load_config
+from megatron_rl.signal import has_signal
+from megatron_rl.types import Sample, StepKind, StepPlan, StepResult
+from tests.reference import make_samples, tiny_model
+
+MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; reference.py's default too
+DEFAULTS = (
+    "plan.max_tokens_per_microbatch=40",
+    f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}",
+    "optimizer.distributed=false",
+    "run.deadline_s=60",  # no collective of a test waits longer
+)
+
+
+def sizes(tensor: int = 1, pipeline: int = 1) -> tuple[str, str]:
+    return f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}"
+
+
+@dataclass(kw_only=True)
+class Rig:
+    """A backend, the Hugging Face model that it was built from, and the batch that every rank agrees on."""
+
+    backend: MegatronBackend
+    model: torch.nn.Module
+    samples: list[Sample] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    batch: Batch | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.backend.topology.is_main
+
+    def take(self, samples: list[Sample], groups: Sequence[int] | None = None) -> None:
+        """Makes ``samples`` the batch; sample i is produced by rank i mod world."""
+        rank, world = self.backend.topology.rank, self.backend.topology.world_size
+        self.samples, self.groups = samples, list(groups or [i // 2 for i in range(len(samples))])
+        mine = [i for i in range(len(samples)) if i % world == rank]
+        self.batch = self.backend.gather([samples[i] for i in mine], [self.groups[i] for i in mine], mine)
+
+    def rules(self, **changes: object) -> None:
+        """Another cut into micro-batches, under the same weights."""
+        self.backend.rules = dataclasses.replace(self.backend.rules, **changes)
+
+    def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> StepPlan:
+        """Plans, and brings the rows where they are needed."""
+        plan = self.backend.plan(purpose, self.batch, has_signal(advantages, self.batch.facts.loss_tokens), drops=drops)
+        self.backend.load_rows(self.batch, plan)
+        return plan
+
+    def inputs(self, advantages: np.ndarray, members: np.ndarray, *, reduction: str = "token_mean", old: np.ndarray | None = None):
+        """LossInputs with the weights of ``members`` folded in; ``old`` defaults to the samples' own log-probs."""
+        weights = reduction_weights(reduction, self.batch.facts, members, max_response_tokens=MAX_RESPONSE_TOKENS)
+        flat = np.concatenate([s.logprobs for s in self.samples]) if old is None else old
+        return LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=flat)
+
+    def accumulate(self, advantages: np.ndarray, plan: StepPlan, position: int = 0, **given: object) -> None:
+        """forward_backward of one of the plan's mini-batches."""
+        mini_batch = plan.mini_batches[position]
+        inputs = self.inputs(advantages, mini_batch.members, **given)
+        self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
+
+    def gradient(self, advantages: np.ndarray, plan: StepPlan, position: int = 0, **given: object) -> dict[str, torch.Tensor]:
+        """One mini-batch's gradient under Hugging Face names; the backend is left without one."""
+        self.accumulate(advantages, plan, position, **given)
+        gradient = self.backend.gradient()
+        self.backend.optimizer.zero_grad()
+        self.backend._sums.zero_()
+        return gradient
+
+    def step(self, advantages: np.ndarray, *, drops: bool, **given: object) -> list[StepResult]:
+        """Plans the batch and takes all its optimizer steps."""
+        plan = self.plan(advantages, drops=drops)
+        results = []
+        for position, mini_batch in enumerate(plan.mini_batches):
+            self.accumulate(advantages, plan, position, **given)
+            results.append(self.backend.optim_step(mini_batch.kind))
+        return results
+
+    def ghost(self) -> StepResult:
+        """The step that follows when nothing of the batch has signal."""
+        (result,) = self.step(np.zeros(len(self.samples)), drops=True)
+        assert result.kind is StepKind.GHOST
+        return result
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.backend.export()}
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """This rank's master weights, Adam moments and step counts, then the learning rate, in a fixed order."""
+        found = []
+        for part in self.backend.optimizer.megatron.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter]
+                    found += [parameter.detach().clone(), *(torch.as_tensor(state[k]).clone() for k in sorted(state))]
+                found.append(torch.tensor(float(group["lr"])))
+        return found
+
+
+@contextlib.contextmanager
+def open_rig(family: str, *overrides: str, samples: int = 0, unique_lengths: bool = False, total_steps: int = 1) -> Iterator[Rig]:
+    """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it."""
+    hf_config, model = tiny_model(family)
+    config = load_config(None, [*DEFAULTS, *overrides])
+    try:
+        backend = MegatronBackend(config, hf_config=hf_config, weights=model.state_dict(), total_steps=total_steps)
+        rig = Rig(backend=backend, model=model)
+        if samples:
+            rig.take(make_samples(samples, unique_lengths=unique_lengths))
+        yield rig
+    finally:
+        topology.destroy()
+
+
+def ragged_advantages(count: int) -> np.ndarray:
+    """Both signs, and every third exactly 0."""
+    return np.array([0.0 if i % 3 == 0 else (i - count / 2) / 3 for i in range(count)])
+
+
+def equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Bitwise, tensor by tensor (−0.0 counts as 0.0)."""
+    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def equal_by_name(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)

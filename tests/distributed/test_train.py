@@ -1,0 +1,200 @@
+"""The whole loop through its command line: runs end to end, bad input ends in a clear error, the skip changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pathlib
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
+    """``python -m megatron_rl.train`` within a pool worker: its exit code and what it said."""
+    from megatron_rl.train import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = main(arguments)
+    return code, said.getvalue()
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory) -> pathlib.Path:
+    """Data, tokenizer and a two-layer model of the quickstart's kind."""
+    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+    import prepare
+
+    folder = tmp_path_factory.mktemp("arithmetic")
+    sizes = ["--hidden", "64", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--intermediate", "96"]
+    assert prepare.main(["--out", str(folder), "--test-rows", "20", *sizes]) in (0, None)
+    return folder
+
+
+def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:
+    return [
+        "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
+        f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "parallel.pipeline=1", "run.deadline_s=60",
+        "warmup.steps=0", "train.steps=2", "train.prompts_per_step=8", "train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4",
+        "reward.functions=[tests.reward_functions:parity]", *overrides,
+    ]  # fmt: skip
+
+
+def rows_of(run_dir: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
+    (path,) = (run_dir / "checkpoints").glob("step_*/hf/model.safetensors")
+    return load_file(path)
+
+
+def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
+    extra = ["parallel.pipeline=2", "warmup.steps=3", f"eval.path={arithmetic / 'test.jsonl'}", "eval.every=1", "train.epochs_per_rollout=2"]
+    results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=120)
+    assert [code for code, _ in results] == [0, 0], results
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 3 + 2 * 2 * 2 + 1))  # warm-up, then rollouts x epochs x mini-batches
+    assert [row["phase"] for row in rows] == ["warmup"] * 3 + ["rl"] * 8
+    named = {name for row in rows for name in row}
+    wanted = "skip/zero_advantage_ratio skip/samples_dropped skip/tokens_dropped skip/microbatches_dropped skip/silent_ranks"
+    wanted += " skip/ghost_steps skip/speedup_ideal time/rollout_s time/reward_s time/logprob_s time/update_s time/weight_sync_s"
+    wanted += " train/loss train/grad_norm train/entropy train/kl train/clip_ratio train/lr reward/mean eval/test/mean@1"
+    wanted += " perf/dense_equivalent_tokens_per_second reward/tests.reward_functions:parity"
+    assert set(wanted.split()) <= named, set(wanted.split()) - named
+    assert "report.html" in {p.name for p in tmp_path.iterdir()} and (tmp_path / "config.yaml").exists()
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert rows[3]["train/logprob_gap_max"] < 1e-4  # float32, the same weights in two implementations
+
+
+@pytest.mark.parametrize("world,layout", [(2, "parallel.pipeline=2"), (2, "parallel.tensor=2"), (2, "parallel.pipeline=1")])
+def test_skip_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, world, layout):
+    """Two rollouts, four optimizer steps, sampling included; nothing repacked, so bitwise, and so are the rollouts."""
+    weights = {}
+    for mode in ("exact", "off"):
+        given = arguments(arithmetic, tmp_path / mode, layout, f"skip.mode={mode}", "plan.repack=false", "plan.samples_per_microbatch=2")
+        results = pool.run(world, command_line, given, timeout_s=120)
+        assert [code for code, _ in results] == [0] * world, results
+        weights[mode] = weights_of(tmp_path / mode)
+    dropped = sum(row["skip/samples_dropped"] for row in rows_of(tmp_path / "exact"))
+    assert dropped > 0 and sum(row["skip/samples_dropped"] for row in rows_of(tmp_path / "off")) == 0
+    assert all(torch.equal(weights["exact"][name], weights["off"][name]) for name in weights["off"])
+
+
+def test_another_layout_trains_the_same_run(pool, arithmetic, tmp_path):
+    """Seeds hold no rank: one process, PP=2 and DP=2 draw the same rollouts and end with the same weights (rounding apart)."""
+    weights = []
+    for world, layout in ((1, "parallel.pipeline=1"), (2, "parallel.pipeline=2"), (2, "parallel.pipeline=1")):
+        run_dir = tmp_path / f"{world}{layout[-1]}"
+        results = pool.run(world, command_line, arguments(arithmetic, run_dir, layout), timeout_s=120)
+        assert [code for code, _ in results] == [0] * world, results
+        weights.append(torch.cat([x.flatten() for x in weights_of(run_dir).values()]))
+    for other in weights[1:]:
+        # AdamW amplifies the summation order where gradients are near zero; 4 steps at lr 1e-4.
+        assert (other - weights[0]).norm() / weights[0].norm() < 1e-5
+
+
+def test_a_run_without_signal_is_ghosts_and_freeze_moves_nothing(pool, arithmetic, tmp_path):
+    extra = ["reward.functions=[tests.reward_functions:constant]", "skip.ghost=freeze", "metrics.dense_every=1"]
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
+    assert code == 0, said
+    rows = rows_of(tmp_path)
+    assert {row["step_kind"] for row in rows} == {"GHOST"} and rows[-1]["weight_version"] == 0
+    assert rows[0]["skip/zero_advantage_ratio"] == 1.0 and 0 < rows[0]["logprob/coverage"] < 1
+    trained, given = weights_of(tmp_path), load_file(arithmetic / "model" / "model.safetensors")
+    assert all(torch.equal(trained[name], given[name]) for name in trained)
+
+
+def test_kl_and_entropy_train_under_approximate(pool, arithmetic, tmp_path):
+    extra = ["skip.mode=approximate", "loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01", "loss.kl_estimator=unbiased"]
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
+    assert code == 0, said
+    rows = rows_of(tmp_path)
+    real = [row for row in rows if row["step_kind"] == "REAL"]
+    assert abs(real[0]["train/kl"]) < 1e-5 and real[-1]["train/kl"] > 0  # the reference is where the run began
+
+
+@pytest.mark.parametrize("setting", ["old_logprobs=rollout", "steps=merge", "bf16"])
+def test_other_settings_run(pool, arithmetic, tmp_path, setting):
+    overrides = {"old_logprobs=rollout": "correction.old_logprobs=rollout", "steps=merge": "skip.steps=merge", "bf16": "model.dtype=bfloat16"}
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, overrides[setting]), timeout_s=60)
+    assert code == 0, said
+    assert len(rows_of(tmp_path)) == (2 if setting == "steps=merge" else 4)
+
+
+BAD_INPUT = {
+    "unknown key": (["train.stepz=3"], ["train.stepz", "nearest known key is train.steps"]),
+    "unknown megatron field": (["megatron.transformer.recompute_granularty=full"], ["recompute_granularty", "recompute_granularity"]),
+    "the seam's field": (["megatron.transformer.calculate_per_token_loss=false"], ["calculate_per_token_loss", "token-sum seam"]),
+    "kl under exact": (["loss.kl_coefficient=0.1"], ["loss.kl_coefficient=0.1", "skip.mode=approximate", "skip.mode=off"]),
+    "entropy under exact": (["loss.entropy_coefficient=0.1"], ["loss.entropy_coefficient=0.1", "skip.mode=approximate"]),
+    "no such model": (["model.hf_path=nowhere"], ["model.hf_path", "nowhere", "config.json"]),
+    "no such data": (["data.train=nowhere.jsonl"], ["data.train", "nowhere.jsonl"]),
+    "one sample per prompt": (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "at least 2"]),
+    "longer than the context": (["rollout.max_response_tokens=60"], ["76", "64", "lower one"]),
+    "world not divided": (["parallel.pipeline=2"], ["world size 1", "parallel.pipeline=2"]),
+    "no such reward": (["reward.functions=[arithmatic]"], ["arithmatic", "arithmetic"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_settings_are_named_with_their_value_and_the_way_out(pool, arithmetic, tmp_path, case):
+    overrides, words = BAD_INPUT[case]
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *overrides), timeout_s=60)
+    assert code == 2 and "Traceback" not in said, said
+    assert all(word in said for word in words), said
+
+
+def test_tensor_parallel_that_does_not_divide_the_heads(pool, arithmetic, tmp_path):
+    results = pool.run(3, command_line, arguments(arithmetic, tmp_path, "parallel.tensor=3"), timeout_s=60)
+    assert all(code == 2 and "parallel.tensor=3 does not divide num_attention_heads=2" in said for code, said in results), results
+
+
+@pytest.mark.parametrize(
+    "content,words",
+    [("", ["has no rows"]), ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', ["data.jsonl:2"]), ('{"question": "1+1="}\n', ["prompt", "question"])],
+)
+def test_bad_data_names_file_and_line(pool, arithmetic, tmp_path, content, words):
+    (tmp_path / "data.jsonl").write_text(content)
+    given = arguments(arithmetic, tmp_path / "run", f"data.train={tmp_path / 'data.jsonl'}")
+    ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
+    assert code == 2 and all(word in said for word in words), said
+
+
+def test_a_prompt_longer_than_allowed_is_named_or_dropped(pool, arithmetic, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "%s=", "answer": "2"}\n' % ("1+" * 20))
+    given = arguments(arithmetic, tmp_path / "run", f"data.train={tmp_path / 'data.jsonl'}")
+    ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
+    assert code == 2 and "41" in said and "16" in said, said
+    ((code, said),) = pool.run(1, command_line, [*given, "data.on_long_prompt=drop"], timeout_s=60)
+    assert code == 0, said
+
+
+def test_a_reward_that_raises_stops_every_rank_with_the_samples_id_and_traceback(pool, arithmetic, tmp_path):
+    given = arguments(arithmetic, tmp_path, "reward.functions=[tests.reward_functions:explode_on_seven]", "train.prompts_per_step=60")
+    results = pool.run(2, command_line, given, timeout_s=60)
+    assert [code for code, _ in results] == [1, 1], results
+    said = "".join(text for _, text in results)
+    assert "no reward for 7" in said and "Traceback" in said and "@0#" in said, said
+
+
+@pytest.mark.parametrize("policy", ["drop", "zero"])
+def test_a_reward_that_raises_costs_only_its_sample(pool, arithmetic, tmp_path, policy):
+    reward = "reward.functions=[tests.reward_functions:explode_on_seven]"
+    given = arguments(arithmetic, tmp_path, reward, f"reward.on_error={policy}", "train.prompts_per_step=60", "train.steps=1")
+    results = pool.run(2, command_line, given, timeout_s=60)
+    assert [code for code, _ in results] == [0, 0], results
+    excluded = rows_of(tmp_path)[0]["reward/excluded"]
+    assert excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0  # a prompt's four samples fail together
+
+
+def test_an_infinite_reward_is_refused_before_it_becomes_nan(pool, arithmetic, tmp_path):
+    given = arguments(arithmetic, tmp_path, "reward.functions=[tests.reward_functions:infinite]")
+    ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
+    assert code == 1 and "inf" in said, said

@@ -1,0 +1,150 @@
+"""Weights in and out: the loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl import topology
+from megatron_rl.backend import MegatronBackend
+from megatron_rl.config import load_config
+from megatron_rl.weights.export import HuggingFaceReader, load_weights
+from tests.distributed.pool import Pool
+from tests.distributed.rig import DEFAULTS, open_rig, sizes
+from tests.reference import FAMILIES, make_samples, reference_logprobs, tiny_model
+
+# Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
+# frequency shows at 1e-2 and above.
+LOGPROB_TOLERANCE = 1e-4
+TEMPERATURE = 0.7  # not 1, so that a log-prob at the wrong temperature shows
+
+SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def context_devices() -> list[str]:
+    with torch.device("meta"):
+        return [x.device.type for x in (torch.arange(2), torch.empty(2), torch.ones(2), torch.tensor([1.0]))]
+
+
+def test_device_contexts_work_beside_megatron() -> None:
+    """transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave that alone."""
+    code = (
+        "import megatron_rl.platform; from tests.distributed.test_weights import context_devices as d; "
+        "assert d() == ['meta'] * 4, d()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=pathlib.Path(__file__).parents[2])
+
+
+def wanted_logprobs(model, samples) -> np.ndarray:
+    """Flat over response tokens, 0 where the mask is."""
+    with torch.no_grad():
+        return np.concatenate([reference_logprobs(model, s, TEMPERATURE)[0].numpy() * s.loss_mask for s in samples])
+
+
+def logprobs_and_export(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
+    """Per family: the largest gap of a log-prob to the reference, and whether the exported weights are those loaded."""
+    found = {}
+    for family in FAMILIES:
+        with open_rig(family, *sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, samples=7) as rig:
+            passed = rig.backend.logprobs(rig.batch, np.ones(7, dtype=bool))
+            gap = float(np.abs(passed.flat - wanted_logprobs(rig.model, rig.samples)).max())
+            loaded = rig.model.state_dict()
+            exported = rig.weights()
+            if rig.model.config.tie_word_embeddings:
+                assert "lm_head.weight" not in exported
+                loaded = {k: v for k, v in loaded.items() if k != "lm_head.weight"}
+            same = set(exported) == set(loaded) and all(torch.equal(exported[k], loaded[k]) for k in loaded)
+            found[family] = (gap, same)
+    return found
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SHAPES)
+def test_logprobs_equal_hugging_face_and_export_equals_import(pool: Pool, tensor: int, pipeline: int) -> None:
+    for found in pool.run(tensor * pipeline, logprobs_and_export, tensor, pipeline, (), timeout_s=60):
+        print(f"TP{tensor} PP{pipeline}", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
+def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool: Pool) -> None:
+    for found in pool.run(2, logprobs_and_export, 2, 1, ("parallel.sequence_parallel=true",), timeout_s=60):
+        print("TP2 SP", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
+class CountingReader:
+    """Adds up the elements that pass through a reader, and remembers the rows asked of each tensor."""
+
+    def __init__(self, reader):
+        self.reader, self.elements, self.spans = reader, 0, {}
+
+    def size(self, name):
+        return self.reader.size(name)
+
+    def read(self, name, dimension, start, stop):
+        part = self.reader.read(name, dimension, start, stop)
+        self.elements += part.numel()
+        self.spans.setdefault(name, []).append((dimension, start, stop))
+        return part
+
+
+def load_from_files(rank: int, world: int, path: str, tensor: int, pipeline: int, save_to: str) -> dict[str, object]:
+    config = load_config(None, [*DEFAULTS, *sizes(tensor, pipeline), f"model.hf_path={path}"])
+    try:
+        backend = MegatronBackend(config)
+        model, place = backend.chunks[0].module, backend.topology
+        exported = {name: tensor.clone() for name, tensor in backend.export()}
+        reader = CountingReader(HuggingFaceReader(path))
+        load_weights(model, backend.shape, place, reader)
+        shape = backend.shape
+        width = shape.padded_vocab_size // place.tensor_size
+        real_rows = min(width, shape.vocab_size - place.tensor_rank * width)
+        vocabulary = [p for name, p in model.named_parameters() if p.shape[0] == width and ("embedding" in name or "output" in name)]
+        pads = sum((width - real_rows) * p.shape[1] for p in vocabulary)
+        owned = sum(p.numel() for p in model.parameters()) - pads
+        # q, k, v shards of TP ranks must not overlap: what they read of the embedding is what names the row ranges
+        rows = [span for name, span in reader.spans.items() if name == "model.embed_tokens.weight"]
+        if backend.topology.is_main:
+            from transformers import PreTrainedTokenizerFast  # any tokenizer will do: save_hugging_face only passes it on
+            from tokenizers import Tokenizer
+            from tokenizers.models import WordLevel
+
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+        else:
+            tokenizer = None
+        backend.save_hugging_face(pathlib.Path(save_to), tokenizer)
+        return {"exported": exported, "read": reader.elements, "owned": owned, "rows": rows}
+    finally:
+        topology.destroy()
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_files_load_in_slices_and_come_back(pool: Pool, tmp_path: pathlib.Path, family: str, tensor: int, pipeline: int) -> None:
+    """Sharded safetensors in, each rank reading exactly the elements of its own parameters; whole directories out."""
+    from transformers import AutoModelForCausalLM
+
+    _, model = tiny_model(family)
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    model.save_pretrained(source, max_shard_size="100KB")
+    assert len(list(source.glob("*.safetensors"))) > 3
+    results = pool.run(tensor * pipeline, load_from_files, str(source), tensor, pipeline, str(copy), timeout_s=60)
+    wanted = {k: v for k, v in model.state_dict().items() if not (model.config.tie_word_embeddings and k == "lm_head.weight")}
+    total = sum(math.prod(x.shape) for x in wanted.values())
+    for result in results:
+        assert set(result["exported"]) == set(wanted)
+        assert all(torch.equal(result["exported"][k], wanted[k]) for k in wanted)
+        assert result["read"] == result["owned"] < total
+    back = AutoModelForCausalLM.from_pretrained(copy).state_dict()
+    assert all(torch.equal(back[k], v) for k, v in model.state_dict().items())
+    sample = make_samples(1)[0]
+    with torch.no_grad():
+        again, _ = reference_logprobs(AutoModelForCausalLM.from_pretrained(copy).eval(), sample)
+        assert torch.equal(again, reference_logprobs(model, sample)[0])

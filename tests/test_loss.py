@@ -1,0 +1,255 @@
+"""loss/: each term's value and gradient against its equation, token by token and case by case, in double precision."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.config import POLICIES, LossConfig
+from megatron_rl.loss.cross_entropy import cross_entropy
+from megatron_rl.loss.kl import kl_per_token
+from megatron_rl.loss.objective import Objective
+from megatron_rl.loss.policy import policy_term
+
+# Both sides run in double; what differs is the order of a few operations on numbers below 100.
+DOUBLE = {"rtol": 1e-12, "atol": 1e-13}
+CONFIGS = {
+    "ppo": LossConfig(),
+    "ppo_asymmetric": LossConfig(clip_low=0.1, clip_high=0.4),
+    "ppo_dual": LossConfig(clip_low=0.1, clip_high=0.3, dual_clip=1.8),
+    "gspo": LossConfig(policy="gspo", clip_low=0.05, clip_high=0.08),
+    "cispo": LossConfig(policy="cispo", clip_low=0.3, clip_high=0.1),
+    "importance_sampling": LossConfig(policy="importance_sampling"),
+    "dro": LossConfig(policy="dro", dro_beta=0.3),
+    "reinforce": LossConfig(policy="reinforce"),
+}
+
+
+def make_tokens(seed: int = 0) -> SimpleNamespace:
+    """60 tokens of 6 sequences, in no order; ratios from 0.1 to 10, so that every clip is met from both sides of both signs."""
+    random = torch.Generator().manual_seed(seed)
+    sequences = torch.randint(0, 6, (60,), generator=random)
+    old = -3 * torch.rand(60, generator=random, dtype=torch.float64)
+    gap = torch.linspace(-2.3, 2.3, 60, dtype=torch.float64)[torch.randperm(60, generator=random)]
+    advantage = torch.tensor([1.3, -0.7, 0.0, 2.0, -1.1, 0.4], dtype=torch.float64)
+    weight = torch.tensor([0.3, 0.01, 0.5, 0.07, 0.2, 0.11], dtype=torch.float64)
+    return SimpleNamespace(
+        num_sequences=6, sequences=sequences, advantages=(weight * advantage)[sequences], weights=weight[sequences],
+        old_logprobs=old, rollout_logprobs=old + 0.1 * gap, reference_logprobs=old - 0.3 * gap, logprobs=old + gap,
+    )  # fmt: skip
+
+
+def run_term(config: LossConfig, t: SimpleNamespace, **changed):
+    """(PolicyTerm, gradient of its sum with respect to the log-probs)."""
+    t = SimpleNamespace(**{**vars(t), **changed})
+    logprobs = t.logprobs.clone().requires_grad_()
+    term = policy_term(logprobs, t.old_logprobs, t.advantages, t.weights, t.sequences, t.num_sequences, config)
+    (gradient,) = torch.autograd.grad(term.loss.sum(), logprobs)
+    return term, gradient
+
+
+def clipped_surrogate(ratio, advantage, config: LossConfig, *, dual: float | None):
+    """−objective of one token by cases: which side of the clip it stands on, and whether that side is the pessimistic one."""
+    if advantage > 0 and ratio > 1 + config.clip_high:
+        return -(1 + config.clip_high) * advantage
+    if advantage < 0 and dual is not None and ratio > dual:
+        return -dual * advantage
+    if advantage < 0 and ratio < 1 - config.clip_low:
+        return -(1 - config.clip_low) * advantage
+    return -ratio * advantage
+
+
+def token_loss(config: LossConfig, t: SimpleNamespace, logprobs: list, i: int):
+    """The equation of semantics §7 for token i, as an objective to be minimised."""
+    ratio = (logprobs[i] - t.old_logprobs[i]).exp()
+    match config.policy:
+        case "ppo":
+            return clipped_surrogate(ratio, t.advantages[i], config, dual=config.dual_clip)
+        case "gspo":  # the sequence's own ratio, whole: arXiv:2507.18071, eq. 5 to 7
+            mates = [j for j in range(len(logprobs)) if t.sequences[j] == t.sequences[i]]
+            ratio = (sum(logprobs[j] - t.old_logprobs[j] for j in mates) / len(mates)).exp()
+            return clipped_surrogate(ratio, t.advantages[i], config, dual=None)
+        case "cispo":
+            return -min(max(ratio.item(), 1 - config.clip_low), 1 + config.clip_high) * t.advantages[i] * logprobs[i]
+        case "importance_sampling":
+            return -ratio * t.advantages[i]
+        case "dro":
+            return -logprobs[i] * t.advantages[i] + t.weights[i] * config.dro_beta / 2 * (logprobs[i] - t.old_logprobs[i]) ** 2
+        case "reinforce":
+            return -logprobs[i] * t.advantages[i]
+    raise ValueError(config.policy)
+
+
+def naive_loss(config: LossConfig, t: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """(per-token losses, gradient of their sum), one scalar at a time."""
+    logprobs = [x.clone().requires_grad_() for x in t.logprobs]
+    losses = [token_loss(config, t, logprobs, i) for i in range(len(logprobs))]
+    gradient = torch.autograd.grad(sum(losses), logprobs, allow_unused=True)
+    values = torch.stack([x.detach() for x in losses])
+    return values, torch.stack([torch.zeros_like(x) if g is None else g for x, g in zip(t.logprobs, gradient, strict=True)])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_term_equals_equation(name: str) -> None:
+    tokens = make_tokens()
+    term, gradient = run_term(CONFIGS[name], tokens)
+    values, wanted = naive_loss(CONFIGS[name], tokens)
+    torch.testing.assert_close(term.loss.detach(), values, **DOUBLE)
+    torch.testing.assert_close(gradient, wanted, **DOUBLE)
+    if name != "dro":
+        assert torch.equal(
+            gradient[tokens.advantages == 0], torch.zeros(int((tokens.advantages == 0).sum()), dtype=torch.float64)
+        )
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_asymmetric", "ppo_dual"])
+def test_clipped_is_where_the_gradient_is_gone(name: str) -> None:
+    tokens = make_tokens()
+    term, gradient = run_term(CONFIGS[name], tokens)
+    alive = tokens.advantages != 0
+    assert torch.equal(term.clipped[alive], gradient[alive] == 0)
+    assert 0.2 < term.clipped[alive].double().mean() < 0.8  # the case above is not vacuous
+
+
+def test_every_policy_is_tested() -> None:
+    assert {c.policy for c in CONFIGS.values()} == set(POLICIES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_folded_weight_equals_weight_outside(name: str) -> None:
+    """w·term(A) = term(w·A), bit by bit for a power of two (the exponent alone changes), and to rounding for any w > 0."""
+    tokens = make_tokens()
+    plain = {"advantages": tokens.advantages / tokens.weights, "weights": torch.ones_like(tokens.weights)}
+    outside, gradient_outside = run_term(CONFIGS[name], tokens, **plain)
+    for weight in (torch.full_like(tokens.weights, 2.0**-7), tokens.weights):
+        folded, gradient = run_term(CONFIGS[name], tokens, advantages=weight * plain["advantages"], weights=weight)
+        exact = bool((weight == 2.0**-7).all())
+        tolerance = {"rtol": 0, "atol": 0} if exact else DOUBLE
+        torch.testing.assert_close(folded.loss, weight * outside.loss, **tolerance)
+        torch.testing.assert_close(gradient, weight * gradient_outside, **tolerance)
+        assert torch.equal(folded.clipped, outside.clipped)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "dro"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_advantage_gives_exactly_zero_gradient(name: str, dtype: torch.dtype) -> None:
+    """What the skip stands on: not small, zero, however far the ratio has gone."""
+    tokens = make_tokens()
+    moved = {k: v.to(dtype) for k, v in vars(tokens).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    far = moved["old_logprobs"] + 12 * (moved["logprobs"] - moved["old_logprobs"])
+    _, gradient = run_term(CONFIGS[name], tokens, **{**moved, "advantages": torch.zeros(60, dtype=dtype), "logprobs": far})
+    assert torch.equal(gradient, torch.zeros(60, dtype=dtype))
+
+
+def test_dro_trains_at_zero_advantage() -> None:
+    """The reason why signal.py refuses it under skip.mode=exact."""
+    _, gradient = run_term(CONFIGS["dro"], make_tokens(), advantages=torch.zeros(60, dtype=torch.float64))
+    assert (gradient != 0).all()
+
+
+@pytest.mark.parametrize("name", ["ppo_dual", "gspo", "importance_sampling"])
+def test_on_policy_gradient_equals_reinforce(name: str) -> None:
+    """At π_θ = π_old nothing is clipped and every surrogate has the policy gradient −A·∇log π."""
+    tokens = make_tokens()
+    _, gradient = run_term(CONFIGS[name], tokens, logprobs=tokens.old_logprobs)
+    torch.testing.assert_close(gradient, -tokens.advantages, **DOUBLE)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
+def test_kl_equals_definition(estimator: str) -> None:
+    tokens = make_tokens()
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    found = kl_per_token(logprobs, tokens.reference_logprobs, tokens.old_logprobs, estimator=estimator)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    for i in range(60):
+        x = tokens.logprobs[i].clone().requires_grad_()
+        policy, reference, old = x.exp(), tokens.reference_logprobs[i].exp(), tokens.old_logprobs[i].exp()
+        k3 = reference / policy - (reference / policy).log() - 1
+        definition = {
+            "k1": (policy / reference).log(),
+            "k2": (policy / reference).log() ** 2 / 2,
+            "k3": k3,
+            "unbiased": policy / old * k3,
+        }
+        (wanted,) = torch.autograd.grad(definition[estimator], x)
+        torch.testing.assert_close(found[i].detach(), definition[estimator].detach(), **DOUBLE)
+        torch.testing.assert_close(gradient[i], wanted, **DOUBLE)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "unbiased"])
+def test_kl_is_unbiased_in_value_and_unbiased_in_gradient_too(estimator: str) -> None:
+    """Σ_v π_old(v)·estimate(v) over a whole vocabulary: KL(π_θ ‖ π_ref) itself for ``unbiased``, gradient included, off-policy.
+
+    k1 and k3 need π_old = π_θ for the value, and their gradient is another one (DeepSeek-V3.2, section 3.1).
+    """
+    random = torch.Generator().manual_seed(3)
+    logits, reference, old = torch.randn(3, 11, generator=random, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference, old = logits.log_softmax(-1), reference.log_softmax(-1), old.log_softmax(-1)
+    sampler = old if estimator == "unbiased" else policy.detach()
+    expected = (sampler.exp() * kl_per_token(policy, reference, sampler, estimator=estimator)).sum()
+    exact = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close(expected, exact, **DOUBLE)
+    (found,), (wanted,) = torch.autograd.grad(expected, logits, retain_graph=True), torch.autograd.grad(exact, logits)
+    assert torch.allclose(found, wanted, **DOUBLE) == (estimator == "unbiased")
+
+
+def test_cross_entropy_is_the_weighted_sum() -> None:
+    tokens = make_tokens()
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    loss = cross_entropy(logprobs, tokens.weights)
+    loss.backward()
+    wanted = -sum(w * x for w, x in zip(tokens.weights.tolist(), tokens.logprobs.tolist(), strict=True))
+    assert loss.item() == pytest.approx(wanted, rel=1e-12) and torch.equal(logprobs.grad, -tokens.weights)  # rel: 60 additions
+
+
+def run_objective(config: LossConfig, tokens: SimpleNamespace, entropy: torch.Tensor):
+    logprobs, entropy = tokens.logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
+    loss, sums = Objective(config).policy(tokens, logprobs, entropy)
+    return loss, sums, torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
+
+
+@pytest.mark.parametrize("policy", ["ppo", "dro"])
+def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
+    """L = Σ policy + Σ w·(β·kl − c·entropy), and the six sums that metrics read. dro's quadratic is against the engine's μ."""
+    tokens, entropy = make_tokens(), torch.linspace(0.1, 3, 60, dtype=torch.float64)
+    config = LossConfig(policy=policy, kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.02)
+    loss, sums, (gradient, entropy_gradient) = run_objective(config, tokens, entropy)
+    behaviour = tokens.rollout_logprobs if policy == "dro" else tokens.old_logprobs
+    term, term_gradient = run_term(config, tokens, old_logprobs=behaviour)
+    gap = tokens.logprobs - tokens.reference_logprobs
+    wanted = term.loss.sum() + (tokens.weights * (0.3 * gap**2 / 2 - 0.02 * entropy)).sum()
+    torch.testing.assert_close(loss, wanted, **DOUBLE)
+    torch.testing.assert_close(gradient, term_gradient + 0.3 * tokens.weights * gap, **DOUBLE)
+    torch.testing.assert_close(entropy_gradient, -0.02 * tokens.weights, **DOUBLE)
+    listed = [loss.item(), 60.0, entropy.sum(), (gap**2 / 2).sum(), term.clipped.sum(), term.ratio.detach().sum()]
+    torch.testing.assert_close(sums, torch.tensor([float(x) for x in listed], dtype=torch.float64), **DOUBLE)
+
+
+def test_objective_without_old_logprobs_is_on_policy() -> None:
+    """Where the first step takes π_old = π_θ, no pass is needed: the ratio is exactly 1, nothing is clipped."""
+    tokens = make_tokens()
+    tokens.old_logprobs = tokens.reference_logprobs = None
+    loss, sums, (gradient, entropy_gradient) = run_objective(LossConfig(), tokens, torch.zeros(60, dtype=torch.float64))
+    torch.testing.assert_close(loss, -tokens.advantages.sum(), **DOUBLE)
+    torch.testing.assert_close(gradient, -tokens.advantages, **DOUBLE)
+    assert entropy_gradient is None and sums.tolist()[4:] == [0.0, 60.0]
+
+
+def test_zero_weights_take_kl_and_entropy_along() -> None:
+    """What a filler runs: every weight 0, so that no term of it moves a weight, bit by bit."""
+    tokens = make_tokens()
+    zeros = torch.zeros(60, dtype=torch.float64)
+    tokens.advantages = tokens.weights = zeros
+    for policy in POLICIES:
+        config = LossConfig(policy=policy, kl_coefficient=0.3, kl_estimator="unbiased", entropy_coefficient=0.1)
+        loss, _, gradients = run_objective(config, tokens, zeros + 1)
+        assert loss.item() == 0.0 and all(torch.equal(g, zeros) for g in gradients)
+
+
+def test_unknown_names_are_errors() -> None:
+    tokens = make_tokens()
+    with pytest.raises(ValueError, match="kl_estimator='k4'"):
+        kl_per_token(tokens.logprobs, tokens.logprobs, tokens.logprobs, estimator="k4")

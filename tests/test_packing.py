@@ -1,0 +1,221 @@
+"""packing.py and model/attention.py: sequences laid end to end see nothing of each other, and each loss token is where it says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.model.attention import PackedSequences, TorchAttention, pack
+from megatron_rl.packing import LossInputs, pack_microbatch
+from megatron_rl.types import BatchFacts, MicroBatch, Sample
+from tests.reference import make_samples
+
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+CPU = torch.device("cpu")
+
+
+def facts_of(samples: list[Sample]) -> BatchFacts:
+    count = len(samples)
+    return BatchFacts(
+        sample_ids=tuple(s.sample_id for s in samples), groups=np.zeros(count, dtype=np.int64), owners=np.zeros(count, dtype=np.int64),
+        prompt_tokens=np.array([s.prompt_tokens for s in samples]), owner_rows=np.arange(count),
+        response_tokens=np.array([len(s.loss_mask) for s in samples]), loss_tokens=np.array([int(s.loss_mask.sum()) for s in samples]),
+    )  # fmt: skip
+
+
+def inputs_of(samples: list[Sample]) -> LossInputs:
+    """Numbers that name their place: flat arrays count response tokens of the batch, per-sample ones count samples."""
+    total = sum(len(s.loss_mask) for s in samples)
+    return LossInputs(
+        advantages=np.arange(len(samples)) + 0.5, weights=np.arange(len(samples)) + 1.0,
+        old_logprobs=-np.arange(total, dtype=np.float32), reference_logprobs=-1000 - np.arange(total, dtype=np.float32),
+    )  # fmt: skip
+
+
+def run_pack(samples: list[Sample], chosen: list[int], *, pad_multiple: int = 1, filler: bool = False, **changed):
+    arguments = {"pad_token": 0, "needs_tokens": True, "needs_loss": True, "device": CPU, "inputs": inputs_of(samples), **changed}
+    microbatch = MicroBatch(samples=np.array(chosen, dtype=np.int64), filler=filler)
+    rows = {i: samples[i] for i in chosen}  # no others: nothing of them may be asked for
+    return pack_microbatch(microbatch, facts_of(samples), rows, pad_multiple=pad_multiple, **arguments)
+
+
+@SETTINGS
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_pack_equals_naive(lengths: list[int]) -> None:
+    """Bounds by adding up; each sequence's tokens gathered once, in order, pads repeating its own last; scatter undoes the gather."""
+    packed = pack(tuple(lengths), CPU)
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds and packed.cu_seqlens_q.dtype == torch.int32
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
+    assert packed.lengths == tuple(lengths)
+    rows = [row for bucket in packed.buckets for row in bucket.tolist()]
+    wanted = {start: list(range(start, start + n)) for start, n in zip(bounds, lengths, strict=False)}
+    assert sorted(row[0] for row in rows) == sorted(wanted)
+    for row in rows:
+        own = wanted[row[0]]
+        assert row == own + [own[-1]] * (len(row) - len(own))
+    gathered = torch.cat([bucket.flatten() for bucket in packed.buckets])
+    assert torch.equal(gathered[packed.scatter], torch.arange(sum(lengths)))
+    for bucket in packed.buckets:
+        true = [len(wanted[row[0]]) for row in bucket.tolist()]
+        assert bucket.shape[1] == max(true) and min(true) * 4 >= max(true) * 3  # at most a quarter of a row is pad
+
+
+def make_attention(scale: float | None = None) -> TorchAttention:
+    return TorchAttention(None, 1, None, "self", softmax_scale=scale)
+
+
+def make_qkv(tokens: int, dtype: torch.dtype, heads: int = 4, groups: int = 2) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(tokens)
+    return tuple(torch.randn(tokens, n, 8, generator=random, dtype=dtype).requires_grad_() for n in (heads, groups, groups))
+
+
+def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float | None = None) -> torch.Tensor:
+    return make_attention(scale)(*qkv, None, packed_seq_params=pack(lengths, CPU))
+
+
+@pytest.mark.parametrize("lengths", [(7,), (1, 1), (5, 9, 4, 9, 1), (16, 12, 13, 3)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_packed_attention_equals_each_sequence_alone(lengths: tuple[int, ...], groups: int, scale: float | None) -> None:
+    """Output and gradients, grouped queries too, in double: what differs is the order of additions in SDPA's kernels."""
+    qkv = make_qkv(sum(lengths), torch.float64, groups=groups)
+    coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = attend(qkv, lengths, scale)
+    alone = []
+    for part in zip(*(x.split(lengths) for x in qkv), strict=True):
+        q, k, v = (x.repeat_interleave(4 // x.shape[1], dim=1).transpose(0, 1) for x in part)
+        scores = q @ k.transpose(1, 2) * (scale or 8**-0.5)
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        alone.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+    wanted = torch.cat(alone)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    for x, y in zip(*(torch.autograd.grad((o * coefficient).sum(), qkv) for o in (found, wanted)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_packed_attention_equals_sdpa_bit_by_bit_where_nothing_is_padded() -> None:
+    qkv = make_qkv(12, torch.float32)
+    q, k, v = (x.view(2, 6, *x.shape[1:]).transpose(1, 2) for x in qkv)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(12, -1)
+    assert torch.equal(attend(qkv, (6, 6)), wanted)
+
+
+def test_a_neighbour_changes_nothing() -> None:
+    """Other numbers in one sequence, NaN among them: output and gradient of every other sequence are bit by bit the same."""
+    lengths = (6, 5, 8, 6)
+    own = torch.arange(25) // 1
+    outside = (own < 6) | (own >= 11)  # all but the second sequence
+
+    def run(disturb: float):
+        q, k, v = (x.detach().clone() for x in make_qkv(25, torch.float32))
+        for x in (q, k, v):
+            x[6:11] += disturb
+            x.requires_grad_()
+        output = attend((q, k, v), lengths)
+        return [output[outside].detach(), *(g[outside] for g in torch.autograd.grad(output[outside].square().sum(), (q, k, v)))]
+
+    for disturb in (1.0, 1e4, float("nan")):
+        assert all(map(torch.equal, run(0.0), run(disturb)))
+
+
+def test_attention_refuses_what_is_not_packed() -> None:
+    with pytest.raises(TypeError, match="PackedSequences .* not NoneType"):
+        make_attention()(*make_qkv(3, torch.float32), None, packed_seq_params=None)
+
+
+@SETTINGS
+@given(seed=st.integers(0, 50), pad_multiple=st.sampled_from([1, 2, 4, 8]), count=st.integers(1, 6))
+def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> None:
+    """Every field, token by token, over ragged samples with a masked token in mid-response, in any order."""
+    samples = make_samples(8, seed=seed)
+    chosen = np.random.default_rng(seed).permutation(8)[:count].tolist()
+    found = run_pack(samples, chosen, pad_multiple=pad_multiple, pad_token=98)
+    tokens, position_ids, lengths, wanted = [], [], [], []
+    flat_starts = np.cumsum([0] + [len(s.loss_mask) for s in samples])
+    for slot, i in enumerate(chosen):
+        s, start = samples[i], len(tokens)
+        padded = len(s.token_ids) + -len(s.token_ids) % pad_multiple
+        tokens += s.token_ids.tolist() + [98] * (padded - len(s.token_ids))
+        position_ids += list(range(padded))
+        lengths.append(padded)
+        for t in range(len(s.loss_mask)):
+            if s.loss_mask[t]:
+                place, flat = start + s.prompt_tokens + t, int(flat_starts[i]) + t
+                wanted.append((place - 1, tokens[place], flat, slot, i + 0.5, i + 1.0, -flat, -1000 - flat, s.logprobs[t].item()))
+    assert found.packed.lengths == tuple(lengths) and isinstance(found.packed, PackedSequences)
+    assert found.tokens.tolist() == [tokens] and found.position_ids.tolist() == [position_ids] and found.num_sequences == count
+    names = ("loss_positions", "targets", "flat", "sequences", "advantages", "weights", "old_logprobs", "reference_logprobs")
+    columns = [getattr(found, name).tolist() for name in (*names, "rollout_logprobs")]
+    assert list(zip(*columns, strict=True)) == wanted
+    assert found.advantages.dtype == found.weights.dtype == found.old_logprobs.dtype == torch.float32
+    assert found.loss_positions.dtype == found.targets.dtype == found.sequences.dtype == torch.int64
+
+
+def test_pads_carry_no_loss() -> None:
+    """Not one loss position, nor the token it predicts, is a pad, up to pads of seven tokens."""
+    samples = make_samples(12, seed=5)
+    found = run_pack(samples, list(range(12)), pad_multiple=8)
+    is_pad = np.concatenate([np.arange(n) >= len(s.token_ids) for n, s in zip(found.packed.lengths, samples, strict=True)])
+    assert is_pad.sum() > 12
+    assert not is_pad[found.loss_positions].any() and not is_pad[found.loss_positions + 1].any()
+    assert torch.equal(found.targets, found.tokens[0, found.loss_positions + 1])
+
+
+def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
+    """A tool's token: it stands in the input, the next token is predicted from it, and nothing is predicted at its place."""
+    sample = Sample(
+        sample_id="s", prompt_tokens=2, token_ids=np.array([10, 11, 20, 21, 22]), loss_mask=np.array([True, False, True]),
+        logprobs=np.array([-1.0, -2.0, -3.0], dtype=np.float32),
+    )  # fmt: skip
+    found = run_pack([sample], [0])
+    assert found.tokens.tolist() == [[10, 11, 20, 21, 22]]
+    assert found.loss_positions.tolist() == [1, 3] and found.targets.tolist() == [20, 22] and found.flat.tolist() == [0, 2]
+    assert found.old_logprobs.tolist() == [-0.0, -2.0] and found.rollout_logprobs.tolist() == [-1.0, -3.0]
+
+
+def test_filler_runs_the_same_tokens_with_every_weight_zero() -> None:
+    samples = make_samples(4, seed=2)
+    real, filler = run_pack(samples, [1, 3]), run_pack(samples, [1, 3], filler=True)
+    zeros = torch.zeros(len(real.targets))
+    assert torch.equal(filler.advantages, zeros) and torch.equal(filler.weights, zeros) and (real.weights != 0).all()
+    for name in ("tokens", "position_ids", "loss_positions", "targets", "sequences", "old_logprobs"):
+        assert torch.equal(getattr(filler, name), getattr(real, name))
+
+
+def test_sample_without_loss_token_packs() -> None:
+    samples = make_samples(2, seed=1)
+    silent = dataclasses.replace(samples[1], loss_mask=np.zeros(len(samples[1].loss_mask), dtype=bool))
+    found = run_pack([samples[0], silent], [1])
+    assert found.targets.shape == found.weights.shape == (0,) and found.targets.dtype == torch.int64
+    assert found.tokens.tolist() == [silent.token_ids.tolist()]
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
+    """A middle stage holds no rows at all, and its positions and bounds are those of the others."""
+    samples = make_samples(4, seed=3)
+    whole, found = (
+        run_pack(samples, [2, 0], pad_multiple=4, needs_tokens=f, needs_loss=x) for f, x in ((True, True), (first, last))
+    )
+    if not (first or last):
+        microbatch = MicroBatch(samples=np.array([2, 0]))
+        found = pack_microbatch(
+            microbatch, facts_of(samples), {}, None, pad_multiple=4, pad_token=0, needs_tokens=False, needs_loss=False, device=CPU
+        )
+    assert torch.equal(found.position_ids, whole.position_ids) and found.packed.lengths == whole.packed.lengths
+    assert (found.tokens is not None) == first
+    for name in ("loss_positions", "targets", "flat", "sequences", "advantages", "weights", "rollout_logprobs", "old_logprobs"):
+        assert (getattr(found, name) is not None) == last
+
+
+def test_logprob_pass_has_no_loss_inputs() -> None:
+    found = run_pack(make_samples(2), [0, 1], inputs=None)
+    assert found.advantages is found.weights is found.old_logprobs is None and len(found.targets) > 0
