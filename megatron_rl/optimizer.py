@@ -17,7 +17,7 @@ from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.config import Config
 from megatron_rl.platform import HOST
 from megatron_rl.topology import Topology
-from megatron_rl.types import ConfigError, StepKind
+from megatron_rl.types import ConfigError, NonFiniteGradient, StepKind
 
 import megatron.core.optimizer as megatron_optimizer  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
@@ -34,10 +34,6 @@ REFUSED_OPTIMIZER_FIELDS = {
     "params_dtype": "it is set by model.dtype", "optimizer": "ghost steps are defined for AdamW",
     "overlap_param_gather_with_optimizer_step": "it starts a gather that a silent rank would never join",
 }  # fmt: skip
-
-
-class NonFiniteGradient(RuntimeError):
-    """The global gradient norm is not finite and ``optimizer.on_nonfinite=fail``; raised on every rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

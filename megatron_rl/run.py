@@ -166,14 +166,15 @@ class Run:
 
     # ---- log-probs and the loss ------------------------------------------------------------------------------------
 
-    def old_logprobs(self, batch: Batch, signal: np.ndarray, index: int) -> OldLogProbs:
-        """π_old of the samples with signal (of all, where the skip does not cover these passes), and its gap to the engine's.
+    def old_logprobs(self, batch: Batch, trained: np.ndarray, index: int) -> OldLogProbs:
+        """π_old and its gap to the engine's log-probs.
 
+        trained: [S] bool, what the training plan runs; all samples are passed where the skip does not cover these passes.
         Every ``metrics.dense_every`` rollouts a few dropped samples are passed too, for the metrics alone. Under
         ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own.
         """
         config = self.config
-        chosen = signal.copy() if self.rule.drops_logprob_passes else np.ones_like(signal)
+        chosen = trained.copy() if self.rule.drops_logprob_passes else np.ones_like(trained)
         from_engine = config.correction.old_logprobs == "rollout"
         if from_engine:
             chosen[:] = False
@@ -185,11 +186,11 @@ class Run:
             return OldLogProbs(old=self.backend.gather_rollout_logprobs(batch), sums=passed.sums, metrics=coverage)
         return OldLogProbs(old=passed.flat, sums=passed.sums, metrics=coverage)
 
-    def reference_logprobs(self, batch: Batch, signal: np.ndarray) -> np.ndarray | None:
+    def reference_logprobs(self, batch: Batch, trained: np.ndarray) -> np.ndarray | None:
         """log π_ref, flat, of the samples that the training plan will run; None without a KL term."""
         if not self.config.loss.kl_coefficient:
             return None
-        chosen = signal if self.rule.drops_logprob_passes else np.ones_like(signal)
+        chosen = trained if self.rule.drops_logprob_passes else np.ones_like(trained)
         with self.backend.reference_weights():
             return self.backend.logprobs(batch, chosen).flat
 

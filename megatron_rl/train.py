@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.metrics import divide, skip_metrics
-from megatron_rl.types import ConfigError, LockstepError, PeerError, RewardError, StepPlan
+from megatron_rl.types import ConfigError, LockstepError, NonFiniteGradient, PeerError, RewardError, StepPlan
 
 log = logging.getLogger("megatron_rl")
 EXIT_CONFIG, EXIT_FAILED = 2, 1
@@ -81,12 +81,14 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     clock.add("reward", produced.reward_s)
     batch, advantages = scored.batch, scored.advantages
     signal = has_signal(advantages, batch.facts.loss_tokens, advantage_epsilon=run.rule.advantage_epsilon)
-    with clock.measure("logprob"):
-        logprobs = run.old_logprobs(batch, signal, index)
-        reference = run.reference_logprobs(batch, signal)
-    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics}
     with clock.measure("plan"):
         plan = backend.plan("train", batch, signal, drops=run.rule.drops)
+    with clock.measure("logprob"):
+        trained = samples_of(plan, batch.facts.num_samples)
+        logprobs = run.old_logprobs(batch, trained, index)
+        reference = run.reference_logprobs(batch, trained)
+    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics}
+    with clock.measure("plan"):
         backend.load_rows(batch, plan)
     run.save_plan(plan, index)
     steps = [*enumerate(plan.mini_batches)] * config.train.epochs_per_rollout
@@ -104,6 +106,15 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
             values |= run.evaluate()
         run.write("rl", result, {**values, "rollout": index + 1})
         values = {}
+
+
+def samples_of(plan: StepPlan, num_samples: int) -> np.ndarray:
+    """[S] bool: what the plan runs. Without ``plan.repack`` that includes samples without signal that share a micro-batch with
+    one that has it; their KL term needs true log-probs."""
+    runs = np.zeros(num_samples, dtype=bool)
+    for mini_batch in plan.mini_batches:
+        runs[mini_batch.order] = True
+    return runs
 
 
 def check_relations(config: Config) -> None:
@@ -151,27 +162,36 @@ def _parse(arguments: Sequence[str] | None) -> Config:
     return config
 
 
+def _stages_import(is_main: bool) -> bool:
+    """Imports Megatron-Core and all that needs it; where that fails, says what is wrong and how to mend it."""
+    try:
+        import megatron_rl.run  # noqa: F401
+    except (ImportError, FileNotFoundError, AttributeError) as error:  # half-installed packages raise the latter two
+        from megatron_rl.doctor import explain_import_error
+
+        if is_main:
+            print(explain_import_error(error), file=sys.stderr)
+        return False
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     _quiet_logs(is_main)
     try:
         config = _parse(arguments)
         check_relations(config)
+        if not _stages_import(is_main):
+            return EXIT_FAILED
         train(config)
         return 0
     except (ConfigError, FileNotFoundError) as error:
         if is_main:
             print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except (LockstepError, PeerError, RewardError) as error:
+    except (LockstepError, NonFiniteGradient, PeerError, RewardError) as error:
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except (ImportError, AttributeError) as error:
-        from megatron_rl.doctor import explain_import_error
-
-        if is_main:
-            print(explain_import_error(error), file=sys.stderr)
-        raise
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ class LockstepError(RuntimeError):
     """Ranks disagree on what to run next; raised on every rank, naming who differs and in what."""
 
 
+class NonFiniteGradient(RuntimeError):
+    """The global gradient norm is not finite and ``optimizer.on_nonfinite=fail``; raised on every rank."""
+
+
 class RewardError(RuntimeError):
     """A reward function failed on a sample; the message carries the sample's id and the traceback."""
 

@@ -115,7 +115,7 @@ def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_s
             )
     if layers % pipeline_size:
         raise ConfigError(f"parallel.pipeline={pipeline_size} does not divide num_hidden_layers={layers}; use a divisor")
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
+    head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
     vocab = hf_config.vocab_size
     return ModelShape(
         family=family, num_layers=layers, hidden_size=hf_config.hidden_size, ffn_hidden_size=hf_config.intermediate_size, num_heads=heads,
