@@ -3,12 +3,14 @@
 #   PYTHON       the interpreter that makes .venv                        (make install PYTHON=python3.12)
 #   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
+#   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
 PYTEST_ARGS ?=
+ACCEPTANCE_ARGS ?=
 
 # Recipes see the environment's own python, torchrun and ruff, as after `source .venv/bin/activate`. One thread per process:
 # several ranks share the cores of one host here, and torchrun would set this itself, with a warning.
@@ -18,7 +20,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed acceptance lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -65,6 +67,9 @@ test-fast: $(STAMP)  ## only tests that need one process and little time
 
 test-distributed: $(STAMP)  ## only tests on several gloo processes
 	python -m pytest tests -m distributed $(PYTEST_ARGS)
+
+acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
+	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)
 
 lint: $(STAMP)  ## ruff
 	ruff check .

@@ -264,22 +264,15 @@ class MegatronBackend:
         if self.config.optimizer.distributed and self.topology.data_size > 1:
             raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
         self.optimizer._reduce_gradients()
-        model = self.chunks[0].module
-        kept = {p: p.data for p in model.parameters()}
-        try:
-            for p in model.parameters():
-                p.data = p.main_grad.clone()
-            return {name: x.clone() for name, x in export_weights(model, self.shape, self.topology)}
-        finally:
-            for p, data in kept.items():
-                p.data = data
+        gradients = {name: p.main_grad for name, p in self.chunks[0].module.named_parameters()}
+        return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology)}
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks."""
         self.schedule.gather_parameters()
-        yield from export_weights(self.chunks[0].module, self.shape, self.topology)
+        yield from export_weights(dict(self.chunks[0].module.named_parameters()), self.shape, self.topology)
 
     def keep_reference(self) -> None:
         """Keeps the current weights in host memory as the reference policy. Not a collective but for the parameter gather."""

@@ -46,6 +46,12 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
     rows.sort()
     if len({row[0] for row in rows}) != len(rows):
         raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
+    for row in rows:
+        if row[2] < 1 or row[3] < 1:
+            raise ValueError(
+                f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a token is predicted "
+                "from the one before it"
+            )
     numbers = np.array([[*row[1:5], *row[6:]] for row in rows], dtype=np.int64).reshape(len(rows), 6)
     return BatchFacts(
         sample_ids=tuple(row[5] for row in rows), groups=numbers[:, 0], prompt_tokens=numbers[:, 1], response_tokens=numbers[:, 2],

@@ -5,6 +5,8 @@ Nothing of megatron_rl's way of the data is used: no plan, no packing, no schedu
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -13,13 +15,13 @@ from megatron_rl.types import Sample
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope")
 
 
-def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4):
-    """A Hugging Face config of hidden 64, 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
+def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: int = 64):
+    """A Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     sizes = dict(
-        vocab_size=vocab_size, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=96, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=hidden * 3 // 2, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     match family:
         case "qwen2_tied":
@@ -27,7 +29,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4):
         case "qwen2_untied":
             return Qwen2Config(**sizes, tie_word_embeddings=False)
         case "qwen3":
-            return Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)
+            return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True)
         case "llama":
             return LlamaConfig(**sizes, tie_word_embeddings=False)
         case "llama3_rope":
@@ -39,13 +41,13 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4):
     raise ValueError(family)
 
 
-def tiny_model(family: str, *, seed: int = 0, layers: int = 4):
+def tiny_model(family: str, *, seed: int = 0, layers: int = 4, hidden: int = 64):
     """(config, model): random weights, biases and norms away from their neutral values so that a lost one shows."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = tiny_config(family, layers=layers)
+        config = tiny_config(family, layers=layers, hidden=hidden)
         model = AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -87,6 +89,17 @@ def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple
     distribution = logits.log_softmax(-1)[sample.prompt_tokens - 1 : -1]
     logprobs = distribution.gather(-1, tokens[sample.prompt_tokens :, None])[:, 0]
     return logprobs, -(distribution.exp() * distribution).sum(-1)
+
+
+@torch.no_grad()
+def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int = 1) -> list[Sample]:
+    """The samples as an engine of slightly other weights would report them: log-probs of the model plus noise, so that at a clip
+    of 0.2 some ratios are clipped and most are not."""
+    random = np.random.default_rng(seed)
+    noise = [random.normal(0.0, spread, len(s.logprobs)).astype(np.float32) for s in samples]
+    return [
+        dataclasses.replace(s, logprobs=reference_logprobs(model, s)[0].numpy() + n) for s, n in zip(samples, noise, strict=True)
+    ]
 
 
 def token_weight(reduction: str, samples: list[Sample], groups: list[int], i: int, max_response_tokens: int) -> float:

@@ -15,11 +15,11 @@ from megatron_rl.config import ESTIMATORS, REDUCTIONS
 from megatron_rl.types import BatchFacts
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
-SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
-EPSILON = 1e-6
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+EPSILON = 1e-3
 
-# Rounding of a sum over a few rewards below 10 is some 1e-15; a group whose rewards differ by rounding alone (0.1 + 0.2 and 0.3)
-# divides it by a spread of about 0 + EPSILON, which makes it some 1e-9.
+# Rounding of a sum over a few rewards below 10 is some 1e-15. A group whose rewards differ by rounding alone (0.1 + 0.2 and 0.3)
+# divides it by a spread of about 0 + EPSILON, and whitening does so once more: 1e-9.
 NOISE = 1e-8
 
 
@@ -49,20 +49,18 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
+    """Sizes by Hypothesis; numbers by a seed, or most cases would be near copies of a few."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(0, 14))
-
-    def column(values):
-        return np.array(draw(st.lists(values, min_size=count, max_size=count)))
-
-    reward = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 0.7, 0.3, 0.1 + 0.2, 2.25])
-    groups = column(st.sampled_from([7, 0, 3, 40])).astype(np.int64)
-    included = column(st.sampled_from([True, True, True, False])).astype(bool)
-    first = np.where(included, column(reward), np.nan)
-    second = np.where(included, column(st.one_of(reward, st.just(math.nan))), np.nan)
+    pool = draw(st.sampled_from([[0.0, 1.0], [0.3, 0.1 + 0.2], [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 0.7, 0.3, 0.1 + 0.2, 2.25]]))
+    groups = random.choice([7, 0, 3, 40][: draw(st.integers(1, 4))], count)
+    included = random.random(count) < draw(st.sampled_from([1.0, 0.7]))
+    by_function = np.where(included[:, None], random.choice(pool, (count, 2)), np.nan)
+    by_function[random.random(count) < 0.3, 1] = np.nan  # the second function does not apply
     return Case(
-        by_function=np.stack([first, second], axis=1).astype(np.float64).reshape(count, 2), groups=groups, included=included,
-        loss_tokens=column(st.integers(0, 9)).astype(np.int64), whiten=draw(st.sampled_from(["scale", "center_and_scale"])),
+        by_function=by_function, groups=groups, included=included, loss_tokens=random.integers(0, 9, count),
         function_weights=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0)])),
+        whiten=draw(st.sampled_from(["scale", "center_and_scale"])),
     )  # fmt: skip
 
 
@@ -125,15 +123,17 @@ def assert_reduction_invariants(case: Case) -> None:
         assert np.array_equal(weights, reduction_weights(reduction, others, members, max_response_tokens=16))
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @SETTINGS
-@given(case=cases(), estimator=st.sampled_from(ESTIMATORS))
-def test_invariants(case: Case, estimator: str) -> None:
+@given(case=cases())
+def test_invariants(estimator: str, case: Case) -> None:
     assert_invariants(case, estimator)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @SETTINGS
-@given(case=cases(), estimator=st.sampled_from(ESTIMATORS), seed=st.integers(0, 99))
-def test_advantages_do_not_depend_on_the_order_of_samples(case: Case, estimator: str, seed: int) -> None:
+@given(case=cases(), seed=st.integers(0, 99))
+def test_advantages_do_not_depend_on_the_order_of_samples(estimator: str, case: Case, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(case.groups))
     permuted = case.run(
         estimator, by_function=case.by_function[order], groups=case.groups[order], included=case.included[order],
@@ -195,9 +195,10 @@ def advantage_naive(case: Case, estimator: str) -> list[float]:
     raise ValueError(estimator)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @SETTINGS
-@given(case=cases(), estimator=st.sampled_from(ESTIMATORS))
-def test_estimator_equals_formula(case: Case, estimator: str) -> None:
+@given(case=cases())
+def test_estimator_equals_formula(estimator: str, case: Case) -> None:
     np.testing.assert_allclose(case.run(estimator), advantage_naive(case, estimator), rtol=1e-9, atol=NOISE)
 
 
@@ -270,9 +271,10 @@ def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, 
     raise ValueError(reduction)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @SETTINGS
-@given(case=cases(), reduction=st.sampled_from(REDUCTIONS), seed=st.integers(0, 99))
-def test_reduction_weights_equal_the_table(case: Case, reduction: str, seed: int) -> None:
+@given(case=cases(), seed=st.integers(0, 99))
+def test_reduction_weights_equal_the_table(reduction: str, case: Case, seed: int) -> None:
     """Over any mini-batch, in any order; samples without loss tokens are in no denominator."""
     facts, random = make_facts(case.groups, case.loss_tokens), np.random.default_rng(seed)
     counted = random.permutation(np.flatnonzero(case.included))

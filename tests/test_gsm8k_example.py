@@ -22,7 +22,8 @@ from tests.distributed.pool import worker_environment
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "gsm8k" / "gsm8k.yaml"
 TIMEOUT_S = 150  # some 20 s on two free cores; the rest is for a loaded machine
-WARMUP_STEPS, ROLLOUTS, STEPS_PER_ROLLOUT = 30, 2, 4
+PROMPTS, SAMPLES = 8, 8  # an optimizer step for each prompt's group
+WARMUP_STEPS, ROLLOUTS, STEPS_PER_ROLLOUT = 30, 2, PROMPTS
 
 # Semantics §9, as far as a synchronous run without KL, entropy, replay or reroll on a CPU has them.
 EVERY_ROW = {"step", "step_kind", "phase", "weight_version", "train/grad_norm", "train/lr", "train/loss", "time/step_s", "skip/ghost_steps"}
@@ -40,7 +41,7 @@ def problem(number: int, solution: str) -> dict:
 
 
 # Answers that no question tells apart: half of a group's samples are right, so it has signal. One of 20 digits, a token each,
-# does not fit in the response, so its group never has any.
+# does not fit in the response, so its group never has any: a ghost step.
 COINS = [problem(i, f"#### {i % 2 + 1}") for i in range(7)]
 IMPOSSIBLE = problem(7, "#### 12345678901234567890")
 
@@ -71,9 +72,9 @@ def run_dir(tmp_path_factory) -> pathlib.Path:
     launch([sys.executable, *prepare])
     overrides = {
         "model.hf_path": inputs / "model", "data.train": inputs / "train.jsonl", "eval.path": inputs / "test.jsonl",
-        "data.max_prompt_tokens": 96, "rollout.max_response_tokens": 16, "rollout.samples_per_prompt": 8,
+        "data.max_prompt_tokens": 96, "rollout.max_response_tokens": 16, "rollout.samples_per_prompt": SAMPLES,
         "warmup.steps": WARMUP_STEPS, "warmup.samples_per_step": 8, "warmup.lr": 3e-3, "train.steps": ROLLOUTS,
-        "train.prompts_per_step": 8, "train.samples_per_mini_batch": 64 // STEPS_PER_ROLLOUT, "metrics.progress": "false",
+        "train.prompts_per_step": PROMPTS, "train.samples_per_mini_batch": SAMPLES, "metrics.progress": "false",
     }  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_rl.train"]
     arguments = ["--config", str(CONFIG), "--run-dir", str(folder / "run"), *(f"{key}={value}" for key, value in overrides.items())]
@@ -98,20 +99,18 @@ def test_rows_have_their_phase_kind_and_keys(rows):
         first, last = within == 0, within == STEPS_PER_ROLLOUT - 1
         expected = (FIRST_OF_ROLLOUT if first else set()) | (LAST_OF_ROLLOUT if last else set()) | EVERY_RL_ROW
         assert expected <= row.keys(), f"row {row['step']} lacks {sorted(expected - row.keys())}"
-    assert all(EVERY_ROW <= row.keys() for row in warmup)
+    assert all(row.keys() >= EVERY_ROW for row in warmup)
 
 
 @pytest.mark.distributed
 def test_real_steps_have_a_gradient_and_ghosts_ran_nothing(rows):
     rl = rows[WARMUP_STEPS:]
     real = [row for row in rl if row["step_kind"] == "REAL"]
-    assert real and {row["step_kind"] for row in rl} <= {"REAL", "GHOST"}
+    assert real and {row["step_kind"] for row in rl} == {"REAL", "GHOST"}
     for row in rl:
         assert row["skip/tokens_executed"] + row["skip/tokens_dropped"] == row["skip/tokens_dense"] > 0
         assert (row["train/grad_norm"] > 0) == (row["skip/tokens_executed"] > 0) == (row["step_kind"] == "REAL")
-    # Every epoch of 8 prompts has the impossible one.
-    assert sum(row["skip/samples_dropped"] for row in rl) >= 8 * ROLLOUTS
-    assert rl[-1]["skip/ghost_steps"] == len(rl) - len(real)
+    assert rl[-1]["skip/ghost_steps"] == len(rl) - len(real) >= ROLLOUTS  # the impossible problem, once an epoch
     # Engine and trainer compute the same float32 model by other kernels; 1e-4 is a hundred roundings of a log-prob near 3.
     assert all(row["train/logprob_gap_max"] < 1e-4 for row in rl if "train/logprob_gap_max" in row)
 
@@ -127,7 +126,7 @@ def test_evaluation_stands_before_and_after(rows):
 def test_run_folder_is_whole(run_dir, rows):
     assert load_config(run_dir / "config.yaml").warmup.steps == WARMUP_STEPS
     report = (run_dir / "report.html").read_text()
-    assert "reward/mean" in report or "reward" in report.lower()
+    assert all(title in report for title in ("Reward", "Zero-advantage ratio", "Gradient norm", "Step time"))
     exported = run_dir / "checkpoints" / f"step_{len(rows)}" / "hf"
     model, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]

@@ -1,4 +1,4 @@
-"""packing.py and model/attention.py: sequences laid end to end see nothing of each other, and each loss token is where it says."""
+"""packing.py and model/attention.py: sequences laid end to end see nothing of another, and each loss token is where it says."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ CPU = torch.device("cpu")
 def facts_of(samples: list[Sample]) -> BatchFacts:
     count = len(samples)
     return BatchFacts(
-        sample_ids=tuple(s.sample_id for s in samples), groups=np.zeros(count, dtype=np.int64), owners=np.zeros(count, dtype=np.int64),
-        prompt_tokens=np.array([s.prompt_tokens for s in samples]), owner_rows=np.arange(count),
-        response_tokens=np.array([len(s.loss_mask) for s in samples]), loss_tokens=np.array([int(s.loss_mask.sum()) for s in samples]),
+        sample_ids=tuple(s.sample_id for s in samples), groups=np.zeros(count, dtype=np.int64),
+        owners=np.zeros(count, dtype=np.int64), owner_rows=np.arange(count),
+        prompt_tokens=np.array([s.prompt_tokens for s in samples]), response_tokens=np.array([len(s.loss_mask) for s in samples]),
+        loss_tokens=np.array([int(s.loss_mask.sum()) for s in samples]),
     )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def run_pack(samples: list[Sample], chosen: list[int], *, pad_multiple: int = 1,
 @SETTINGS
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_pack_equals_naive(lengths: list[int]) -> None:
-    """Bounds by adding up; each sequence's tokens gathered once, in order, pads repeating its own last; scatter undoes the gather."""
+    """Bounds by adding up; each sequence gathered once, in order, pads repeating its own last; scatter undoes it."""
     packed = pack(tuple(lengths), CPU)
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds and packed.cu_seqlens_q.dtype == torch.int32
@@ -110,8 +111,8 @@ def test_packed_attention_equals_sdpa_bit_by_bit_where_nothing_is_padded() -> No
 def test_a_neighbour_changes_nothing() -> None:
     """Other numbers in one sequence, NaN among them: output and gradient of every other sequence are bit by bit the same."""
     lengths = (6, 5, 8, 6)
-    own = torch.arange(25) // 1
-    outside = (own < 6) | (own >= 11)  # all but the second sequence
+    place = torch.arange(25)
+    outside = (place < 6) | (place >= 11)  # all but the second sequence
 
     def run(disturb: float):
         q, k, v = (x.detach().clone() for x in make_qkv(25, torch.float32))

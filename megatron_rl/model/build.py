@@ -21,6 +21,7 @@ from megatron_rl.types import ConfigError
 
 from megatron.core.enums import ModelType  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 FAMILIES = ("qwen2", "qwen3", "llama")
@@ -190,4 +191,15 @@ def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[GPT
     model.model_type = ModelType.encoder_or_decoder
     # Megatron hard-codes llama3's four constants; the Hugging Face config's own are taken instead.
     model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
+    _mark_tensor_parallel(model)
     return model.to(HOST.device), shape
+
+
+def _mark_tensor_parallel(model: GPTModel) -> None:
+    """Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks a weight as split inside its initialisation, which we skip. Without
+    the mark the gradient norm counts tensor rank 0's shards alone, and clipping scales by a wrong norm."""
+    dimensions = {tensor_parallel.ColumnParallelLinear: 0, tensor_parallel.VocabParallelEmbedding: 0, tensor_parallel.RowParallelLinear: 1}
+    for module in model.modules():
+        for kind, dimension in dimensions.items():  # a tied output layer on the embedding's stage has no weight of its own
+            if isinstance(module, kind) and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+                tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)

@@ -19,7 +19,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
     def forward(ctx, logits, targets, temperature, vocab_start, num_valid, group, train_entropy):
         parallel = group is not None and dist.get_world_size(group) > 1
         tokens = logits.shape[0]
-        stats = logits.new_empty((3, tokens), dtype=torch.float32)  # Σ e^{x−m}, Σ x e^{x−m}, x_target
+        stats = logits.new_empty((3, tokens), dtype=torch.float32)  # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target
         peak = torch.cat([_scaled(chunk, temperature, num_valid).amax(-1) for chunk in logits.split(CHUNK_TOKENS)])
         if parallel:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
@@ -32,12 +32,13 @@ class _VocabParallelLogProb(torch.autograd.Function):
             weight = (x - peak[rows, None]).exp_()
             stats[0, rows] = weight.sum(-1)
             stats[2, rows] = x.gather(1, column[rows, None])[:, 0] * mine[rows]
-            stats[1, rows] = weight.mul_(x).sum(-1)
+            # shifted by the maximum, or the two halves of the entropy cancel; 0·(−inf) of a masked logit is 0
+            stats[1, rows] = weight.mul_(x.sub_(peak[rows, None]).clamp_(min=torch.finfo(torch.float32).min)).sum(-1)
         if parallel:
             dist.all_reduce(stats, group=group)
         log_z = peak + stats[0].log()
         logprobs = stats[2] - log_z
-        entropy = log_z - stats[1] / stats[0]
+        entropy = stats[0].log() - stats[1] / stats[0]
         ctx.save_for_backward(logits, column, mine, log_z, entropy)
         ctx.temperature, ctx.num_valid, ctx.train_entropy = temperature, num_valid, train_entropy
         if not train_entropy:

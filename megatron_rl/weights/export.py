@@ -93,13 +93,13 @@ def load_weights(model: torch.nn.Module, shape: Shape, topology: Topology, reade
 
 
 @torch.no_grad()
-def export_weights(model: torch.nn.Module, shape: Shape, topology: Topology) -> Iterator[tuple[str, torch.Tensor]]:
+def export_weights(parameters: Mapping[str, torch.Tensor], shape: Shape, topology: Topology) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor under its Hugging Face name, whole, on every rank, one layer's memory at a time.
 
     A collective over the model-parallel group: each stage in turn gathers a bucket over its tensor ranks and hands it to all.
+    parameters: this rank's, by Megatron name, or tensors of the same shapes (gradients).
     The iterator must be run to its end on all ranks. Parameters must be gathered before (backend.export does).
     """
-    parameters = dict(model.named_parameters())
     example = next(iter(parameters.values()))
     ranks = topology.tensor_size
     for stage in range(topology.pipeline_size):

@@ -16,7 +16,7 @@ from megatron_rl.backend import Batch, LossInputs, MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.signal import has_signal
 from megatron_rl.types import Sample, StepKind, StepPlan, StepResult
-from tests.reference import make_samples, tiny_model
+from tests.reference import make_samples, near_policy, tiny_model
 
 MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; reference.py's default too
 DEFAULTS = (
@@ -121,7 +121,7 @@ def open_rig(family: str, *overrides: str, samples: int = 0, unique_lengths: boo
         backend = MegatronBackend(config, hf_config=hf_config, weights=model.state_dict(), total_steps=total_steps)
         rig = Rig(backend=backend, model=model)
         if samples:
-            rig.take(make_samples(samples, unique_lengths=unique_lengths))
+            rig.take(near_policy(model, make_samples(samples, unique_lengths=unique_lengths)))
         yield rig
     finally:
         topology.destroy()
