@@ -20,7 +20,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed acceptance lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed bench acceptance lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -70,6 +70,12 @@ test-distributed: $(STAMP)  ## only tests on several gloo processes
 
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)
+
+bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2 and PP=2; runs/benchmark_skip_*.json
+	mkdir -p runs
+	torchrun --standalone --nproc_per_node 1 tools/benchmark_skip.py --json runs/benchmark_skip_dp1.json $(BENCH_ARGS)
+	torchrun --standalone --nproc_per_node 2 tools/benchmark_skip.py --dp 2 --json runs/benchmark_skip_dp2.json $(BENCH_ARGS)
+	torchrun --standalone --nproc_per_node 2 tools/benchmark_skip.py --pp 2 --json runs/benchmark_skip_pp2.json $(BENCH_ARGS)
 
 lint: $(STAMP)  ## ruff
 	ruff check .
