@@ -109,8 +109,9 @@ class MegatronBackend:
         self.weight_version = 0
         self.step_index = 0
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        self._accumulated = False
         self._reference: list[torch.Tensor] | None = None
-        self.optimizer.zero_grad()
+        self.zero_grad()
 
     def _check_passed_through(self) -> None:
         given = self.config.megatron
@@ -202,7 +203,7 @@ class MegatronBackend:
                 flat[torch.from_numpy(kept["flat"]).to(flat.device)] = kept["logprobs"]
                 gap = kept["gap"].double()
                 gaps += torch.stack([gap.abs().sum(), ((-gap).exp() + gap - 1).sum(), torch.ones_like(gap).sum()])
-                highest = torch.maximum(highest, gap.abs().max())
+                highest = torch.cat([highest, gap.abs()]).max()[None]  # a micro-batch may hold no loss token at all
         for chunk in self.chunks:
             chunk.train()
         if mini_batch.kind is StepKind.REAL:
@@ -234,6 +235,7 @@ class MegatronBackend:
     ) -> None:
         """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``."""
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
+        self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
         objective = self.objective.supervised if supervised else self.objective.policy
 
         def loss(microbatch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -245,9 +247,18 @@ class MegatronBackend:
             if self.topology.reports_loss:
                 self._sums += kept["sums"].cpu()
 
+    def zero_grad(self) -> None:
+        """Throws away what ``forward_backward`` has accumulated. ``optim_step`` ends with it; not a collective."""
+        self.optimizer.zero_grad()
+        self._sums.zero_()
+        self._accumulated = False
+
     def optim_step(self, kind: StepKind) -> StepResult:
         """Reduces and finalizes once what ``forward_backward`` accumulated, and steps; a GHOST steps without a gradient."""
+        if kind is StepKind.GHOST and self._accumulated:
+            raise ValueError("optim_step(GHOST) would discard the gradient that forward_backward has accumulated; step with StepKind.REAL")
         outcome = self.optimizer.step(kind)
+        self._accumulated = False
         sums = dict.fromkeys(SUMS, 0.0)
         if kind is StepKind.REAL:
             total = self._sums.to(HOST.device)
@@ -260,7 +271,7 @@ class MegatronBackend:
 
     def gradient(self) -> dict[str, torch.Tensor]:
         """The accumulated gradient under Hugging Face names, whole, reduced. For tests and tools: it consumes the reduction,
-        so ``optim_step`` must not follow; call ``optimizer.zero_grad()``."""
+        so ``optim_step`` must not follow; call ``zero_grad()``."""
         if self.config.optimizer.distributed and self.topology.data_size > 1:
             raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
         self.optimizer._reduce_gradients()

@@ -13,7 +13,7 @@ LABELS = {
     "bitwise": "whole micro-batches dropped, nothing repacked: gradients to the bit",
     "ghost": "ghost step against a step with zero gradients: weights to the bit, and again one real step later",
     "silent": "gradient with silent data-parallel ranks against the reference (relative)",
-    "replicas": "data-parallel replicas that differ after a real, a ghost and a real step (count)",
+    "replicas": "ranks that differ after a real and a ghost step, or after one more real step (count)",
 }
 FAULTS = {
     "drop-gradient": "halves the last rank's gradient before the reduction: `gradient` must fail",

@@ -83,7 +83,7 @@ class Bench:
             for buffer in self.backend.chunks[0].buffers:
                 buffer.grad_data.mul_(0.5)
         gradient = whole_gradient(self.backend)
-        self.backend.optimizer.zero_grad()
+        self.backend.zero_grad()
         return {name: x.float().cpu() for name, x in gradient.items()}
 
     def reference(self, advantages: np.ndarray, found: dict[str, torch.Tensor]) -> float:
@@ -186,7 +186,7 @@ def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 
 
 def trajectory(bench: Bench, *, ghost: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
-    """Weights after the second and the third of three steps (real, without signal, real), and every rank's digest of the last."""
+    """Weights after the second and the third of three steps (real, without signal, real), and every rank's digest of both."""
     if bench.fault == "no-ghost-gather":
         bench.backend.optimizer._end_parameter_gather = lambda: None
     found = []
@@ -200,7 +200,8 @@ def trajectory(bench: Bench, *, ghost: bool) -> tuple[list[dict[str, torch.Tenso
             bench.move_weights(1e-3)
         if step > 0:
             found.append(bench.weights())
-    digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in found[-1].values())).hexdigest()
+    # After the second step too: a third that gathers would mend what differed.
+    digest = hashlib.sha256(b"".join(x.numpy().tobytes() for weights in found for x in weights.values())).hexdigest()
     return found, gather_json(digest)
 
 

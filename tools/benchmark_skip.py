@@ -119,7 +119,7 @@ def update(backend, batch, mini_batch, fingerprint: bytes, inputs) -> tuple[floa
     dist.barrier()
     HOST.synchronize()
     started = time.perf_counter()
-    backend.optimizer.zero_grad()
+    backend.zero_grad()
     backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
     HOST.synchronize()
     dist.barrier()  # so that the optimizer's share is not another rank's lateness

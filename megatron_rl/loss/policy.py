@@ -33,7 +33,8 @@ def policy_term(
 ) -> PolicyTerm:
     """One of semantics §7's terms.
 
-    logprobs, old_logprobs [T] at the sampling temperature (``dro``: the engine's as the old ones) · advantages [T] = w·A · weights [T] = w · sequences [T] int64, the
+    logprobs, old_logprobs [T] at the sampling temperature (``dro``: the engine's as the old ones) · advantages [T] = w·A ·
+    weights [T] = w · sequences [T] int64, the
     sequence of each token within the micro-batch (``gspo``).
 
     Example (``ppo``, clip 0.2): ratio 1.5 and w·A = 2 give loss −min(3.0, 1.2·2) = −2.4, clipped.

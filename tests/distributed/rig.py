@@ -78,7 +78,7 @@ class Rig:
         """One mini-batch's gradient under Hugging Face names; the backend is left without one."""
         self.accumulate(advantages, plan, position, **given)
         gradient = self.backend.gradient()
-        self.backend.optimizer.zero_grad()
+        self.backend.zero_grad()
         self.backend._sums.zero_()
         return gradient
 

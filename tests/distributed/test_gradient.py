@@ -101,7 +101,7 @@ def every_cut(rank: int, world: int, topology: tuple) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=name)
+@pytest.mark.parametrize("topology", [*SMALL, *(pytest.param(x, marks=pytest.mark.long) for x in LARGE)], ids=name)
 def test_every_cut_into_microbatches_gives_the_reference_gradient(pool: Pool, topology: tuple) -> None:
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, every_cut, topology, timeout_s=60)[0]
@@ -122,7 +122,7 @@ def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) 
             for position, mini_batch in enumerate(plan.mini_batches):
                 rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
             found[f"gradient {again}"] = error_of(rig, family, "token_mean", 0, NUM_SAMPLES, rig.backend.gradient())
-            rig.backend.optimizer.zero_grad()
+            rig.backend.zero_grad()
             rig.backend._sums.zero_()
         for position, mini_batch in enumerate(plan.mini_batches):
             rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
@@ -144,6 +144,32 @@ def test_several_calls_before_one_step_add(pool: Pool, topology: tuple, ddp: tup
     found = pool.run(tensor * pipeline * data, several_calls, topology, ddp, timeout_s=60)[0]
     print(name(topology), {k: f"{v:.1e}" for k, v in found.items()})
     assert max(found.values()) < TOLERANCE, found  # reduced twice, the norm would be 2x
+
+
+def with_a_sample_without_loss_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
+    """Every sample alone in its micro-batch, one of them masked throughout: it passes the dense run and adds nothing."""
+    with open_rig("qwen2_tied", *sizes(1, pipeline)) as rig:
+        samples = near_policy(rig.model, make_samples(5))
+        samples[2] = dataclasses.replace(samples[2], loss_mask=np.zeros_like(samples[2].loss_mask))
+        rig.take(samples)
+        rig.rules(max_tokens=1)
+        advantages = np.array([0.5, -1.0, 2.0, 0.0, 1.0])
+        expected, _ = reference_gradient(rig.model, samples, rig.groups, list(advantages))
+        plan = rig.plan(advantages, drops=False, purpose="logprob")
+        passed = rig.backend.forward(rig.batch, plan)
+        assert passed.sums["tokens"] == sum(s.loss_mask.sum() for s in samples)
+        found = {}
+        for drops in (False, True):
+            plan = rig.plan(advantages, drops=drops)
+            assert (2 in plan.mini_batches[0].dropped) is drops
+            found["skip" if drops else "dense"] = relative_error(rig.gradient(advantages, plan), expected)
+        return found
+
+
+@pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (2, 2)])
+def test_sample_without_loss_tokens_adds_nothing(pool: Pool, pipeline: int, data: int) -> None:
+    for found in pool.run(pipeline * data, with_a_sample_without_loss_tokens, pipeline, timeout_s=60):
+        assert max(found.values()) < TOLERANCE, found
 
 
 def bitwise_pairs(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...], cut: dict) -> dict[str, object]:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.advantage import advantages as estimate
 from megatron_rl.optimizer import NonFiniteGradient
-from megatron_rl.types import StepKind
+from megatron_rl.types import Sample, StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
 from tests.reference import make_samples
@@ -133,12 +133,13 @@ def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
         plan = rig.plan(advantages, drops=True)
         (result,) = rig.step(advantages, drops=True, reduction="sequence_mean", old=old)
         dropped = plan.mini_batches[0].dropped.tolist()
-        return {"loss": result.sums["loss"], "norm": result.grad_norm, "dropped": dropped, "ratio": result.sums["ratio"] / result.sums["tokens"]}
+        return {"loss": result.sums["loss"], "norm": result.grad_norm, "dropped": dropped}
 
 
 def test_zero_loss_is_not_zero_gradient(pool: Pool) -> None:
     """On-policy, standardised advantages sum to 0 and so does the loss; the drop goes by advantages, and the gradient is there."""
     for found in pool.run(2, first_on_policy_step, timeout_s=60):
+        print(found)
         assert abs(found["loss"]) < 1e-6, found  # ε = 1e-6 beside the standard deviation and float32 ratios; seen 3e-8
         assert found["norm"] > 1e-2, found
         assert found["dropped"] == [8, 9, 10, 11]  # equal rewards, and nothing else
@@ -160,15 +161,13 @@ def thousand_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
             rig.accumulate(advantages, plan, old=old)
             total = rig.backend._sums[0].clone()
             rig.backend._sums.zero_()
-            rig.backend.optimizer.zero_grad()
+            rig.backend.zero_grad()
             torch.distributed.all_reduce(total)
             found[f"{cut}: {plan.mini_batches[0].num_microbatches.tolist()} micro-batches"] = float(total)
     return found
 
 
-def _sample_of_hundred(random: np.random.Generator, i: int):
-    from megatron_rl.types import Sample
-
+def _sample_of_hundred(random: np.random.Generator, i: int) -> Sample:
     return Sample(
         sample_id=f"h{i}", prompt_tokens=3, token_ids=random.integers(2, 99, 103), loss_mask=np.ones(100, dtype=bool),
         logprobs=np.zeros(100, dtype=np.float32),

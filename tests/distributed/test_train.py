@@ -56,7 +56,8 @@ def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
-    extra = ["parallel.pipeline=2", "warmup.steps=3", f"eval.path={arithmetic / 'test.jsonl'}", "eval.every=1", "train.epochs_per_rollout=2"]
+    evaluation = [f"eval.path={arithmetic / 'test.jsonl'}", "eval.every=1"]
+    extra = ["parallel.pipeline=2", "warmup.steps=3", "train.epochs_per_rollout=2", *evaluation]
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=120)
     assert [code for code, _ in results] == [0, 0], results
     rows = rows_of(tmp_path)
@@ -120,12 +121,12 @@ def test_kl_and_entropy_train_under_approximate(pool, arithmetic, tmp_path):
     assert abs(real[0]["train/kl"]) < 1e-5 and real[-1]["train/kl"] > 0  # the reference is where the run began
 
 
-@pytest.mark.parametrize("setting", ["old_logprobs=rollout", "steps=merge", "bf16"])
+@pytest.mark.parametrize("setting", ["correction.old_logprobs=rollout", "skip.steps=merge", "model.dtype=bfloat16"])
 def test_other_settings_run(pool, arithmetic, tmp_path, setting):
-    overrides = {"old_logprobs=rollout": "correction.old_logprobs=rollout", "steps=merge": "skip.steps=merge", "bf16": "model.dtype=bfloat16"}
-    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, overrides[setting]), timeout_s=60)
+    given = arguments(arithmetic, tmp_path, setting)
+    ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
     assert code == 0, said
-    assert len(rows_of(tmp_path)) == (2 if setting == "steps=merge" else 4)
+    assert len(rows_of(tmp_path)) == (2 if setting == "skip.steps=merge" else 4)
 
 
 BAD_INPUT = {
@@ -158,7 +159,11 @@ def test_tensor_parallel_that_does_not_divide_the_heads(pool, arithmetic, tmp_pa
 
 @pytest.mark.parametrize(
     "content,words",
-    [("", ["has no rows"]), ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', ["data.jsonl:2"]), ('{"question": "1+1="}\n', ["prompt", "question"])],
+    [
+        ("", ["has no rows"]),
+        ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', ["data.jsonl:2"]),
+        ('{"question": "1+1="}\n', ["prompt", "question"]),
+    ],
 )
 def test_bad_data_names_file_and_line(pool, arithmetic, tmp_path, content, words):
     (tmp_path / "data.jsonl").write_text(content)

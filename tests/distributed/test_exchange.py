@@ -1,0 +1,106 @@
+"""Facts to everyone in one order, rows exactly where they are needed and bit for bit, scores with their gaps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl import exchange, topology
+from megatron_rl.types import Sample, Score
+from tests.distributed.pool import Pool
+from tests.reference import make_samples
+
+COUNT = 13
+
+
+def owner_of(i: int, world: int) -> int:
+    """Uneven, and the last rank of several owns nothing."""
+    return (i * i) % max(world - 1, 1)
+
+
+def place(i: int) -> int:
+    """Places are neither consecutive nor in the order of production."""
+    return (i * 7) % COUNT * 10
+
+
+def same(a: Sample, b: Sample) -> bool:
+    arrays = ("token_ids", "loss_mask", "logprobs")
+    return (a.sample_id, a.prompt_tokens) == (b.sample_id, b.prompt_tokens) and all(
+        getattr(a, n).dtype == getattr(b, n).dtype and getattr(a, n).tobytes() == getattr(b, n).tobytes() for n in arrays
+    )
+
+
+def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]]) -> dict[str, list[bool]]:
+    here = topology.initialize(tensor=tensor, pipeline=pipeline, deadline_s=30)
+    samples = make_samples(COUNT)
+    samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[: len(samples[4].logprobs)]  # bits, not values
+    mine = [i for i in range(COUNT) if owner_of(i, world) == rank]
+    facts = exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
+    in_order = sorted(range(COUNT), key=place)
+    found = {
+        "order": [facts.sample_ids == tuple(samples[i].sample_id for i in in_order)],
+        "facts": [
+            facts.groups.tolist() == [i // 3 for i in in_order],
+            facts.prompt_tokens.tolist() == [samples[i].prompt_tokens for i in in_order],
+            facts.response_tokens.tolist() == [len(samples[i].loss_mask) for i in in_order],
+            facts.loss_tokens.tolist() == [int(samples[i].loss_mask.sum()) for i in in_order],
+            facts.owners.tolist() == [owner_of(i, world) for i in in_order],
+        ],
+        "rows": [],
+    }
+    for need in needs:
+        wanted = [np.array(x, dtype=np.int64) for x in need]
+        rows = exchange.bring_rows(facts, [samples[i] for i in mine], wanted, here)
+        found["rows"].append(sorted(rows) == need[rank] and all(same(row, samples[in_order[i]]) for i, row in rows.items()))
+    return found
+
+
+@pytest.mark.parametrize(("world", "tensor", "pipeline"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 2, 1), (4, 1, 2)])
+def test_every_rank_gets_exactly_the_rows_it_needs(pool: Pool, world: int, tensor: int, pipeline: int) -> None:
+    """All, none, one rank alone, disjoint, overlapping and random needs; empty ranks on both sides."""
+    random = np.random.default_rng(world)
+    everything = list(range(COUNT))
+    needs = [
+        [everything] * world,
+        [[]] * world,
+        [everything if rank == world - 1 else [] for rank in range(world)],
+        [everything[rank::world] for rank in range(world)],
+        *[[sorted(random.choice(COUNT, random.integers(0, COUNT + 1), replace=False).tolist()) for _ in range(world)] for _ in range(8)],
+    ]
+    for found in pool.run(world, bring, tensor, pipeline, needs, timeout_s=30):
+        assert all(found["order"]) and all(found["facts"]), found
+        assert len(found["rows"]) == len(needs) and all(found["rows"]), found
+
+
+def scores(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nine samples, dealt backwards; one is taken out, one function does not apply, one reward is infinite."""
+    values = {i: Score(total=i / 3, by_function=(i / 3, None if i % 2 else -float(i))) for i in range(9)}
+    values[4] = Score(total=None, by_function=(None, None))
+    values[7] = Score(total=float("inf"), by_function=(float("inf"), float("nan")))
+    mine = [i for i in reversed(range(9)) if owner_of(i, world) == rank]
+    return exchange.gather_scores([values[i] for i in mine], mine, 2)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_scores_arrive_in_order_with_their_gaps(pool: Pool, world: int) -> None:
+    totals = np.array([i / 3 for i in range(9)])
+    totals[4], totals[7] = np.nan, np.inf
+    second = np.array([np.nan if i % 2 else -float(i) for i in range(9)])
+    second[[4, 7]] = np.nan
+    for found, by_function in pool.run(world, scores, timeout_s=30):
+        np.testing.assert_array_equal(found, totals)  # exactly: JSON carries float64 by repr
+        np.testing.assert_array_equal(by_function, np.stack([totals, second], axis=1))
+
+
+def twice_the_same_place(rank: int, world: int) -> str:
+    topology.initialize(deadline_s=30)
+    try:
+        exchange.gather_facts(make_samples(2), [0, 0], [0, 1])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_two_samples_with_one_place_are_refused_everywhere(pool: Pool) -> None:
+    for said in pool.run(2, twice_the_same_place, timeout_s=30):
+        assert "claim the same place" in said
