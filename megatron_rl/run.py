@@ -210,7 +210,7 @@ class Run:
         if self.engine.weight_version != self.backend.weight_version:
             self.engine.load_weights(self.backend.export(), self.backend.weight_version)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, *, suffix: str = "") -> dict[str, float]:
         """Greedy mean@1 on the held-out prompts, as metrics; {} without an evaluation set."""
         if not self.eval_prompts or self.reward is None:
             return {}
@@ -219,7 +219,7 @@ class Run:
         produced = self.produce(self.eval_prompts, 1, greedy=True)
         totals, _ = exchange.gather_scores(produced.scores, produced.places, len(self.config.reward.functions))
         scored = totals[~np.isnan(totals)]
-        name, value = f"eval/{self.config.eval.name}/mean@1", float(scored.mean()) if len(scored) else 0.0
+        name, value = f"eval/{self.config.eval.name}/mean@1{suffix}", float(scored.mean()) if len(scored) else 0.0
         log.info("%s after %d steps: %.4f over %d prompts", name, self.backend.step_index, value, len(scored))
         return {name: value, "time/eval_s": time.perf_counter() - started}
 
@@ -242,6 +242,10 @@ class Run:
         """One row of metrics.jsonl per optimizer step."""
         row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result), **values}
         row["weight_version"] = self.backend.weight_version
+        unmeasured = ["train/clip_ratio", "train/ratio", "train/kl"] if phase == "warmup" else []
+        if not self.config.loss.kl_coefficient:
+            unmeasured.append("train/kl")
+        row = {name: value for name, value in row.items() if name not in unmeasured}
         self.progress.update(self.writer.write(row))
 
     def save_plan(self, plan: StepPlan, index: int) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -32,7 +31,7 @@ def train(config: Config) -> None:
         if config.warmup.steps:
             warm_up(run)
         run.sync_weights()
-        before = run.evaluate()
+        before = {} if config.warmup.steps else run.evaluate(suffix="_before")
         if config.loss.kl_coefficient:
             run.backend.keep_reference()
         for index in range(config.train.steps):
@@ -47,18 +46,21 @@ def warm_up(run) -> None:
 
     config, backend = run.config, run.backend
     backend.reset_optimizer(total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True)
-    for _ in range(config.warmup.steps):
-        started = time.perf_counter()
+    for step in range(config.warmup.steps):
+        run.clock.restart()
         batch = backend.gather(*run.supervised_samples(config.warmup.samples_per_step))
-        signal = batch.facts.loss_tokens > 0
-        plan = _whole_plan(run, batch, signal)
+        plan = _whole_plan(run, batch, batch.facts.loss_tokens > 0)
         backend.load_rows(batch, plan)
         (mini_batch,) = plan.mini_batches
         weights = reduction_weights("token_mean", batch.facts, mini_batch.members, max_response_tokens=1)
         inputs = LossInputs(advantages=weights, weights=weights)
-        backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0], supervised=True)
-        result = backend.optim_step(mini_batch.kind)
-        run.write("warmup", result, {"time/step_s": time.perf_counter() - started})
+        with run.clock.measure("update"):
+            backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0], supervised=True)
+            result = backend.optim_step(mini_batch.kind)
+        values = {**run.performance(batch, mini_batch, run.clock), **run.clock.take()}
+        if step + 1 == config.warmup.steps:
+            values |= run.evaluate()
+        run.write("warmup", result, values)
     backend.reset_optimizer(total_steps=run.total_steps)
 
 
@@ -75,10 +77,12 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
 
     config, backend, clock = run.config, run.backend, run.clock
     clock.restart()
-    produced = run.produce(run.prompts.next(config.train.prompts_per_step), config.rollout.samples_per_prompt)
-    scored = run.score_batch(produced)
-    clock.add("rollout", produced.rollout_s)
+    with clock.measure("rollout"):  # to the slowest rank's end: produce ends in a collective
+        produced = run.produce(run.prompts.next(config.train.prompts_per_step), config.rollout.samples_per_prompt)
+    clock.add("rollout", -produced.reward_s)
     clock.add("reward", produced.reward_s)
+    with clock.measure("reward"):
+        scored = run.score_batch(produced)
     batch, advantages = scored.batch, scored.advantages
     signal = has_signal(advantages, batch.facts.loss_tokens, advantage_epsilon=run.rule.advantage_epsilon)
     with clock.measure("plan"):

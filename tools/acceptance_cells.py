@@ -105,7 +105,7 @@ def _cells() -> tuple[Cell, ...]:
     te_spec = "model.layer_spec=transformer_engine"
     cells = [Cell(name=name, feature=feature, **_on(layout, *TORCH)) for name, feature, layout in LAYOUTS]
     cells += [
-        Cell(name=f"bf16-{name}", feature=f"bfloat16, {feature}", **_on(layouts[name], *TORCH, dtype="bfloat16"))
+        Cell(name=f"bf16-{name}", feature=feature, **_on(layouts[name], *TORCH, dtype="bfloat16"))
         for name, feature in (("single", "one process"), ("pp2-dp2", "pipeline and data parallel"))
     ]
     cells += [Cell(name=f"family-{x}", feature=f"family {x}", family=x, overrides=TORCH) for x in FAMILIES[1:]]

@@ -66,7 +66,7 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     named = {name for row in rows for name in row}
     wanted = "skip/zero_advantage_ratio skip/samples_dropped skip/tokens_dropped skip/microbatches_dropped skip/silent_ranks"
     wanted += " skip/ghost_steps skip/speedup_ideal time/rollout_s time/reward_s time/logprob_s time/update_s time/weight_sync_s"
-    wanted += " train/loss train/grad_norm train/entropy train/kl train/clip_ratio train/lr reward/mean eval/test/mean@1"
+    wanted += " train/loss train/grad_norm train/entropy train/clip_ratio train/lr reward/mean eval/test/mean@1"
     wanted += " perf/dense_equivalent_tokens_per_second reward/tests.reward_functions:parity"
     assert set(wanted.split()) <= named, set(wanted.split()) - named
     assert "report.html" in {p.name for p in tmp_path.iterdir()} and (tmp_path / "config.yaml").exists()
