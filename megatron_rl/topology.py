@@ -95,6 +95,9 @@ def initialize(
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
     else:
         tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
+        # Activation recomputation saves and restores a CUDA generator's state too (0.16.1 ``tensor_parallel/random.py:444``).
+        tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: None
+        tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
     return current()
 
 

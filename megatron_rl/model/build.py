@@ -174,7 +174,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
 
 def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[GPTModel, ModelShape]:
     """This rank's stage of the model, weights not yet loaded (they hold no meaning until weights/mapping loads them)."""
-    kind = choose_layer_spec(config.model.layer_spec)
+    kind = choose_layer_spec(config.model.layer_spec, config.model.dtype)
     shape = model_shape(hf_config, tensor_size=topology.tensor_size, pipeline_size=topology.pipeline_size, layer_spec=kind)
     transformer = transformer_config(shape, hf_config, config, topology)
     model = GPTModel(

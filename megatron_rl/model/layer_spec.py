@@ -29,9 +29,12 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight * torch.nn.functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
 
 
-def choose_layer_spec(asked: str) -> str:
-    """Resolves ``model.layer_spec``: "transformer_engine" or "torch"; ConfigError where the one asked for cannot be built."""
-    if asked == "torch":
+def choose_layer_spec(asked: str, dtype: str) -> str:
+    """Resolves ``model.layer_spec``: "transformer_engine" or "torch"; ConfigError where the one asked for cannot be built.
+
+    ``auto`` takes torch for float32: Transformer Engine's attention has kernels for packed sequences in half precision only.
+    """
+    if asked == "torch" or (asked == "auto" and dtype == "float32"):
         return "torch"
     if transformer_engine_importable():
         return "transformer_engine"

@@ -31,18 +31,19 @@ CUTS = (
     dict(overhead_tokens=1_000_000),
 )
 SP = ("parallel.sequence_parallel=true",)
+RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
 # (tensor, pipeline, data), a family each: tied and untied embeddings, biases, q/k norms, scaled rotary frequencies.
 SMALL = [((1, 1, 1), "qwen3", ()), ((2, 1, 1), "qwen2_tied", SP), ((1, 2, 1), "qwen2_tied", ()), ((1, 1, 2), "llama3_rope", ())]
 LARGE = [
     ((2, 2, 1), "qwen3", SP), ((2, 1, 2), "llama", ()), ((1, 2, 2), "qwen2_untied", ()), ((1, 1, 4), "qwen2_tied", ()),
-    ((1, 4, 1), "qwen2_tied", ()),
+    ((1, 4, 1), "qwen2_tied", ()), ((1, 2, 1), "qwen3", RECOMPUTE),
 ]  # fmt: skip
 TOPOLOGIES = SMALL + LARGE
 
 
 def name(topology: tuple) -> str:
     (tensor, pipeline, data), family, extra = topology
-    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{'-SP' if extra else ''}"
+    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{ {SP: '-SP', RECOMPUTE: '-recompute'}.get(extra, '')}"
 
 
 @functools.cache
