@@ -26,10 +26,11 @@ import torch.distributed as dist
 from megatron_rl import exchange, topology
 from megatron_rl.config import Config
 from megatron_rl.loss.objective import Objective
-from megatron_rl.model.build import build_model, check_fields
+from megatron_rl.model.build import build_model
 from megatron_rl.model.logprob import vocab_parallel_logprob
 from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
 from megatron_rl.packing import LossInputs, PackedMicroBatch, pack_microbatch
+from megatron_rl.passthrough import resolve_fields
 from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
 from megatron_rl.schedule import Schedule, check_lockstep
@@ -82,7 +83,7 @@ class MegatronBackend:
         Raises ConfigError for settings that cannot work together.
         """
         self.config = config
-        self._check_passed_through()
+        ddp_fields = self._ddp_fields()
         parallel = config.parallel
         self.topology = topology.initialize(
             tensor=parallel.tensor, pipeline=parallel.pipeline, deadline_s=config.run.deadline_s, seed=config.run.seed
@@ -94,9 +95,7 @@ class MegatronBackend:
         self.hf_config = hf_config
         model, self.shape = build_model(config, hf_config, self.topology)
         load_weights(model, self.shape, self.topology, self._reader(weights))
-        ddp = DistributedDataParallelConfig(
-            **{"grad_reduce_in_fp32": True, **config.megatron.ddp, "use_distributed_optimizer": config.optimizer.distributed}
-        )
+        ddp = DistributedDataParallelConfig(**ddp_fields)
         self.chunks = [DistributedDataParallel(model.config, ddp, model)]
         self.schedule = Schedule(self.chunks, self.topology)
         self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
@@ -113,14 +112,16 @@ class MegatronBackend:
         self._reference: list[torch.Tensor] | None = None
         self.zero_grad()
 
-    def _check_passed_through(self) -> None:
+    def _ddp_fields(self) -> dict:
+        """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be set."""
         given = self.config.megatron
-        check_fields(dict(given.ddp), DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
-        check_fields(dict(given.optimizer), OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+        resolve_fields(given.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+        fields = resolve_fields(given.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
         if given.ddp.get("overlap_param_gather") and not self.config.optimizer.distributed:
             raise ConfigError(
                 "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers"
             )
+        return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": self.config.optimizer.distributed}
 
     def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
         if weights is not None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.config import Config
+from megatron_rl.passthrough import resolve_fields
 from megatron_rl.platform import HOST
 from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError, NonFiniteGradient, StepKind
@@ -173,13 +174,14 @@ class Optimizer:
 
 
 def megatron_config(config: Config, lr: float, weight_decay: float) -> OptimizerConfig:
-    """Megatron-Core's OptimizerConfig: ours, then ``megatron.optimizer``'s fields (already checked by backend)."""
+    """Megatron-Core's OptimizerConfig: ours, then ``megatron.optimizer``'s fields."""
     settings = config.optimizer
     bf16 = config.model.dtype == "bfloat16"
+    given = resolve_fields(config.megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = dict(
         optimizer="adam", lr=lr, min_lr=min(settings.min_lr, lr), weight_decay=weight_decay, adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1], adam_eps=settings.epsilon, clip_grad=settings.clip_grad, bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=settings.distributed,
         overlap_param_gather=bool(config.megatron.ddp.get("overlap_param_gather", False)),
     )  # fmt: skip
-    return OptimizerConfig(**{**fields, **config.megatron.optimizer})
+    return OptimizerConfig(**{**fields, **given})

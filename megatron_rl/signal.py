@@ -99,4 +99,10 @@ def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_eps
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """
+    nan = np.flatnonzero(np.isnan(advantages))
+    if len(nan):
+        raise ValueError(
+            f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample without signal; "
+            "look for non-finite rewards in its group"
+        )
     return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)

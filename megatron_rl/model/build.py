@@ -5,8 +5,6 @@ Fields of Megatron-Core's TransformerConfig that the token-sum seam owns, or tha
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 
 from megatron_rl.config import Config
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
+from megatron_rl.passthrough import resolve_fields
 from megatron_rl.platform import HOST
 from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError
@@ -80,17 +79,6 @@ class ModelShape:
         return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
 
 
-def check_fields(given: dict[str, Any], cls: type, section: str, refused: dict[str, str]) -> None:
-    """ConfigError for a field that ``cls`` does not have, or that may not be set there."""
-    known = {f.name for f in dataclasses.fields(cls)}
-    for name, value in given.items():
-        if name in refused:
-            raise ConfigError(f"{section}.{name}={value!r} is refused: {refused[name]}; remove it")
-        if name not in known:
-            nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}")
-
-
 def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_spec: str) -> ModelShape:
     """Reads a Hugging Face config (Qwen2/2.5, Qwen3, Llama); ConfigError names what cannot be expressed or divided."""
     family = hf_config.model_type
@@ -146,8 +134,7 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
 
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
     """Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
-    given = dict(config.megatron.transformer)
-    check_fields(given, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
+    given = resolve_fields(config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
     for name in ("attention_dropout", "hidden_dropout"):
         if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
             raise ConfigError(f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU")
