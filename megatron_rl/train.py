@@ -143,8 +143,15 @@ def check_relations(config: Config) -> None:
         raise ConfigError("metrics.dense_every and metrics.dense_samples must be at least 0 (0 turns them off)")
 
 
+class _Stderr(logging.Handler):
+    """Writes to whatever sys.stderr is at that moment: while the live bar is up, rich's proxy, which prints above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def _quiet_logs(is_main: bool) -> None:
-    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_Stderr()])
     for name in ("megatron.core", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
