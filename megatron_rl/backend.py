@@ -29,12 +29,12 @@ from megatron_rl.loss.objective import Objective
 from megatron_rl.model.build import build_model
 from megatron_rl.model.logprob import vocab_parallel_logprob
 from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
-from megatron_rl.packing import LossInputs, PackedMicroBatch, pack_microbatch
+from megatron_rl.packing import PackedMicroBatch, pack_microbatch
 from megatron_rl.passthrough import resolve_fields
 from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
 from megatron_rl.schedule import Schedule, check_lockstep
-from megatron_rl.types import BatchFacts, ConfigError, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.types import BatchFacts, ConfigError, LossInputs, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.export import (
     HuggingFaceReader,
     MemoryReader,

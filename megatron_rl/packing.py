@@ -9,20 +9,7 @@ import numpy as np
 import torch
 
 from megatron_rl.model.attention import PackedSequences, pack
-from megatron_rl.types import BatchFacts, MicroBatch, Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossInputs:
-    """What the loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
-
-    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None.
-    """
-
-    advantages: np.ndarray
-    weights: np.ndarray
-    old_logprobs: np.ndarray | None = None
-    reference_logprobs: np.ndarray | None = None
+from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,7 +18,6 @@ from megatron_rl.backend import Batch, MegatronBackend
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.metrics import MetricsWriter, read_metrics, step_metrics
 from megatron_rl.model.build import DTYPES
-from megatron_rl.packing import LossInputs
 from megatron_rl.platform import HOST
 from megatron_rl.progress import Progress
 from megatron_rl.prompts import PromptSource, load_rows
@@ -27,7 +26,7 @@ from megatron_rl.reward.function import Reward
 from megatron_rl.rollout.producer import Produced, Producer, to_sample
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.signal import signal_rule
-from megatron_rl.types import ConfigError, MiniBatchPlan, Prompt, Rollout, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 

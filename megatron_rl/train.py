@@ -15,9 +15,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megatron_rl.advantage import reduction_weights
 from megatron_rl.config import Config, load_config
 from megatron_rl.metrics import divide, skip_metrics
-from megatron_rl.types import ConfigError, LockstepError, NonFiniteGradient, PeerError, RewardError, StepPlan
+from megatron_rl.plan import plan_steps
+from megatron_rl.signal import has_signal, signal_rule
+from megatron_rl.types import ConfigError, LockstepError, LossInputs, NonFiniteGradient, PeerError, RewardError, StepPlan
 
 log = logging.getLogger("megatron_rl")
 EXIT_CONFIG, EXIT_FAILED = 2, 1
@@ -37,13 +40,12 @@ def train(config: Config) -> None:
         for index in range(config.train.steps):
             train_on_rollout(run, index, before if index == 0 else {})
             run.export(index + 1, last=index + 1 == config.train.steps)
+        if not config.train.steps:  # a supervised run keeps its policy too
+            run.export(0, last=True)
 
 
 def warm_up(run) -> None:
     """Supervised steps on the solutions, by the same plan and schedule; then a fresh optimizer for RL."""
-    from megatron_rl.advantage import reduction_weights
-    from megatron_rl.packing import LossInputs
-
     config, backend = run.config, run.backend
     backend.reset_optimizer(total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True)
     for step in range(config.warmup.steps):
@@ -66,15 +68,11 @@ def warm_up(run) -> None:
 
 def _whole_plan(run, batch, signal: np.ndarray) -> StepPlan:
     """The batch as one mini-batch, nothing dropped: a supervised step's plan."""
-    from megatron_rl.plan import plan_steps
-
     return plan_steps("warmup", [np.arange(batch.facts.num_samples)], batch.facts.total_tokens, signal, run.backend.rules, drops=False)
 
 
 def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     """One rollout: generate, score, decide what has signal, plan, and take its optimizer steps. ``extra`` joins its first row."""
-    from megatron_rl.signal import has_signal
-
     config, backend, clock = run.config, run.backend, run.clock
     clock.restart()
     with clock.measure("rollout"):  # to the slowest rank's end: produce ends in a collective
@@ -95,11 +93,11 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     with clock.measure("plan"):
         backend.load_rows(batch, plan)
     run.save_plan(plan, index)
-    steps = [*enumerate(plan.mini_batches)] * config.train.epochs_per_rollout
-    for number, (position, mini_batch) in enumerate(steps, start=1):
+    steps = [*zip(plan.mini_batches, plan.fingerprints(), strict=True)] * config.train.epochs_per_rollout
+    for number, (mini_batch, fingerprint) in enumerate(steps, start=1):
         with clock.measure("update"):
             inputs = run.loss_inputs(batch, mini_batch, advantages, logprobs.old, reference)
-            backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
+            backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
             result = backend.optim_step(mini_batch.kind)
         last = number == len(steps)
         if last:
@@ -123,8 +121,6 @@ def samples_of(plan: StepPlan, num_samples: int) -> np.ndarray:
 
 def check_relations(config: Config) -> None:
     """What only shows when sections are read together. Raises ConfigError."""
-    from megatron_rl.signal import signal_rule
-
     signal_rule(config)
     if not config.model.hf_path:
         raise ConfigError("model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors")

@@ -150,6 +150,19 @@ class BatchFacts:
         return np.concatenate([[0], np.cumsum(self.response_tokens)])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """What the loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
+
+    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None.
+    """
+
+    advantages: np.ndarray
+    weights: np.ndarray
+    old_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Samples that go through the model in one forward, packed one after the other (THD).

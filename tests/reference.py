@@ -97,9 +97,7 @@ def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int 
     of 0.2 some ratios are clipped and most are not."""
     random = np.random.default_rng(seed)
     noise = [random.normal(0.0, spread, len(s.logprobs)).astype(np.float32) for s in samples]
-    return [
-        dataclasses.replace(s, logprobs=reference_logprobs(model, s)[0].numpy() + n) for s, n in zip(samples, noise, strict=True)
-    ]
+    return [dataclasses.replace(s, logprobs=reference_logprobs(model, s)[0].numpy() + n) for s, n in zip(samples, noise, strict=True)]
 
 
 def token_weight(reduction: str, samples: list[Sample], groups: list[int], i: int, max_response_tokens: int) -> float:
@@ -133,9 +131,7 @@ def reference_gradient(
         before = torch.from_numpy(sample.logprobs) if old is None else old[i]
         ratio = (logprobs - before).exp()
         objective = torch.minimum(ratio * advantages[i], ratio.clamp(1 - clip, 1 + clip) * advantages[i])
-        loss = -(objective * torch.from_numpy(sample.loss_mask)).sum() * token_weight(
-            reduction, samples, groups, i, max_response_tokens
-        )
+        loss = -(objective * torch.from_numpy(sample.loss_mask)).sum() * token_weight(reduction, samples, groups, i, max_response_tokens)
         loss.backward()
         total += float(loss.detach())
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, total

@@ -69,9 +69,7 @@ def test_megatron_core_is_imported_only_at_its_seams() -> None:
 
 
 def test_parallel_state_is_imported_only_in_topology() -> None:
-    found = [
-        name_of(p) for p in CHECKED if any("parallel_state" in name for name in imports_of(p)) and name_of(p) != "topology.py"
-    ]
+    found = [name_of(p) for p in CHECKED if any("parallel_state" in name for name in imports_of(p)) and name_of(p) != "topology.py"]
     assert not found, places(found)
 
 
@@ -82,9 +80,7 @@ def test_no_file_is_named_for_what_it_is_not() -> None:
 
 
 def test_files_stay_under_400_lines() -> None:
-    sizes = {
-        name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*CHECKED, *(ROOT / "tests").rglob("*.py")]
-    }
+    sizes = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*CHECKED, *(ROOT / "tests").rglob("*.py")]}
     found = [f"{name}: {lines} lines" for name, lines in sizes.items() if lines >= MAX_FILE_LINES]
     assert not found, places(found)
 
@@ -116,9 +112,7 @@ def test_no_blind_except() -> None:
 
 def getattr_defaults(path: pathlib.Path) -> set[tuple[str, str]]:
     """(file, attribute) of every three-argument getattr."""
-    calls = [
-        n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr"
-    ]
+    calls = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr"]
     return {(name_of(path), ast.unparse(call.args[1]).strip("'\"")) for call in calls if len(call.args) == 3}
 
 

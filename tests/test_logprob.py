@@ -52,9 +52,7 @@ def test_equals_log_softmax(temperature: float, vocab_size: int, width: int, tra
         return vocab_parallel_logprob(x, targets, temperature=temperature, vocab_size=vocab_size, train_entropy=train_entropy)
 
     (logprobs, entropy), gradient = gradients(tested, logits, *weights)
-    wanted, wanted_gradient = gradients(
-        lambda x: reference(x, targets, temperature, vocab_size), logits.double(), *weights.double()
-    )
+    wanted, wanted_gradient = gradients(lambda x: reference(x, targets, temperature, vocab_size), logits.double(), *weights.double())
     assert logprobs.dtype == entropy.dtype == torch.float32 and gradient.dtype == dtype
     torch.testing.assert_close(logprobs.double(), wanted[0], **SINGLE)
     torch.testing.assert_close(entropy.double(), wanted[1], **SINGLE)
@@ -74,9 +72,7 @@ def test_padded_columns_take_no_probability() -> None:
 def test_entropy_carries_gradient_only_where_it_is_trained() -> None:
     logits, targets = make_logits(4, 10)
     for train_entropy in (False, True):
-        logprobs, entropy = vocab_parallel_logprob(
-            logits.clone().requires_grad_(), targets, vocab_size=10, train_entropy=train_entropy
-        )
+        logprobs, entropy = vocab_parallel_logprob(logits.clone().requires_grad_(), targets, vocab_size=10, train_entropy=train_entropy)
         assert logprobs.requires_grad and entropy.requires_grad == train_entropy
 
 
@@ -98,9 +94,7 @@ def test_gradient_equals_central_differences() -> None:
         for column in range(7):
             step = torch.zeros_like(logits)
             step[row, column] = 2**-5
-            up, down = (
-                vocab_parallel_logprob(logits + s, targets, temperature=1.3, vocab_size=7)[0].sum() for s in (step, -step)
-            )
+            up, down = (vocab_parallel_logprob(logits + s, targets, temperature=1.3, vocab_size=7)[0].sum() for s in (step, -step))
             assert gradient[row, column].item() == pytest.approx(((up - down) / 2**-4).item(), abs=3e-4)
 
 

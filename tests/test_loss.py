@@ -99,9 +99,7 @@ def test_term_equals_equation(name: str) -> None:
     torch.testing.assert_close(term.loss.detach(), values, **DOUBLE)
     torch.testing.assert_close(gradient, wanted, **DOUBLE)
     if name != "dro":
-        assert torch.equal(
-            gradient[tokens.advantages == 0], torch.zeros(int((tokens.advantages == 0).sum()), dtype=torch.float64)
-        )
+        assert torch.equal(gradient[tokens.advantages == 0], torch.zeros(int((tokens.advantages == 0).sum()), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_asymmetric", "ppo_dual"])

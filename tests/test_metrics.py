@@ -178,7 +178,8 @@ def test_missing_wandb_names_the_command(tmp_path, monkeypatch):
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     with MetricsWriter(tmp_path, MetricsConfig(tensorboard=True), 2, True) as writer:
         for step in (3, 4):
             writer.write(row(step, reward__mean=step / 8))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.model.attention import PackedSequences, TorchAttention, pack
-from megatron_rl.packing import LossInputs, pack_microbatch
-from megatron_rl.types import BatchFacts, MicroBatch, Sample
+from megatron_rl.packing import pack_microbatch
+from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 from tests.reference import make_samples
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -203,9 +203,7 @@ def test_sample_without_loss_token_packs() -> None:
 def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
     """A middle stage holds no rows at all, and its positions and bounds are those of the others."""
     samples = make_samples(4, seed=3)
-    whole, found = (
-        run_pack(samples, [2, 0], pad_multiple=4, needs_tokens=f, needs_loss=x) for f, x in ((True, True), (first, last))
-    )
+    whole, found = (run_pack(samples, [2, 0], pad_multiple=4, needs_tokens=f, needs_loss=x) for f, x in ((True, True), (first, last)))
     if not (first or last):
         microbatch = MicroBatch(samples=np.array([2, 0]))
         found = pack_microbatch(

@@ -172,9 +172,7 @@ def test_pads_count_against_the_cap() -> None:
     """Four sequences of 9 tokens are 36, under a cap of 40; padded to 16 they are 64 and need two micro-batches."""
     lengths, members = np.full(4, 9), [np.arange(4)]
     for multiple, microbatches in ((1, 1), (16, 2)):
-        plan = plan_steps(
-            "train", members, lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=40, pad_multiple=multiple), drops=True
-        )
+        plan = plan_steps("train", members, lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=40, pad_multiple=multiple), drops=True)
         assert len(plan.mini_batches[0].filler_microbatches) == microbatches
 
 
@@ -200,24 +198,17 @@ def test_fingerprint_sees_every_field() -> None:
         changed = dataclasses.replace(base, mini_batches=(dataclasses.replace(one, **{name: value}),))
         seen.add(changed.fingerprints()[0])
     assert len(seen) == 2 + len(changes)
-    assert {f.name for f in dataclasses.fields(MiniBatchPlan)} - set(changes) == {
-        "microbatches_dropped"
-    }  # a count for metrics only
+    assert {f.name for f in dataclasses.fields(MiniBatchPlan)} - set(changes) == {"microbatches_dropped"}  # a count for metrics only
 
 
 def test_fingerprint_sees_a_length_that_moves_a_sample() -> None:
     lengths, members = np.array([9, 1, 1, 1]), [np.arange(4)]
-    plans = [
-        plan_steps("train", members, x, np.ones(4, dtype=bool), PlanRules(data_size=2), drops=True)
-        for x in (lengths, lengths[::-1])
-    ]
+    plans = [plan_steps("train", members, x, np.ones(4, dtype=bool), PlanRules(data_size=2), drops=True) for x in (lengths, lengths[::-1])]
     assert plans[0].fingerprints() != plans[1].fingerprints()
 
 
 def test_json_carries_details() -> None:
-    plan = dataclasses.replace(
-        plan_steps("train", [], np.arange(0), np.ones(0, dtype=bool), PlanRules(), drops=True), details={"step": 3}
-    )
+    plan = dataclasses.replace(plan_steps("train", [], np.arange(0), np.ones(0, dtype=bool), PlanRules(), drops=True), details={"step": 3})
     assert StepPlan.from_json(plan.to_json()).details == {"step": 3} and plan.fingerprints() == ()
 
 

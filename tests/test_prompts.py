@@ -158,9 +158,7 @@ def test_bad_rows_name_row_and_columns():
 
 def test_long_prompt_fails_or_is_dropped():
     rows = [{"prompt": "ab"}, {"prompt": "abcde"}, {"prompt": "abc"}]
-    with pytest.raises(
-        ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*max_prompt_tokens.*on_long_prompt=drop"
-    ):
+    with pytest.raises(ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*max_prompt_tokens.*on_long_prompt=drop"):
         make_source(rows, max_prompt_tokens=3)
     source = make_source(rows, max_prompt_tokens=3, on_long_prompt="drop", shuffle=False)
     assert (len(source), source.num_dropped) == (2, 1)

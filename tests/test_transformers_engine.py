@@ -63,9 +63,7 @@ def hf_path(model, tmp_path_factory):
 
 def _engine(hf_path: str, model: Qwen2ForCausalLM | None, **rollout) -> TransformersEngine:
     settings = {"temperature": TEMPERATURE, "max_response_tokens": 12, **rollout}
-    engine = TransformersEngine(
-        hf_path, _tokenizer(), RolloutConfig(**settings), seed=3, dtype=torch.float32, device=torch.device("cpu")
-    )
+    engine = TransformersEngine(hf_path, _tokenizer(), RolloutConfig(**settings), seed=3, dtype=torch.float32, device=torch.device("cpu"))
     if model is not None:
         engine.load_weights(iter(model.state_dict().items()), version=1)
     return engine

@@ -134,8 +134,8 @@ def update(backend, batch, mini_batch, fingerprint: bytes, inputs) -> tuple[floa
 def measure(backend, batch, share: float, given: argparse.Namespace) -> dict:
     """One row of the table: medians over alternating dense and skip updates on the same samples."""
     from megatron_rl.advantage import reduction_weights
-    from megatron_rl.packing import LossInputs
     from megatron_rl.signal import has_signal
+    from megatron_rl.types import LossInputs
 
     values = make_advantages(share, given)
     signal = has_signal(values, batch.facts.loss_tokens)

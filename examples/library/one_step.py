@@ -11,9 +11,8 @@ import numpy as np
 from megatron_rl.advantage import advantages, reduction_weights
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config
-from megatron_rl.packing import LossInputs
 from megatron_rl.signal import has_signal
-from megatron_rl.types import Sample
+from megatron_rl.types import LossInputs, Sample
 
 backend = MegatronBackend(load_config(None, [f"model.hf_path={sys.argv[1]}", "train.samples_per_mini_batch=4", *sys.argv[2:]]))
 rank, world = backend.topology.rank, backend.topology.world_size

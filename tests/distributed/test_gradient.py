@@ -43,7 +43,7 @@ TOPOLOGIES = SMALL + LARGE
 
 def name(topology: tuple) -> str:
     (tensor, pipeline, data), family, extra = topology
-    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{ {SP: '-SP', RECOMPUTE: '-recompute'}.get(extra, '')}"
+    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{ {SP: '-SP', RECOMPUTE: '-recompute'}.get(extra, '') }"
 
 
 @functools.cache
@@ -198,5 +198,3 @@ def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool: Pool, dtype
         for found in pool.run(pipeline * data, bitwise_pairs, 1, pipeline, extra, cut, timeout_s=60):
             assert found["dropped"] > 0 and found["norm"] > 0, found
             assert all(found["equal"])
-
-
