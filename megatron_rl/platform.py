@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
 import os
 import sys
 from dataclasses import dataclass
@@ -79,15 +78,6 @@ class _NoStream:
         return self
 
 
-class _HideTransformerEngine(importlib.abc.MetaPathFinder):
-    """With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name == "transformer_engine" or name.startswith("transformer_engine."):
-            raise ModuleNotFoundError(f"{name} is hidden on a host with no GPU: its modules need CUDA", name=name)
-        return None
-
-
 _FACTORIES = (
     "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "randint", "randn",
     "randperm", "tensor", "zeros", "zeros_like", "as_tensor",
@@ -128,7 +118,9 @@ def _present_cpu_as_cuda() -> None:
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: _NoStream()
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
-    sys.meta_path.insert(0, _HideTransformerEngine())
+    # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error. None here makes
+    # its import fail and find_spec answer that there is none.
+    sys.modules["transformer_engine"] = None
 
 
 def _detect() -> Host:

@@ -222,3 +222,20 @@ def test_failed_import_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     message = doctor.explain_import_error(ImportError("cannot import name 'FusedAdam'"))
     assert "ImportError: cannot import name 'FusedAdam'" in message
     assert "pip uninstall -y apex" in message and "python -m megatron_rl.doctor" in message
+
+
+def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_path):
+    """A half-installed Transformer Engine makes ``import megatron.core`` fail with FileNotFoundError, not ImportError."""
+    broken = tmp_path / "packages" / "megatron" / "core"
+    broken.mkdir(parents=True)
+    (broken.parent / "__init__.py").write_text("")
+    (broken / "__init__.py").write_text("raise FileNotFoundError('no transformer_engine shared object')\n")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(pathlib.Path(__file__).parents[1])])}
+    command = [sys.executable, "-m", "megatron_rl.train", f"model.hf_path={model}", "reward.functions=[arithmetic]"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "FileNotFoundError: no transformer_engine shared object" in done.stderr
+    assert "python -m megatron_rl.doctor" in done.stderr and "Traceback" not in done.stderr
