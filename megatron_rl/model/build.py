@@ -35,6 +35,17 @@ REFUSED_TRANSFORMER_FIELDS = {
     **dict.fromkeys(
         ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization",
          "layernorm_epsilon", "qk_layernorm", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias"), _SHAPE),
+    **dict.fromkeys(
+        ("rotary_interleaved", "layernorm_zero_centered_gamma", "window_size", "softmax_scale", "softmax_type", "multi_latent_attention",
+         "attention_output_gate", "qk_l2_norm", "apply_residual_connection_post_layernorm", "activation_func_clamp_value",
+         "glu_linear_offset", "no_rope_freq", "experimental_attention_variant", "heterogeneous_block_specs"), _SHAPE),
+    **dict.fromkeys(
+        ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        "weights/mapping.py splits the layers evenly over the stages"),
+    **dict.fromkeys(
+        ("defer_embedding_wgrad_compute", "num_microbatches_with_partial_activation_checkpoints", "hybrid_context_parallel",
+         "overlap_moe_expert_parallel_comm"), "it needs a schedule or a finalize that schedule.py does not run"),
     "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
     "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
     "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
