@@ -86,17 +86,19 @@ class MegatronBackend:
         ddp_fields = self._ddp_fields()
         parallel = config.parallel
         self.topology = topology.initialize(
-            tensor=parallel.tensor, pipeline=parallel.pipeline, deadline_s=config.run.deadline_s, seed=config.run.seed
-        )
+            tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline,
+            deadline_s=config.run.deadline_s, seed=config.run.seed,
+        )  # fmt: skip
         if hf_config is None:
             from transformers import AutoConfig
 
             hf_config = AutoConfig.from_pretrained(config.model.hf_path)
         self.hf_config = hf_config
-        model, self.shape = build_model(config, hf_config, self.topology)
-        load_weights(model, self.shape, self.topology, self._reader(weights))
+        models, self.shape = build_model(config, hf_config, self.topology)
+        load_weights(models, self.shape, self.topology, self._reader(weights))
         ddp = DistributedDataParallelConfig(**ddp_fields)
-        self.chunks = [DistributedDataParallel(model.config, ddp, model)]
+        # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
+        self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
         self.schedule = Schedule(self.chunks, self.topology)
         self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
         self.objective = Objective(config.loss)
@@ -104,6 +106,7 @@ class MegatronBackend:
             data_size=self.topology.data_size, pipeline_size=self.topology.pipeline_size, max_tokens=config.plan.max_tokens_per_microbatch,
             samples_per_microbatch=config.plan.samples_per_microbatch, overhead_tokens=config.plan.microbatch_overhead_tokens,
             pad_multiple=self.topology.tensor_size if parallel.sequence_parallel else 1, repack=config.plan.repack,
+            microbatch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         )  # fmt: skip
         self.weight_version = 0
         self.step_index = 0
@@ -276,7 +279,7 @@ class MegatronBackend:
         if self.config.optimizer.distributed and self.topology.data_size > 1:
             raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
         self.optimizer._reduce_gradients()
-        gradients = {name: p.main_grad for name, p in self.chunks[0].module.named_parameters()}
+        gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters()} for chunk in self.chunks]
         return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology)}
 
     # ---- weights ---------------------------------------------------------------------------------------------------
@@ -284,12 +287,15 @@ class MegatronBackend:
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks."""
         self.schedule.gather_parameters()
-        yield from export_weights(dict(self.chunks[0].module.named_parameters()), self.shape, self.topology)
+        yield from export_weights([dict(chunk.module.named_parameters()) for chunk in self.chunks], self.shape, self.topology)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def keep_reference(self) -> None:
         """Keeps the current weights in host memory as the reference policy. Not a collective but for the parameter gather."""
         self.schedule.gather_parameters()
-        self._reference = [p.detach().to("cpu", copy=True) for p in self.chunks[0].module.parameters()]
+        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -297,7 +303,7 @@ class MegatronBackend:
         if self._reference is None:
             raise ValueError("there is no reference policy yet: call keep_reference() first")
         self.schedule.gather_parameters()
-        parameters = list(self.chunks[0].module.parameters())
+        parameters = self._parameters()
         current = [p.detach().clone() for p in parameters]
         try:
             _overwrite(parameters, self._reference)

@@ -63,15 +63,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Degrees of parallelism; data parallel is what is left of the world size."""
+    """Degrees of parallelism; data parallel is what is left of the world size. ``virtual_pipeline``: model chunks per stage."""
 
     tensor: int = 1
     pipeline: int = 1
+    virtual_pipeline: int = 1
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         _at_least("parallel.tensor", self.tensor, 1)
         _at_least("parallel.pipeline", self.pipeline, 1)
+        _at_least("parallel.virtual_pipeline", self.virtual_pipeline, 1)
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline is 1; raise that one"
+            )
         if self.sequence_parallel and self.tensor == 1:
             raise ConfigError("parallel.sequence_parallel=true needs parallel.tensor >= 2 and it is 1; raise it or turn it off")
 

@@ -82,7 +82,8 @@ def _loss_fields(
     positions, targets, flat, sequences, rollout = [], [], [], [], []
     for slot, i in enumerate(microbatch.samples.tolist()):
         row = rows[i]
-        chosen = np.flatnonzero(row.loss_mask)
+        # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose gradient is zero
+        chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
         positions.append(starts[slot] + row.prompt_tokens - 1 + chosen)
         targets.append(row.token_ids[row.prompt_tokens + chosen])
         flat.append(offsets[i] + chosen)
@@ -103,9 +104,8 @@ def _loss_fields(
     }
     if inputs is not None:
         owner = microbatch.samples[sequence_index]
-        alive = 0.0 if microbatch.filler else 1.0
-        fields["advantages"] = floats(inputs.advantages[owner] * alive)
-        fields["weights"] = floats(inputs.weights[owner] * alive)
+        fields["advantages"] = floats(inputs.advantages[owner])
+        fields["weights"] = floats(inputs.weights[owner])
         if inputs.old_logprobs is not None:
             fields["old_logprobs"] = floats(inputs.old_logprobs[flat_index])
         if inputs.reference_logprobs is not None:

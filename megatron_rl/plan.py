@@ -10,6 +10,8 @@ Invariants (``assert_invariants`` in tests/test_plan.py):
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
 8. Data-parallel ranks are within one longest sample of each other in tokens (token cap, with ``repack``).
+9. A rank that runs at all runs a multiple of ``microbatch_multiple`` micro-batches; the fillers that this takes hold one sample
+   that runs anyway, come last on their rank, and count neither as run in 1 and 3 nor as dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ Cut = list[list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """What binds a plan. ``pad_multiple``: each sequence is padded to it (TP under sequence parallelism)."""
+    """What binds a plan.
+
+    pad_multiple: each sequence is padded to it (TP under sequence parallelism). microbatch_multiple: a rank that runs at all runs a
+    multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them).
+    """
 
     data_size: int = 1
     pipeline_size: int = 1
@@ -36,6 +42,7 @@ class PlanRules:
     pad_multiple: int = 1
     overhead_tokens: int = 256
     repack: bool = True
+    microbatch_multiple: int = 1
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
@@ -75,28 +82,38 @@ def plan_steps(
 
 def _plan_mini_batch(members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
     live = members[signal[members]] if drops else members
-    if len(live) == len(members):
-        return _assemble(members, cut(members, padded, rules), dense_microbatches=None)
     dense = cut(members, padded, rules)
-    dense_microbatches = sum(len(x) for x in dense)
-    if rules.repack:
-        return _assemble(members, cut(live, padded, rules), dense_microbatches=dense_microbatches)
-    kept = [[m for m in rank if signal[m].any()] for rank in dense]
-    return _assemble(members, kept, dense_microbatches=dense_microbatches)
+    if len(live) == len(members):
+        kept = dense
+    elif rules.repack:
+        kept = cut(live, padded, rules)
+    else:
+        kept = [[m for m in rank if signal[m].any()] for rank in dense]
+    return _assemble(members, kept, padded, rules, num_dense=sum(_rounded_up(len(rank), rules) for rank in dense))
 
 
-def _assemble(members: np.ndarray, per_rank: Cut, *, dense_microbatches: int | None) -> MiniBatchPlan:
-    flat = [m for rank in per_rank for m in rank]
+def _rounded_up(microbatches: int, rules: PlanRules) -> int:
+    return -(-microbatches // rules.microbatch_multiple) * rules.microbatch_multiple
+
+
+def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> MiniBatchPlan:
+    """Lays the cut out, with fillers where a rank's count must be a multiple: the shortest sample that runs at all, without a loss."""
+    true = [m for rank in per_rank for m in rank]
+    run = np.concatenate(true) if true else np.empty(0, dtype=np.int64)
+    shortest = run[[np.argmin(padded[run])]] if len(run) else run
+    evened = [[*rank, *[shortest] * (_rounded_up(len(rank), rules) - len(rank))] for rank in per_rank]
+    flat = [m for rank in evened for m in rank]
+    filler = [i >= len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]
     order = np.concatenate(flat).astype(np.int64) if flat else np.empty(0, dtype=np.int64)
     return MiniBatchPlan(
         kind=StepKind.REAL if flat else StepKind.GHOST,
         members=np.asarray(members, dtype=np.int64),
-        dropped=np.setdiff1d(members, order).astype(np.int64),
+        dropped=np.setdiff1d(members, run).astype(np.int64),
         order=order,
         microbatch_offsets=np.cumsum([0] + [len(m) for m in flat]).astype(np.int64),
-        rank_offsets=np.cumsum([0] + [len(rank) for rank in per_rank]).astype(np.int64),
-        filler_microbatches=np.zeros(len(flat), dtype=bool),
-        microbatches_dropped=0 if dense_microbatches is None else dense_microbatches - len(flat),
+        rank_offsets=np.cumsum([0] + [len(rank) for rank in evened]).astype(np.int64),
+        filler_microbatches=np.array(filler, dtype=bool),
+        microbatches_dropped=num_dense - len(flat),
     )
 
 
@@ -131,12 +148,13 @@ def _pack(share: np.ndarray, padded: np.ndarray, rules: PlanRules) -> list[np.nd
         return []
     tokens = padded[share]
     low = max(1, -(-int(tokens.sum()) // rules.max_tokens))
-    count = min(max(low, _pipeline_microbatches(int(tokens.sum()), rules)), len(share))
+    # a multiple where there are samples for it: a filler is a forward that trains nothing
+    count = min(_rounded_up(max(low, _pipeline_microbatches(int(tokens.sum()), rules)), rules), len(share))
     while True:
         bins = [b for b in _balance(share, padded, count) if len(b)]
         if all(len(b) == 1 or padded[b].sum() <= rules.max_tokens for b in bins):
             return sorted(bins, key=lambda b: int(b[0]))
-        count = min(count + max(1, count // 16), len(share))
+        count = min(_rounded_up(count + max(1, count // 16), rules), len(share))
 
 
 def _pipeline_microbatches(tokens: int, rules: PlanRules) -> int:

@@ -91,7 +91,7 @@ class Schedule:
                 held.enter_context(torch.no_grad())
             return self.run_schedule(
                 forward_step_func=partial(_forward_step, loss=loss),
-                data_iterator=iter(microbatches),
+                data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
                 seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)

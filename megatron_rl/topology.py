@@ -29,6 +29,7 @@ class Topology:
     tensor_size: int
     pipeline_rank: int
     pipeline_size: int
+    virtual_size: int
     data_rank: int
     data_size: int
     tensor_group: dist.ProcessGroup
@@ -63,7 +64,13 @@ class Topology:
 
 
 def initialize(
-    *, tensor: int = 1, pipeline: int = 1, deadline_s: float = 1800.0, seed: int = 0, init_method: str | None = None
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    deadline_s: float = 1800.0,
+    seed: int = 0,
+    init_method: str | None = None,
 ) -> Topology:
     """Joins the world (where that has not happened) and builds Megatron's groups. Every group has ``deadline_s`` as time-out.
 
@@ -88,7 +95,10 @@ def initialize(
         )
     # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, distributed_timeout_minutes=deadline_s / 60
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+        distributed_timeout_minutes=deadline_s / 60,
     )
     # On a CPU there are no CUDA generators: a tracker whose forks do nothing. Dropout is refused elsewhere.
     if HOST.is_cuda:
@@ -110,6 +120,7 @@ def current() -> Topology:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),

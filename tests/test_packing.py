@@ -181,13 +181,13 @@ def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
     assert found.old_logprobs.tolist() == [-0.0, -2.0] and found.rollout_logprobs.tolist() == [-1.0, -3.0]
 
 
-def test_filler_runs_the_same_tokens_with_every_weight_zero() -> None:
+def test_filler_runs_the_same_tokens_and_has_no_loss_token() -> None:
     samples = make_samples(4, seed=2)
     real, filler = run_pack(samples, [1, 3]), run_pack(samples, [1, 3], filler=True)
-    zeros = torch.zeros(len(real.targets))
-    assert torch.equal(filler.advantages, zeros) and torch.equal(filler.weights, zeros) and (real.weights != 0).all()
-    for name in ("tokens", "position_ids", "loss_positions", "targets", "sequences", "old_logprobs"):
+    for name in ("tokens", "position_ids"):
         assert torch.equal(getattr(filler, name), getattr(real, name))
+    for name in ("loss_positions", "targets", "sequences", "old_logprobs", "advantages", "weights"):
+        assert len(getattr(filler, name)) == 0 < len(getattr(real, name))
 
 
 def test_sample_without_loss_token_packs() -> None:

@@ -48,6 +48,7 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
         data_size=draw(st.integers(1, 8)), pipeline_size=draw(st.integers(1, 8)), samples_per_microbatch=draw(sizes),
         max_tokens=draw(st.sampled_from([1, 33, 64, 257, 8192])), pad_multiple=draw(st.sampled_from([1, 2, 8])),
         overhead_tokens=draw(st.sampled_from([0, 1, 20, 256])), repack=draw(st.booleans()) if repack is None else repack,
+        microbatch_multiple=draw(st.sampled_from([1, 1, 2, 4])),
     )  # fmt: skip
     samples = random.permutation(count) if draw(st.booleans()) else np.arange(count)
     return Case(
@@ -57,12 +58,24 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
 
 
 def microbatches_of(plan: MiniBatchPlan, data_size: int) -> list[list[list[int]]]:
-    """Per data-parallel rank, its micro-batches, each the samples in it; what the ranks will iterate over."""
-    per_rank = [[m.samples.tolist() for m in plan.microbatches(rank)] for rank in range(data_size)]
+    """Per data-parallel rank, its micro-batches without fillers, each the samples in it; what the ranks will iterate over."""
+    per_rank = [[*plan.microbatches(rank)] for rank in range(data_size)]
     for rank, microbatches in enumerate(per_rank):
-        assert plan.rank_samples(rank).tolist() == [i for m in microbatches for i in m]
+        assert plan.rank_samples(rank).tolist() == [i for m in microbatches for i in m.samples.tolist()]
         assert plan.num_microbatches[rank] == len(microbatches)
-    return per_rank
+    return [[m.samples.tolist() for m in rank if not m.filler] for rank in per_rank]
+
+
+def assert_fillers(plan: MiniBatchPlan, rules: PlanRules) -> None:
+    """Invariant 9: a rank that runs runs a multiple; fillers come last, hold one member each, and are no more than it takes."""
+    assert len(plan.filler_microbatches) == plan.num_microbatches.sum()
+    for rank in range(rules.data_size):
+        run = [*plan.microbatches(rank)]
+        fillers = [m for m in run if m.filler]
+        assert len(run) % rules.microbatch_multiple == 0 and len(fillers) < rules.microbatch_multiple
+        assert [m.filler for m in run] == [False] * (len(run) - len(fillers)) + [True] * len(fillers)
+        assert all(len(m.samples) == 1 and m.samples[0] in plan.members and m.samples[0] not in plan.dropped for m in fillers)
+        assert len(fillers) < len(run) or not run
 
 
 def assert_invariants(plan: StepPlan, case: Case) -> None:
@@ -96,8 +109,8 @@ def assert_invariants(plan: StepPlan, case: Case) -> None:
         if rules.samples_per_microbatch is None and (rules.repack or len(ran) == len(members)):  # 8
             loads = [sum(int(padded[i]) for m in rank for i in m) for rank in per_rank]
             assert max(loads) - min(loads) <= max((int(padded[i]) for i in ran), default=0)
-        assert planned.microbatches_dropped == sum(map(len, dense_per_rank)) - len(flat)
-        assert not planned.filler_microbatches.any() and len(planned.filler_microbatches) == len(flat)
+        assert planned.microbatches_dropped == dense_one.num_microbatches.sum() - planned.num_microbatches.sum()
+        assert_fillers(planned, rules)  # 9
     assert_fingerprint_invariant(plan, case)  # 6
 
 

@@ -99,7 +99,7 @@ class Bench:
     def weights(self) -> dict[str, torch.Tensor]:
         """As they are: ``backend.export`` gathers first, and would mend what is looked for here."""
         parameters = dict(self.backend.chunks[0].module.named_parameters())
-        tensors = export_weights(parameters, self.backend.shape, self.backend.topology)
+        tensors = export_weights([parameters], self.backend.shape, self.backend.topology)
         return {name: x.float().cpu().clone() for name, x in tensors}
 
 
@@ -114,7 +114,7 @@ def whole_gradient(backend: MegatronBackend) -> dict[str, torch.Tensor]:
             mine = bucket.grad_data.chunk(place.data_size)[place.data_rank].clone()
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=place.data_group)
     gradients = {name: p.main_grad for name, p in backend.chunks[0].module.named_parameters()}
-    return {name: x.clone() for name, x in export_weights(gradients, backend.shape, place)}
+    return {name: x.clone() for name, x in export_weights([gradients], backend.shape, place)}
 
 
 @contextlib.contextmanager

@@ -48,11 +48,12 @@ REFUSED_TRANSFORMER_FIELDS = {
          "overlap_moe_expert_parallel_comm"), "it needs a schedule or a finalize that schedule.py does not run"),
     "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
     "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
+    "virtual_pipeline_model_parallel_size": _SECTION.format("parallel.virtual_pipeline"),
+    "microbatch_group_size_per_vp_stage": "the planner cuts micro-batches for groups of parallel.pipeline",
     "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _SECTION.format("model.dtype")),
     **dict.fromkeys(
-        ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size", "num_moe_experts",
-         "mtp_num_layers"),
+        ("context_parallel_size", "expert_model_parallel_size", "num_moe_experts", "mtp_num_layers"),
         "this version runs dense models under tensor, pipeline, sequence and data parallelism"),
 }  # fmt: skip
 
@@ -90,7 +91,7 @@ class ModelShape:
         return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
 
 
-def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_spec: str) -> ModelShape:
+def model_shape(hf_config: Any, *, tensor_size: int, stages: int, layer_spec: str) -> ModelShape:
     """Reads a Hugging Face config (Qwen2/2.5, Qwen3, Llama); ConfigError names what cannot be expressed or divided."""
     family = hf_config.model_type
     if family not in FAMILIES:
@@ -113,8 +114,10 @@ def model_shape(hf_config: Any, *, tensor_size: int, pipeline_size: int, layer_s
             raise ConfigError(
                 f"parallel.tensor={tensor_size} does not divide {name}={count} of {hf_config.name_or_path or family}; use a divisor"
             )
-    if layers % pipeline_size:
-        raise ConfigError(f"parallel.pipeline={pipeline_size} does not divide num_hidden_layers={layers}; use a divisor")
+    if layers % stages:
+        raise ConfigError(
+            f"parallel.pipeline x parallel.virtual_pipeline = {stages} does not divide num_hidden_layers={layers}; use a divisor"
+        )
     head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
     vocab = hf_config.vocab_size
     return ModelShape(
@@ -161,7 +164,9 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         calculate_per_token_loss=True, variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
-        deterministic_mode=False,
+        virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
+        # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
+        overlap_p2p_comm=topology.virtual_size > 1, batch_p2p_comm=topology.virtual_size == 1,
     )  # fmt: skip
     fields.update(given)
     try:
@@ -170,27 +175,36 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={given}: {error}") from error
 
 
-def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[GPTModel, ModelShape]:
-    """This rank's stage of the model, weights not yet loaded (they hold no meaning until weights/mapping loads them)."""
+def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[list[GPTModel], ModelShape]:
+    """This rank's chunks of the model (one, or ``parallel.virtual_pipeline`` under the interleaved schedule).
+
+    Weights are not yet loaded: they hold no meaning until weights/export loads them.
+    """
     kind = choose_layer_spec(config.model.layer_spec, config.model.dtype)
-    shape = model_shape(hf_config, tensor_size=topology.tensor_size, pipeline_size=topology.pipeline_size, layer_spec=kind)
+    stages = topology.pipeline_size * topology.virtual_size
+    shape = model_shape(hf_config, tensor_size=topology.tensor_size, stages=stages, layer_spec=kind)
     transformer = transformer_config(shape, hf_config, config, topology)
-    model = GPTModel(
-        transformer,
-        block_spec(transformer, kind, shape.num_layers // topology.pipeline_size),
-        vocab_size=shape.padded_vocab_size,
-        max_sequence_length=shape.context_tokens,
-        pre_process=topology.is_first_stage,
-        post_process=topology.is_last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope",
-    )
-    model.model_type = ModelType.encoder_or_decoder
-    # Megatron hard-codes llama3's four constants; the Hugging Face config's own are taken instead.
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
-    _mark_tensor_parallel(model)
-    return model.to(HOST.device), shape
+    spec = block_spec(transformer, kind, shape.num_layers // stages)
+    frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
+    chunks = []
+    for chunk in range(topology.virtual_size):
+        model = GPTModel(
+            transformer,
+            spec,
+            vocab_size=shape.padded_vocab_size,
+            max_sequence_length=shape.context_tokens,
+            pre_process=topology.is_first_stage and chunk == 0,
+            post_process=topology.is_last_stage and chunk == topology.virtual_size - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            vp_stage=chunk if topology.virtual_size > 1 else None,
+        )
+        model.model_type = ModelType.encoder_or_decoder
+        model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+        _mark_tensor_parallel(model)
+        chunks.append(model.to(HOST.device))
+    return chunks, shape
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -76,10 +76,15 @@ class HuggingFaceReader:
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, shape: Shape, topology: Topology, reader: WeightReader) -> None:
-    """Fills this stage's parameters. Raises where a tensor is missing, has another shape, or a parameter is left over."""
-    parameters = dict(model.named_parameters())
-    for bucket in stage_buckets(shape, topology.pipeline_rank, topology.pipeline_size):
+def load_weights(chunks: Sequence[torch.nn.Module], shape: Shape, topology: Topology, reader: WeightReader) -> None:
+    """Fills this rank's chunks. Raises where a tensor is missing, has another shape, or a parameter is left over."""
+    for number, chunk in enumerate(chunks):
+        _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader)
+
+
+def _load_chunk(chunk: torch.nn.Module, stage: int, shape: Shape, topology: Topology, reader: WeightReader) -> None:
+    parameters = dict(chunk.named_parameters())
+    for bucket in stage_buckets(shape, stage, topology.pipeline_size * topology.virtual_size):
         for entry in bucket:
             for name in entry.hf:
                 if reader.size(name) != hf_size(shape, name):
@@ -93,29 +98,30 @@ def load_weights(model: torch.nn.Module, shape: Shape, topology: Topology, reade
 
 
 @torch.no_grad()
-def export_weights(parameters: Mapping[str, torch.Tensor], shape: Shape, topology: Topology) -> Iterator[tuple[str, torch.Tensor]]:
+def export_weights(chunks: Sequence[Mapping[str, torch.Tensor]], shape: Shape, topology: Topology) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor under its Hugging Face name, whole, on every rank, one layer's memory at a time.
 
     A collective over the model-parallel group: each stage in turn gathers a bucket over its tensor ranks and hands it to all.
-    parameters: this rank's, by Megatron name, or tensors of the same shapes (gradients).
+    chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients).
     The iterator must be run to its end on all ranks. Parameters must be gathered before (backend.export does).
     """
-    example = next(iter(parameters.values()))
-    ranks = topology.tensor_size
-    for stage in range(topology.pipeline_size):
-        for bucket in stage_buckets(shape, stage, topology.pipeline_size):
+    example = next(iter(chunks[0].values()))
+    ranks, stages = topology.tensor_size, topology.pipeline_size * topology.virtual_size
+    for stage in range(stages):
+        chunk, owner = divmod(stage, topology.pipeline_size)
+        for bucket in stage_buckets(shape, stage, stages):
             if bucket == (TIED_HEAD,):
                 continue
             sizes = [shard_size(entry, shape, ranks) for entry in bucket]
             flat = torch.empty(ranks, sum(math.prod(x) for x in sizes), dtype=example.dtype, device=example.device)
-            if stage == topology.pipeline_rank:
-                local = torch.cat([parameters[entry.megatron].detach().reshape(-1) for entry in bucket])
+            if owner == topology.pipeline_rank:
+                local = torch.cat([chunks[chunk][entry.megatron].detach().reshape(-1) for entry in bucket])
                 if ranks > 1:
                     dist.all_gather_into_tensor(flat.view(-1), local, group=topology.tensor_group)
                 else:
                     flat[0] = local
             if topology.pipeline_size > 1:
-                dist.broadcast(flat, dist.get_global_rank(topology.pipeline_group, stage), group=topology.pipeline_group)
+                dist.broadcast(flat, dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group)
             offset = 0
             for entry, size in zip(bucket, sizes, strict=True):
                 count = math.prod(size)

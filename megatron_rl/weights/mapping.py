@@ -86,7 +86,9 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
 
 
 def stage_buckets(shape: Shape, stage: int, num_stages: int) -> Iterator[tuple[Entry, ...]]:
-    """The parameters of one pipeline stage under full names, one bucket per layer, in an order that every rank derives alike.
+    """The parameters of one model chunk under full names, one bucket per layer, in an order that every rank derives alike.
+
+    stage counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
 
     A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice (``export`` skips it).
     """

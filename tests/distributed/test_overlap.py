@@ -75,7 +75,7 @@ def walk(rig: Rig, patterns: list[str]) -> tuple[list[torch.Tensor], dict[str, i
 def replicas_differ(rig: Rig) -> float:
     """The largest difference of a parameter over data-parallel ranks, as they stand: nothing is gathered first."""
     group, worst = rig.backend.topology.data_group, 0.0
-    for parameter in rig.backend.chunks[0].module.parameters():
+    for parameter in [p for chunk in rig.backend.chunks for p in chunk.module.parameters()]:
         high, low = parameter.detach().clone(), parameter.detach().clone()
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
@@ -96,9 +96,11 @@ def overlap_run(rank: int, world: int, pipeline: int, ddp: tuple[str, ...], patt
         }
 
 
-def plain_and_overlapped(rank: int, world: int, pipeline: int, ddp: tuple[str, ...], patterns: list[str]) -> dict[str, object]:
-    wanted = overlap_run(rank, world, pipeline, PLAIN, patterns)
-    found = overlap_run(rank, world, pipeline, ddp, patterns)
+def plain_and_overlapped(rank: int, world: int, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str]) -> dict[str, object]:
+    pipeline, virtual = stages
+    chunks = (f"parallel.virtual_pipeline={virtual}",)
+    wanted = overlap_run(rank, world, pipeline, PLAIN + chunks, patterns)
+    found = overlap_run(rank, world, pipeline, ddp + chunks, patterns)
     return {
         "weights equal": all(torch.equal(found["weights"][k], x) for k, x in wanted["weights"].items()),
         "logprobs equal": torch.equal(found["logprobs"], wanted["logprobs"]),
@@ -108,11 +110,11 @@ def plain_and_overlapped(rank: int, world: int, pipeline: int, ddp: tuple[str, .
 
 
 @pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_reduce", "overlap_param_gather"])
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(pool: Pool, pipeline: int, ddp: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (2, 2)], ids=["PP1", "PP2", "PP2-VPP2"])
+def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]) -> None:
     """67 steps that hold every triple of patterns, log-prob passes between: bitwise, as two addends have one sum."""
     patterns = [ALL, *every_triple()]  # a ghost may be the very first step, too
-    results = pool.run(2 * pipeline, plain_and_overlapped, pipeline, ddp, patterns, timeout_s=90)
+    results = pool.run(2 * stages[0], plain_and_overlapped, stages, ddp, patterns, timeout_s=120)
     for rank, found in enumerate(results):
         assert found["weights equal"] and found["logprobs equal"], found
         assert found["differ"] == 0.0 == found["plain differ"], found

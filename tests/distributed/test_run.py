@@ -84,9 +84,9 @@ def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple[str, .
     }
 
 
-@pytest.mark.parametrize("distributed", ["false", "true"])
-def test_run_of_24_steps_equals_dense(pool: Pool, distributed: str) -> None:
-    for found in pool.run(4, skip_against_dense, 2, (f"optimizer.distributed={distributed}",), timeout_s=90):
+@pytest.mark.parametrize("extra", ["optimizer.distributed=false", "optimizer.distributed=true", "parallel.virtual_pipeline=2"])
+def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
+    for found in pool.run(4, skip_against_dense, 2, (extra,), timeout_s=90):
         print({k: v for k, v in found.items() if k in ("error", "largest", "where", "travelled", "silent", "ghosts")})
         assert found["steps"] >= 20 and found["ghosts"] >= 4 and found["silent"] >= 4, found  # else it proves nothing
         assert found["dropped"] > 60 and found["dense dropped"] == 0 and found["travelled"] > 1e-3, found

@@ -76,6 +76,13 @@ def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool: Pool) -> N
         assert all(same for _, same in found.values()), found
 
 
+def test_logprobs_under_interleaved_stages_equal_hugging_face(pool: Pool) -> None:
+    for found in pool.run(2, logprobs_and_export, 1, 2, ("parallel.virtual_pipeline=2",), timeout_s=60):
+        print("PP2 VPP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
 class CountingReader:
     """Adds up the elements that pass through a reader."""
 
@@ -107,7 +114,7 @@ def load_from_files(rank: int, world: int, path: str, tensor: int, pipeline: int
         model, place = backend.chunks[0].module, backend.topology
         exported = {name: tensor.clone() for name, tensor in backend.export()}
         reader = CountingReader(HuggingFaceReader(path))
-        load_weights(model, backend.shape, place, reader)
+        load_weights([model], backend.shape, place, reader)
         shape = backend.shape
         width = shape.padded_vocab_size // place.tensor_size
         real_rows = min(width, shape.vocab_size - place.tensor_rank * width)
