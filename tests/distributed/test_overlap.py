@@ -119,8 +119,8 @@ def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(pool: Pool,
         assert found["weights equal"] and found["logprobs equal"], found
         assert found["differ"] == 0.0 == found["plain differ"], found
         assert found["silent"] > 20 and found["GHOST"] > 10, found
-        if rank < 2:  # Megatron-Core (0.16.1) cuts buckets on the first stage only
-            assert found["buckets"] >= 8, found
+        if rank < 2:  # Megatron-Core (0.16.1) cuts buckets on the first stage's first chunk only: a layer of it under VPP
+            assert found["buckets"] >= (8 if stages[1] == 1 else 6), found
 
 
 def without(rank: int, world: int, planted: str, patterns: list[str]) -> dict[str, object]:
