@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,7 +167,12 @@ class MegatronBackend:
         return plan_steps(purpose, mini_batches, batch.facts.total_tokens, signal, self.rules, drops=drops, merge=merge)
 
     def load_rows(self, batch: Batch, plan: StepPlan) -> None:
-        """Brings the rows that the plan's micro-batches need to the ranks that run them."""
+        """Brings the rows that the plan's micro-batches need to the ranks that run them.
+
+        Ranks compare the plan first: all-to-alls of other sizes than the peer's end in gloo's ``terminate``, without a Python error.
+        """
+        whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
+        check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
         needed = exchange.needed_rows(plan, self.topology)
         batch.rows = exchange.bring_rows(batch.facts, batch.local, needed, self.topology)
 

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,15 +26,20 @@ from megatron_rl.reward.function import Reward
 from megatron_rl.rollout.producer import Produced, Producer, to_sample
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.signal import signal_rule
-from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, Score, StepKind, StepPlan, StepResult
+from megatron_rl.watch import Watch, open_watch
 
 log = logging.getLogger(__name__)
 
 
 class Clock:
-    """Seconds by stage since the last ``take``; the first step of a rollout carries what came before it."""
+    """Seconds by stage since the last ``take``; the first step of a rollout carries what came before it.
 
-    def __init__(self) -> None:
+    enter: told the name of each stage that is measured, a context of its own (``Watch.stage``).
+    """
+
+    def __init__(self, enter: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+        self.enter = enter
         self.restart()
 
     def restart(self) -> None:
@@ -46,11 +51,12 @@ class Clock:
 
     @contextlib.contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        HOST.synchronize()
-        started = time.perf_counter()
-        yield
-        HOST.synchronize()
-        self.add(stage, time.perf_counter() - started)
+        with self.enter(stage):
+            HOST.synchronize()
+            started = time.perf_counter()
+            yield
+            HOST.synchronize()
+            self.add(stage, time.perf_counter() - started)
 
     def take(self) -> dict[str, float]:
         """``time/<stage>_s`` and ``time/step_s`` of this optimizer step; starts the next."""
@@ -81,13 +87,14 @@ class OldLogProbs:
 class Run:
     """Everything a run holds. Methods are collectives unless they say otherwise."""
 
-    def __init__(self, config: Config, backend: MegatronBackend, tokenizer, writer: MetricsWriter, progress: Progress):
+    def __init__(self, config: Config, backend: MegatronBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch):
         self.config = config
         self.backend = backend
         self.tokenizer = tokenizer
         self.writer = writer
         self.progress = progress
-        self.clock = Clock()
+        self.watch = watch
+        self.clock = Clock(watch.stage)
         self.rule = signal_rule(config)
         self.reward = Reward(config.reward) if config.reward.functions else None
         self.prompts = PromptSource(load_rows(config.data.train), tokenizer, config.data, config.run.seed, backend.shape.context_tokens)
@@ -101,7 +108,7 @@ class Run:
             device=HOST.device,
         )
         place = backend.topology
-        self.producer = Producer(self.engine, self.reward.score if self.reward else None, place.rank, place.world_size)
+        self.producer = Producer(self.engine, self._score if self.reward else None, place.rank, place.world_size)
         self.total_steps = total_rl_steps(config)
 
     def _eval_prompts(self) -> list[Prompt]:
@@ -113,6 +120,10 @@ class Run:
             load_rows(given.path, "eval.path"), self.tokenizer, data, self.config.run.seed, self.backend.shape.context_tokens
         )
         return source.next(min(len(source), given.max_prompts or len(source)))
+
+    def _score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        with self.watch.stage("reward"):
+            return self.reward.score(rollouts)
 
     # ---- rollouts and rewards --------------------------------------------------------------------------------------
 
@@ -215,8 +226,9 @@ class Run:
             return {}
         self.sync_weights()
         started = time.perf_counter()
-        produced = self.produce(self.eval_prompts, 1, greedy=True)
-        totals, _ = exchange.gather_scores(produced.scores, produced.places, len(self.config.reward.functions))
+        with self.watch.stage("eval"):
+            produced = self.produce(self.eval_prompts, 1, greedy=True)
+            totals, _ = exchange.gather_scores(produced.scores, produced.places, len(self.config.reward.functions))
         scored = totals[~np.isnan(totals)]
         name, value = f"eval/{self.config.eval.name}/mean@1{suffix}", float(scored.mean()) if len(scored) else 0.0
         log.info("%s after %d steps: %.4f over %d prompts", name, self.backend.step_index, value, len(scored))
@@ -232,7 +244,8 @@ class Run:
         given = self.config.train
         if (last and given.export_last) or (given.export_every and index % given.export_every == 0):
             path = self.config.run.path / "checkpoints" / f"step_{self.backend.step_index}" / "hf"
-            self.backend.save_hugging_face(path, self.tokenizer)
+            with self.watch.stage("export"):
+                self.backend.save_hugging_face(path, self.tokenizer)
             log.info("policy written to %s", path)
 
     # ---- what is written -------------------------------------------------------------------------------------------
@@ -338,10 +351,11 @@ def open_run(config: Config) -> Iterator[Run]:
         MetricsWriter(folder, config.metrics, steps, is_main) as writer,
         Progress(steps, config.metrics.progress and is_main) as progress,
     ):
-        run = Run(config, backend, tokenizer, writer, progress)
-        announce(run)
         try:
-            yield run
+            with open_watch(backend.topology, config.run.deadline_s) as watch:
+                run = Run(config, backend, tokenizer, writer, progress, watch)
+                announce(run)
+                yield run
         finally:
             writer.close()
             if is_main and pathlib.Path(metrics_path).stat().st_size:

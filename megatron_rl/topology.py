@@ -139,16 +139,3 @@ def destroy(*, leave_world: bool = False) -> None:
     parallel_state.destroy_model_parallel()
     if leave_world:
         dist.destroy_process_group()
-
-
-def gather_objects(value: object) -> list:
-    """One value per global rank, on every rank, in rank order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def sum_over_world(values: torch.Tensor) -> torch.Tensor:
-    """Adds a tensor over all ranks, in place, and returns it."""
-    dist.all_reduce(values)
-    return values

@@ -1,0 +1,73 @@
+"""One rank of a run whose rank GUILTY meets a fault in a forward pass: python -m tests.distributed.faulty_rank FAULT GUILTY ARGUMENT…
+
+A process of its own with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun but with nobody who would end the others.
+FAULT: raise, kill (SIGKILL), sleep: in the first training forward · reward: sleeps in its reward · plan: makes a plan of its own ·
+raise_and_stay: as raise, but the process and its sockets live on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import schedule, train
+from tests.reward_functions import parity
+
+SLEEP_S = 600.0  # far beyond every bound of the tests
+
+
+def sleeping_reward(**columns) -> list[float]:
+    """Rank GUILTY_REWARD_RANK sleeps; the others reward as ``parity`` does."""
+    if dist.get_rank() == int(os.environ["GUILTY_REWARD_RANK"]):
+        time.sleep(SLEEP_S)
+    return parity(**columns)
+
+
+def break_forward(fault: str) -> None:
+    forward = schedule._forward_step
+
+    def broken(*args, **kwargs):
+        if torch.is_grad_enabled():  # not a log-prob pass
+            match fault:
+                case "raise" | "raise_and_stay":
+                    raise RuntimeError("planted")
+                case "sleep":
+                    time.sleep(SLEEP_S)
+                case "kill":
+                    time.sleep(1.5)  # so that rank 0's stage has been told
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return forward(*args, **kwargs)
+
+    schedule._forward_step = broken
+
+
+def break_plan() -> None:
+    whole = train.has_signal
+
+    def other(*args, **kwargs):
+        signal_S = whole(*args, **kwargs)
+        signal_S[signal_S.argmax()] = False  # drops a sample that the others run
+        return signal_S
+
+    train.has_signal = other
+
+
+if __name__ == "__main__":
+    fault, guilty, *arguments = sys.argv[1:]
+    os.environ["GUILTY_REWARD_RANK"] = guilty if fault == "reward" else "-1"
+    if os.environ["RANK"] == guilty:
+        break_plan() if fault == "plan" else break_forward(fault)
+    started = time.monotonic()
+    try:
+        code = train.main(arguments)
+    except RuntimeError:
+        if fault == "raise_and_stay":
+            time.sleep(SLEEP_S)
+        raise
+    print(f"main returned {code} after {time.monotonic() - started:.1f} s", flush=True)
+    sys.exit(code)
