@@ -10,8 +10,10 @@ import dataclasses
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -201,5 +203,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process with ``code``. After a failure at once: the run's process groups are still up, closing them could wait for a
+    rank that is gone, and gloo's threads may abort while the interpreter takes itself down, which would replace the exit code."""
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(0)
+
+
+def command_line() -> NoReturn:
+    """``python -m megatron_rl.train``: main, whose unforeseen errors end the process as its foreseen ones do."""
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 (printed whole, and the process ends)
+        traceback.print_exc()
+        code = EXIT_FAILED
+    leave(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line()

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ if __name__ == "__main__":
     except RuntimeError:
         if fault == "raise_and_stay":
             time.sleep(SLEEP_S)
-        raise
+        traceback.print_exc()
+        code = 1
     print(f"main returned {code} after {time.monotonic() - started:.1f} s", flush=True)
-    sys.exit(code)
+    train.leave(code)
