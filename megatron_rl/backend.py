@@ -253,9 +253,9 @@ class MegatronBackend:
             total, sums = objective(microbatch, logprobs, entropy)
             return total, {"sums": sums}
 
-        for kept in self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), loss, forward_only=False):
-            if self.topology.reports_loss:
-                self._sums += kept["sums"].cpu()
+        kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), loss, forward_only=False)
+        if kept and self.topology.reports_loss:
+            self._sums += torch.stack([each["sums"] for each in kept]).sum(0).cpu()  # one copy to the host per step
 
     def zero_grad(self) -> None:
         """Throws away what ``forward_backward`` has accumulated. ``optim_step`` ends with it; not a collective."""
