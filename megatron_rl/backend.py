@@ -87,8 +87,8 @@ class MegatronBackend:
         ddp_fields = self._ddp_fields()
         parallel = config.parallel
         self.topology = topology.initialize(
-            tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline,
-            deadline_s=config.run.deadline_s, seed=config.run.seed,
+            tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
+            expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=config.run.deadline_s, seed=config.run.seed,
         )  # fmt: skip
         if hf_config is None:
             from transformers import AutoConfig
@@ -106,8 +106,9 @@ class MegatronBackend:
         self.rules = PlanRules(
             data_size=self.topology.data_size, pipeline_size=self.topology.pipeline_size, max_tokens=config.plan.max_tokens_per_microbatch,
             samples_per_microbatch=config.plan.samples_per_microbatch, overhead_tokens=config.plan.microbatch_overhead_tokens,
-            pad_multiple=self.topology.tensor_size if parallel.sequence_parallel else 1, repack=config.plan.repack,
+            pad_multiple=self._pad_multiple(), repack=config.plan.repack,
             microbatch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+            lockstep_ranks=self.topology.lockstep_replicas, on_long_sample=config.plan.on_long_sample,
         )  # fmt: skip
         self.weight_version = 0
         self.step_index = 0
@@ -115,6 +116,11 @@ class MegatronBackend:
         self._accumulated = False
         self._reference: list[torch.Tensor] | None = None
         self.zero_grad()
+
+    def _pad_multiple(self) -> int:
+        """Each sequence splits into two chunks per context rank; their sum over a micro-batch splits over tensor ranks."""
+        chunks = 2 * self.topology.context_size if self.topology.context_size > 1 else 1
+        return chunks * (self.topology.tensor_size if self.config.parallel.sequence_parallel else 1)
 
     def _ddp_fields(self) -> dict:
         """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be set."""
@@ -282,7 +288,7 @@ class MegatronBackend:
     def gradient(self) -> dict[str, torch.Tensor]:
         """The accumulated gradient under Hugging Face names, whole, reduced. For tests and tools: it consumes the reduction,
         so ``optim_step`` must not follow; call ``zero_grad()``."""
-        if self.config.optimizer.distributed and self.topology.data_size > 1:
+        if self.config.optimizer.distributed and self.topology.data_size * self.topology.context_size > 1:
             raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
         self.optimizer._reduce_gradients()
         gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters()} for chunk in self.chunks]

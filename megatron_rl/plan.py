@@ -32,7 +32,9 @@ class PlanRules:
     """What binds a plan.
 
     pad_multiple: each sequence is padded to it (TP under sequence parallelism). microbatch_multiple: a rank that runs at all runs a
-    multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them).
+    multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them). lockstep_ranks: so many
+    neighbouring data-parallel ranks share experts, and run equally many micro-batches. on_long_sample: what becomes of a sample
+    above ``max_tokens``, a micro-batch of its own or an error.
     """
 
     data_size: int = 1
@@ -43,6 +45,8 @@ class PlanRules:
     overhead_tokens: int = 256
     repack: bool = True
     microbatch_multiple: int = 1
+    lockstep_ranks: int = 1
+    on_long_sample: str = "own_microbatch"
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:

@@ -20,6 +20,9 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random  # is
 class Topology:
     """This process's place among all. Sizes are degrees; ranks count from 0 within their group.
 
+    data_group: the replicas of this shard, context ranks not among them (``data_size`` counts replicas, not processes).
+    expert_group: the ranks that hold one layer's experts between them, the expert's tensor ranks first.
+
     Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3 their stage 1.
     """
 
@@ -32,9 +35,17 @@ class Topology:
     virtual_size: int
     data_rank: int
     data_size: int
+    context_rank: int
+    context_size: int
+    expert_rank: int
+    expert_size: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
 
     @property
@@ -52,15 +63,20 @@ class Topology:
 
     @property
     def reports_loss(self) -> bool:
-        """One rank of each data-parallel replica that holds the loss: last stage, first tensor rank."""
+        """The ranks of a replica whose losses add up to its loss: last stage, first tensor rank, each context rank its tokens."""
         return self.is_last_stage and self.tensor_rank == 0
+
+    @property
+    def lockstep_replicas(self) -> int:
+        """How many neighbouring data-parallel replicas share experts, and with them every all-to-all of a forward pass."""
+        return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     def data_rank_of(self, rank: int) -> int:
         """Data-parallel rank of a global rank under Megatron's default order (tensor, context, expert, data, pipeline)."""
-        return (rank // self.tensor_size) % self.data_size
+        return (rank // (self.tensor_size * self.context_size)) % self.data_size
 
     def pipeline_rank_of(self, rank: int) -> int:
-        return rank // (self.tensor_size * self.data_size)
+        return rank // (self.tensor_size * self.context_size * self.data_size)
 
 
 def initialize(
@@ -68,13 +84,16 @@ def initialize(
     tensor: int = 1,
     pipeline: int = 1,
     virtual_pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
     deadline_s: float = 1800.0,
     seed: int = 0,
     init_method: str | None = None,
 ) -> Topology:
     """Joins the world (where that has not happened) and builds Megatron's groups. Every group has ``deadline_s`` as time-out.
 
-    Raises ConfigError where the world size is no multiple of tensor · pipeline.
+    expert_tensor: None for ``tensor``. Raises ConfigError where the degrees do not divide the world or one another.
     """
     if not dist.is_initialized():
         if "RANK" not in os.environ and init_method is None:
@@ -87,17 +106,16 @@ def initialize(
             dist.init_process_group(HOST.backend, init_method=init_method, timeout=datetime.timedelta(seconds=deadline_s))
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
-    world = dist.get_world_size()
-    if world % (tensor * pipeline):
-        raise ConfigError(
-            f"world size {world} is no multiple of parallel.tensor={tensor} x parallel.pipeline={pipeline} = {tensor * pipeline}; "
-            f"start {tensor * pipeline} processes or a multiple, or lower one of the two"
-        )
+    expert_tensor = expert_tensor or tensor
+    _check_degrees(dist.get_world_size(), tensor, context, pipeline, expert, expert_tensor)
     # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=deadline_s / 60,
     )
     # On a CPU there are no CUDA generators: a tracker whose forks do nothing. Dropout is refused elsewhere.
@@ -109,6 +127,28 @@ def initialize(
         tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: None
         tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
     return current()
+
+
+def _check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:
+    """ConfigError where the dense grid or the experts' grid does not fill the world, or the two do not nest."""
+    dense, sparse = tensor * context, expert * expert_tensor
+    if world % (dense * pipeline):
+        names = f"parallel.tensor={tensor} x parallel.context={context} x parallel.pipeline={pipeline}"
+        raise ConfigError(
+            f"world size {world} is no multiple of {names} = {dense * pipeline}; start {dense * pipeline} processes or a multiple, "
+            "or lower one of them"
+        )
+    if world % (sparse * pipeline):
+        names = f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} x parallel.pipeline={pipeline}"
+        raise ConfigError(
+            f"world size {world} is no multiple of {names} = {sparse * pipeline}; start {sparse * pipeline} processes or a multiple, "
+            "or lower one of them (parallel.expert_tensor is parallel.tensor unless set)"
+        )
+    if sparse % dense and dense % sparse:
+        raise ConfigError(
+            f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} = {sparse} and parallel.tensor={tensor} x "
+            f"parallel.context={context} = {dense}: one must divide the other, or experts straddle replicas; change parallel.expert"
+        )
 
 
 def current() -> Topology:
@@ -123,9 +163,17 @@ def current() -> Topology:
         virtual_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
+        expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
     )
 

@@ -1,12 +1,10 @@
-"""The configuration: one frozen dataclass per stage, composed; YAML and key=value merged by OmegaConf, checked at start.
+"""One frozen dataclass per stage, composed; each checks its own values, and ``ParallelConfig`` those that only make sense together.
 
 Every error is a ConfigError that names the key, the value and the way out. Nothing changes a config after it was built.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import pathlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,17 +61,27 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Degrees of parallelism; data parallel is what is left of the world size. ``virtual_pipeline``: model chunks per stage."""
+    """Degrees of parallelism; data parallel is what is left of the world size. ``virtual_pipeline``: model chunks per stage.
+
+    ``context`` splits each sequence. ``expert`` splits a mixture's experts over ranks that are tensor, context or data parallel
+    elsewhere; ``expert_tensor`` splits each expert (null: as ``tensor``).
+    """
 
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         _at_least("parallel.tensor", self.tensor, 1)
         _at_least("parallel.pipeline", self.pipeline, 1)
         _at_least("parallel.virtual_pipeline", self.virtual_pipeline, 1)
+        _at_least("parallel.context", self.context, 1)
+        _at_least("parallel.expert", self.expert, 1)
+        _at_least("parallel.expert_tensor", self.expert_tensor, 1)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(
                 f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline is 1; raise that one"
@@ -227,6 +235,7 @@ class CorrectionConfig:
 class PlanConfig:
     """How survivors are cut into micro-batches. ``samples_per_microbatch`` (static) replaces the token cap.
 
+    ``on_long_sample``: a sample above the cap gets a micro-batch of its own, or is an error (``fail``).
     ``repack: false`` cuts before the drop and removes whole micro-batches only: bitwise the dense run's gradient.
     """
 
@@ -234,11 +243,13 @@ class PlanConfig:
     samples_per_microbatch: int | None = None
     repack: bool = True
     microbatch_overhead_tokens: int = 256
+    on_long_sample: str = "own_microbatch"
 
     def __post_init__(self) -> None:
         _at_least("plan.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
         _at_least("plan.samples_per_microbatch", self.samples_per_microbatch, 1)
         _at_least("plan.microbatch_overhead_tokens", self.microbatch_overhead_tokens, 0)
+        _choose("plan.on_long_sample", self.on_long_sample, ("own_microbatch", "fail"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,54 +353,3 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-
-
-def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    for key, value in tree.items():
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
-            raise ConfigError(f"unknown config key {prefix}{key} (value {value!r}); the nearest known key is {prefix}{nearest[0]}")
-        section = known[key].default_factory
-        if dataclasses.is_dataclass(section) and isinstance(section, type):
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{prefix}{key}={value!r} must be a section with keys, as in {prefix}{key}.{dataclasses.fields(section)[0].name}"
-                )
-            _check_keys(value, section, f"{prefix}{key}.")
-
-
-def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Defaults, then the YAML file, then ``section.key=value`` overrides. Raises ConfigError, FileNotFoundError."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    layers = []
-    if path is not None:
-        layers.append(OmegaConf.load(path))
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"override {override!r} is not of the form section.key=value")
-    try:
-        layers.append(OmegaConf.from_dotlist(list(overrides)))
-        given = OmegaConf.merge(*layers)
-        if OmegaConf.select(given, "skip.mode") is False:  # YAML reads a bare off as the boolean
-            OmegaConf.update(given, "skip.mode", "off")
-        tree = OmegaConf.to_container(given, resolve=True)
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must hold sections with keys, and it holds a {type(tree).__name__}")
-        _check_keys(tree, Config)
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
-    except OmegaConfBaseException as error:
-        key = error.full_key or ""
-        cause = error.__cause__
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise ConfigError(f"config key {key}: {str(error).splitlines()[0]}") from error
-
-
-def config_to_yaml(config: Config) -> str:
-    """The resolved configuration, every default filled in."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(config))

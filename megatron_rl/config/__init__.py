@@ -1,0 +1,49 @@
+"""The configuration: YAML and key=value over defaults, checked at start, never changed after.
+
+Every error is a ConfigError that names the key, the value and the way out.
+"""
+
+from megatron_rl.config.file import config_to_yaml, load_config
+from megatron_rl.config.sections import (
+    AdvantageConfig,
+    Config,
+    CorrectionConfig,
+    DataConfig,
+    EvalConfig,
+    LossConfig,
+    MegatronConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PlanConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SkipConfig,
+    TrainConfig,
+    WarmupConfig,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "Config",
+    "CorrectionConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LossConfig",
+    "MegatronConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PlanConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SkipConfig",
+    "TrainConfig",
+    "WarmupConfig",
+    "config_to_yaml",
+    "load_config",
+]

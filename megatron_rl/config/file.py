@@ -1,0 +1,61 @@
+"""YAML and key=value merged by OmegaConf into a Config; and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import pathlib
+
+from megatron_rl.config.sections import Config
+from megatron_rl.types import ConfigError
+
+
+def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    for key, value in tree.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
+            raise ConfigError(f"unknown config key {prefix}{key} (value {value!r}); the nearest known key is {prefix}{nearest[0]}")
+        section = known[key].default_factory
+        if dataclasses.is_dataclass(section) and isinstance(section, type):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{prefix}{key}={value!r} must be a section with keys, as in {prefix}{key}.{dataclasses.fields(section)[0].name}"
+                )
+            _check_keys(value, section, f"{prefix}{key}.")
+
+
+def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Defaults, then the YAML file, then ``section.key=value`` overrides. Raises ConfigError, FileNotFoundError."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    layers = []
+    if path is not None:
+        layers.append(OmegaConf.load(path))
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    try:
+        layers.append(OmegaConf.from_dotlist(list(overrides)))
+        given = OmegaConf.merge(*layers)
+        if OmegaConf.select(given, "skip.mode") is False:  # YAML reads a bare off as the boolean
+            OmegaConf.update(given, "skip.mode", "off")
+        tree = OmegaConf.to_container(given, resolve=True)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} must hold sections with keys, and it holds a {type(tree).__name__}")
+        _check_keys(tree, Config)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(f"config key {key}: {str(error).splitlines()[0]}") from error
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration, every default filled in."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
