@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_rl import exchange, topology
 from megatron_rl.config import Config
 from megatron_rl.loss.objective import Objective
+from megatron_rl.model.attention import ContextShard
 from megatron_rl.model.build import build_model
 from megatron_rl.model.logprob import vocab_parallel_logprob
 from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
@@ -102,7 +103,7 @@ class MegatronBackend:
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
         self.schedule = Schedule(self.chunks, self.topology)
         self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
-        self.objective = Objective(config.loss)
+        self.objective = Objective(config.loss, self._sum_over_context)
         self.rules = PlanRules(
             data_size=self.topology.data_size, pipeline_size=self.topology.pipeline_size, max_tokens=config.plan.max_tokens_per_microbatch,
             samples_per_microbatch=config.plan.samples_per_microbatch, overhead_tokens=config.plan.microbatch_overhead_tokens,
@@ -121,6 +122,12 @@ class MegatronBackend:
         """Each sequence splits into two chunks per context rank; their sum over a micro-batch splits over tensor ranks."""
         chunks = 2 * self.topology.context_size if self.topology.context_size > 1 else 1
         return chunks * (self.topology.tensor_size if self.config.parallel.sequence_parallel else 1)
+
+    def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
+        """Adds what each context rank's tokens gave; no gradient passes."""
+        if self.topology.context_size > 1:
+            dist.all_reduce(sums, group=self.topology.context_group)
+        return sums
 
     def _ddp_fields(self) -> dict:
         """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be set."""
@@ -183,11 +190,13 @@ class MegatronBackend:
         batch.rows = exchange.bring_rows(batch.facts, batch.local, needed, self.topology)
 
     def _pack(self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs | None) -> list[PackedMicroBatch]:
+        place = self.topology
+        context = ContextShard(rank=place.context_rank, size=place.context_size, group=place.context_group)
         pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
         return [
             pack_microbatch(
                 microbatch, batch.facts, batch.rows, inputs, pad_multiple=self.rules.pad_multiple, pad_token=max(pad, 0),
-                needs_tokens=self.topology.is_first_stage, needs_loss=self.topology.is_last_stage, device=HOST.device,
+                needs_tokens=self.topology.is_first_stage, needs_loss=self.topology.is_last_stage, device=HOST.device, context=context,
             )
             for microbatch in mini_batch.microbatches(self.topology.data_rank)
         ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""MicroBatch → tensors: sequences laid one after the other (THD), each padded to the plan's multiple, with what the loss needs."""
+"""MicroBatch → tensors: sequences laid one after the other (THD), each padded to the plan's multiple, with what the loss needs.
+
+Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose predicting position is among them.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.model.attention import PackedSequences, pack
+from megatron_rl.model.attention import WHOLE, ContextShard, PackedSequences, context_positions, pack
 from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch:
-    """Device tensors of one micro-batch of T tokens, N of them with loss. Token tensors are None on a middle stage.
+    """Device tensors of this rank's T tokens of one micro-batch, N of them with loss. Token tensors are None on a middle stage.
 
-    tokens, position_ids [1, T] · loss_positions [N] into T, the position whose logits predict the loss token · targets [N] ·
-    flat [N] the token's place in the batch's flat response array (host) · sequences [N] · advantages, weights, old_logprobs,
-    reference_logprobs, rollout_logprobs [N].
+    positions [T] the tokens' places in the whole micro-batch (host) · tokens, position_ids [1, T] · loss_positions [N] into T, the
+    position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response array (host) ·
+    sequences [N] · advantages, weights, old_logprobs, reference_logprobs, rollout_logprobs [N].
     """
 
     packed: PackedSequences
+    positions: np.ndarray
     position_ids: torch.Tensor
     num_sequences: int
     tokens: torch.Tensor | None
@@ -47,23 +51,28 @@ def pack_microbatch(
     needs_tokens: bool,
     needs_loss: bool,
     device: torch.device,
+    context: ContextShard = WHOLE,
 ) -> PackedMicroBatch:
-    """Packs one micro-batch. ``needs_tokens``: first stage; ``needs_loss``: last stage."""
+    """This rank's part of one micro-batch. ``needs_tokens``: first stage; ``needs_loss``: last stage."""
     samples = microbatch.samples
     true_lengths = facts.total_tokens[samples]
     lengths = -(-true_lengths // pad_multiple) * pad_multiple
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    position_ids = np.concatenate([np.arange(n) for n in lengths])
+    held = context_positions(tuple(lengths.tolist()), context.rank, context.size)
+    position_ids = np.concatenate([np.arange(n) for n in lengths])[held]
     fields: dict[str, object] = {"tokens": None}
     if needs_tokens:
         tokens = np.full(starts[-1], pad_token, dtype=np.int64)
         for start, i in zip(starts[:-1], samples.tolist(), strict=True):
             tokens[start : start + len(rows[i].token_ids)] = rows[i].token_ids
-        fields["tokens"] = torch.from_numpy(tokens)[None].to(device, non_blocking=True)
+        fields["tokens"] = torch.from_numpy(tokens[held])[None].to(device, non_blocking=True)
     if needs_loss:
-        fields.update(_loss_fields(microbatch, facts, rows, inputs, starts, device))
+        local = np.full(starts[-1], -1)
+        local[held] = np.arange(len(held))
+        fields.update(_loss_fields(microbatch, facts, rows, inputs, starts, local, device))
     return PackedMicroBatch(
-        packed=pack(tuple(lengths.tolist()), device),
+        packed=pack(tuple(lengths.tolist()), device, context),
+        positions=held,
         position_ids=torch.from_numpy(position_ids)[None].to(device, non_blocking=True),
         num_sequences=len(samples),
         **fields,
@@ -76,15 +85,19 @@ def _loss_fields(
     rows: Mapping[int, Sample],
     inputs: LossInputs | None,
     starts: np.ndarray,
+    local: np.ndarray,
     device: torch.device,
 ) -> dict[str, object]:
+    """local: int64, for each position of the whole micro-batch its place on this rank, −1 where another context rank holds it."""
     offsets = facts.response_offsets
     positions, targets, flat, sequences, rollout = [], [], [], [], []
     for slot, i in enumerate(microbatch.samples.tolist()):
         row = rows[i]
         # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose gradient is zero
         chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
-        positions.append(starts[slot] + row.prompt_tokens - 1 + chosen)
+        places = local[starts[slot] + row.prompt_tokens - 1 + chosen]
+        chosen, places = chosen[places >= 0], places[places >= 0]
+        positions.append(places)
         targets.append(row.token_ids[row.prompt_tokens + chosen])
         flat.append(offsets[i] + chosen)
         sequences.append(np.full(len(chosen), slot))

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.model.attention import PackedSequences, TorchAttention, pack
+from megatron_rl.model import attention
+from megatron_rl.model.attention import ContextShard, PackedSequences, TorchAttention, context_positions, pack
 from megatron_rl.packing import pack_microbatch
 from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 from tests.reference import make_samples
@@ -55,17 +56,17 @@ def test_pack_equals_naive(lengths: list[int]) -> None:
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds and packed.cu_seqlens_q.dtype == torch.int32
     assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
     assert packed.lengths == tuple(lengths)
-    rows = [row for bucket in packed.buckets for row in bucket.tolist()]
+    rows = [row for bucket in packed.buckets for row in bucket.queries.tolist()]
     wanted = {start: list(range(start, start + n)) for start, n in zip(bounds, lengths, strict=False)}
     assert sorted(row[0] for row in rows) == sorted(wanted)
     for row in rows:
         own = wanted[row[0]]
         assert row == own + [own[-1]] * (len(row) - len(own))
-    gathered = torch.cat([bucket.flatten() for bucket in packed.buckets])
+    gathered = torch.cat([bucket.queries.flatten() for bucket in packed.buckets])
     assert torch.equal(gathered[packed.scatter], torch.arange(sum(lengths)))
     for bucket in packed.buckets:
-        true = [len(wanted[row[0]]) for row in bucket.tolist()]
-        assert bucket.shape[1] == max(true) and min(true) * 4 >= max(true) * 3  # at most a quarter of a row is pad
+        true = [len(wanted[row[0]]) for row in bucket.queries.tolist()]
+        assert bucket.queries.shape[1] == max(true) and min(true) * 4 >= max(true) * 3  # at most a quarter of a row is pad
 
 
 def make_attention(scale: float | None = None) -> TorchAttention:
@@ -108,22 +109,78 @@ def test_packed_attention_equals_sdpa_bit_by_bit_where_nothing_is_padded() -> No
     assert torch.equal(attend(qkv, (6, 6)), wanted)
 
 
-def test_a_neighbour_changes_nothing() -> None:
+def attend_split(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], size: int) -> torch.Tensor:
+    """What ``size`` context ranks compute of the same tokens, put back in order; the gather is a concatenation."""
+    held = [context_positions(lengths, rank, size) for rank in range(size)]
+    assert sorted(np.concatenate(held).tolist()) == list(range(sum(lengths)))
+    query, key, value = qkv
+    output = torch.empty(sum(lengths), query.shape[1] * query.shape[2], dtype=query.dtype)
+    for rank, mine in enumerate(held):
+        everyone = torch.stack([key, value], dim=1)[np.concatenate(held)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention._GatherContext, "apply", lambda local, group, everyone=everyone: everyone)
+            packed = pack(lengths, CPU, ContextShard(rank=rank, size=size))
+            output[mine] = make_attention()(query[mine], key[mine], value[mine], None, packed_seq_params=packed)
+    return output
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_neighbour_changes_nothing(context: int) -> None:
     """Other numbers in one sequence, NaN among them: output and gradient of every other sequence are bit by bit the same."""
-    lengths = (6, 5, 8, 6)
-    place = torch.arange(25)
-    outside = (place < 6) | (place >= 11)  # all but the second sequence
+    lengths = (8, 4, 8, 4)
+    place = torch.arange(24)
+    outside = (place < 8) | (place >= 12)  # all but the second sequence
 
     def run(disturb: float):
-        q, k, v = (x.detach().clone() for x in make_qkv(25, torch.float32))
+        q, k, v = (x.detach().clone() for x in make_qkv(24, torch.float32))
         for x in (q, k, v):
-            x[6:11] += disturb
+            x[8:12] += disturb
             x.requires_grad_()
-        output = attend((q, k, v), lengths)
+        output = attend((q, k, v), lengths) if context == 1 else attend_split((q, k, v), lengths, context)
         return [output[outside].detach(), *(g[outside] for g in torch.autograd.grad(output[outside].square().sum(), (q, k, v)))]
 
     for disturb in (1.0, 1e4, float("nan")):
         assert all(map(torch.equal, run(0.0), run(disturb)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("lengths", [(8,), (16, 8), (8, 24, 16, 24, 40)])
+def test_context_split_attention_equals_whole(lengths: tuple[int, ...], size: int) -> None:
+    """Zig-zag chunks against gathered keys, output and gradients, in double."""
+    qkv = make_qkv(sum(lengths), torch.float64)
+    coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found, wanted = attend_split(qkv, lengths, size), attend(qkv, lengths)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    for x, y in zip(*(torch.autograd.grad((o * coefficient).sum(), qkv) for o in (found, wanted)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_context_ranks_hold_a_chunk_from_each_end_and_refuse_what_does_not_split() -> None:
+    assert context_positions((4, 8), 0, 2).tolist() == [0, 3, 4, 5, 10, 11]
+    assert context_positions((4, 8), 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
+    with pytest.raises(ValueError, match="6 tokens does not split in 2 x 2 chunks; pad it to a multiple of 4"):
+        context_positions((4, 6), 0, 2)
+
+
+@SETTINGS
+@given(seed=st.integers(0, 50), size=st.sampled_from([1, 2, 4]), count=st.integers(1, 6), filler=st.booleans())
+def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: int, filler: bool) -> None:
+    """Every token and every loss token is on exactly one rank, with the numbers that it has on one rank alone."""
+    samples = make_samples(count, seed=seed)
+    chosen = np.random.default_rng(seed).permutation(count).tolist()
+    whole = run_pack(samples, chosen, pad_multiple=2 * size, filler=filler)
+    parts = [run_pack(samples, chosen, pad_multiple=2 * size, filler=filler, context=ContextShard(rank=r, size=size)) for r in range(size)]
+    tokens, places = torch.empty_like(whole.tokens[0]), torch.empty_like(whole.position_ids[0])
+    for part in parts:
+        tokens[part.positions], places[part.positions] = part.tokens[0], part.position_ids[0]
+        assert part.packed.cu_seqlens_q.tolist() == whole.packed.cu_seqlens_q.tolist()  # Megatron-Core divides them by CP itself
+    assert torch.equal(tokens, whole.tokens[0]) and torch.equal(places, whole.position_ids[0])
+    at = np.concatenate([part.positions[part.loss_positions.numpy()] for part in parts])
+    order = np.concatenate([part.flat for part in parts]).argsort()
+    wanted = whole.flat.argsort()
+    assert at[order].tolist() == whole.loss_positions[wanted].tolist()
+    for name in ("targets", "sequences", "advantages", "weights", "old_logprobs", "reference_logprobs", "rollout_logprobs"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts])[order], getattr(whole, name)[wanted]), name
 
 
 def test_attention_refuses_what_is_not_packed() -> None:

@@ -5,6 +5,9 @@ Every error is a ConfigError that names the key, the value and the way out.
 
 from megatron_rl.config.file import config_to_yaml, load_config
 from megatron_rl.config.sections import (
+    ESTIMATORS,
+    POLICIES,
+    REDUCTIONS,
     AdvantageConfig,
     Config,
     CorrectionConfig,
@@ -26,6 +29,9 @@ from megatron_rl.config.sections import (
 )
 
 __all__ = [
+    "ESTIMATORS",
+    "POLICIES",
+    "REDUCTIONS",
     "AdvantageConfig",
     "Config",
     "CorrectionConfig",

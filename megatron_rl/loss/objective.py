@@ -9,7 +9,7 @@ import torch
 from megatron_rl.config import LossConfig
 from megatron_rl.loss.cross_entropy import cross_entropy
 from megatron_rl.loss.kl import kl_per_token
-from megatron_rl.loss.policy import policy_term
+from megatron_rl.loss.policy import Whole, policy_term, unsplit
 
 
 class LossTokens(Protocol):
@@ -25,10 +25,14 @@ class LossTokens(Protocol):
 
 
 class Objective:
-    """Callables (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens, entropy, kl, clipped, ratio)."""
+    """Callables (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens, entropy, kl, clipped, ratio).
 
-    def __init__(self, config: LossConfig):
+    whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
+    """
+
+    def __init__(self, config: LossConfig, whole: Whole = unsplit):
         self.config = config
+        self.whole = whole
 
     @property
     def trains_entropy(self) -> bool:
@@ -38,7 +42,9 @@ class Objective:
         config = self.config
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
         behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro's quadratic is against μ (semantics §7)
-        term = policy_term(logprobs, behaviour, tokens.advantages, tokens.weights, tokens.sequences, tokens.num_sequences, config)
+        term = policy_term(
+            logprobs, behaviour, tokens.advantages, tokens.weights, tokens.sequences, tokens.num_sequences, config, self.whole
+        )
         loss = term.loss.sum()
         kl = logprobs.new_zeros(())
         if tokens.reference_logprobs is not None:

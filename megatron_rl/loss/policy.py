@@ -6,11 +6,20 @@ not multiplied by the advantage and takes w itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.config import LossConfig
+
+Whole = Callable[[torch.Tensor], torch.Tensor]
+"""Sums over this rank's tokens → sums over all tokens, without gradient."""
+
+
+def unsplit(sums: torch.Tensor) -> torch.Tensor:
+    """Where a rank holds whole sequences its sums are whole."""
+    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +39,13 @@ def policy_term(
     sequences: torch.Tensor,
     num_sequences: int,
     config: LossConfig,
+    whole: Whole = unsplit,
 ) -> PolicyTerm:
     """One of semantics §7's terms.
 
     logprobs, old_logprobs [T] at the sampling temperature (``dro``: the engine's as the old ones) · advantages [T] = w·A ·
     weights [T] = w · sequences [T] int64, the
-    sequence of each token within the micro-batch (``gspo``).
+    sequence of each token within the micro-batch, and ``whole``, which completes its sums where ranks share it (``gspo``).
 
     Example (``ppo``, clip 0.2): ratio 1.5 and w·A = 2 give loss −min(3.0, 1.2·2) = −2.4, clipped.
     """
@@ -46,7 +56,7 @@ def policy_term(
         case "ppo":
             return _clipped(ratio, advantages, low, high, config.dual_clip)
         case "gspo":
-            return _clipped(_sequence_ratio(logprobs, old_logprobs, sequences, num_sequences), advantages, low, high, None)
+            return _clipped(_sequence_ratio(logprobs, old_logprobs, sequences, num_sequences, whole), advantages, low, high, None)
         case "cispo":  # MiniMax-M1, arXiv:2506.13585, eq. 4 and 5
             bounded = ratio.detach().clamp(low, high)
             return PolicyTerm(loss=-bounded * advantages * logprobs, ratio=ratio, clipped=bounded != ratio.detach())
@@ -72,10 +82,12 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: fl
     return PolicyTerm(loss=-objective, ratio=ratio, clipped=clipped)
 
 
-def _sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: torch.Tensor, num_sequences: int) -> torch.Tensor:
+def _sequence_ratio(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: torch.Tensor, num_sequences: int, whole: Whole
+) -> torch.Tensor:
     """GSPO-token (arXiv:2507.18071, eq. 14): the sequence's geometric-mean ratio in value, each token's own in gradient."""
     difference = (logprobs - old_logprobs).detach()
-    total = difference.new_zeros(num_sequences).index_add_(0, sequences, difference)
-    count = difference.new_zeros(num_sequences).index_add_(0, sequences, torch.ones_like(difference))
+    each = torch.stack([difference, torch.ones_like(difference)])
+    total, count = whole(difference.new_zeros(2, num_sequences).index_add_(1, sequences, each))
     mean = (total / count.clamp(min=1)).exp()[sequences]
     return mean * (logprobs - logprobs.detach()).exp()

@@ -1,13 +1,18 @@
-"""Packed sequences for Megatron-Core, and a core attention over torch's SDPA that takes them.
+"""Packed sequences for Megatron-Core, whole or split over context-parallel ranks, and a core attention over torch's SDPA that takes them.
 
-Megatron-Core's own ``DotProductAttention`` refuses packed (THD) input (read, 0.16.1 ``transformer/dot_product_attention.py``).
+Megatron-Core's own ``DotProductAttention`` refuses packed (THD) input and leaves context parallelism to Transformer Engine (read,
+0.16.1 ``transformer/dot_product_attention.py``). Here queries stay where they are and keys and values are gathered: each sequence is
+cut in 2·CP chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on every rank (Megatron-Core's THD
+rotary embedding cuts alike, ``models/common/embeddings/rope_utils.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl import platform  # noqa: F401  (before megatron.core)
@@ -15,58 +20,156 @@ from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextShard:
+    """This rank's place among the context-parallel ranks that share each sequence. ``group``: None where it holds them whole."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+WHOLE = ContextShard()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bucket:
+    """Queries of like length, from B sequences, and the keys that they may see.
+
+    queries: int64 [B, Q] positions among this rank's tokens; a pad repeats its own sequence's last.
+    keys:    int64 [B, K] positions among all ranks' gathered tokens, None where they are the queries' own.
+    mask:    bool [B, 1, Q, K], True where a query sees a key; None for the plain causal triangle of queries on themselves.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron-Core's packed-sequence parameters with the lengths on the host, so that attention asks the device nothing.
 
-    lengths:  padded length of each sequence, in order; they sum to the micro-batch's tokens.
-    buckets:  for each group of sequences of like length, int64 [B, L] token positions to gather; a pad repeats the
-              sequence's own last position, and a causal query never sees what comes after it.
-    scatter:  int64 [T], where each token's output stands in the concatenated bucket outputs.
+    lengths: padded length of each whole sequence, in order; they sum to the micro-batch's tokens over all context ranks.
+    buckets: what attends to what, in few calls with little padding.
+    scatter: int64 [T], where each of this rank's tokens stands in the concatenated bucket outputs.
+    context: the ranks that share the sequences.
     """
 
     lengths: tuple[int, ...] = ()
-    buckets: tuple[torch.Tensor, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
     scatter: torch.Tensor | None = None
+    context: ContextShard = WHOLE
 
 
-def pack(lengths: tuple[int, ...], device: torch.device) -> PackedSequences:
+def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
+    """int64 [T / size]: which of the micro-batch's T positions context rank r holds, in its order: chunks r and 2·size − 1 − r of each
+    sequence's 2·size.
+
+    Raises ValueError where a length does not split in 2·size chunks.
+
+    Example: lengths (4, 8), size 2: rank 0 holds [0, 3, 4, 5, 10, 11], rank 1 holds [1, 2, 6, 7, 8, 9].
+    """
+    if size == 1:
+        return np.arange(sum(lengths))
+    parts, start = [], 0
+    for length in lengths:
+        if length % (2 * size):
+            raise ValueError(f"a sequence of {length} tokens does not split in 2 x {size} chunks; pad it to a multiple of {2 * size}")
+        chunk = length // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            parts.append(start + np.arange(number * chunk, (number + 1) * chunk))
+        start += length
+    return np.concatenate(parts)
+
+
+def pack(lengths: tuple[int, ...], device: torch.device, context: ContextShard = WHOLE) -> PackedSequences:
     """Packed-sequence parameters for sequences laid one after the other.
 
     Example: lengths (2, 3) make cu_seqlens [0, 2, 5] and one bucket [[0, 1, 1], [2, 3, 4]].
     """
     bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    buckets, scatter = _buckets(lengths, bounds.tolist())
+    buckets, scatter = _whole_buckets(lengths) if context.size == 1 else _split_buckets(lengths, context.rank, context.size)
     longest = max(lengths)
     cu_seqlens = bounds.to(device, non_blocking=True)
     return PackedSequences(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest,
-        lengths=lengths, buckets=tuple(x.to(device) for x in buckets), scatter=scatter.to(device),
+        lengths=lengths, buckets=tuple(_on(x, device) for x in buckets), scatter=scatter.to(device), context=context,
     )  # fmt: skip
 
 
-def _buckets(lengths: tuple[int, ...], starts: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Groups sequences so that a group's shortest is at least 3/4 of its longest: few SDPA calls, little padding."""
-    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+def _on(bucket: Bucket, device: torch.device) -> Bucket:
+    if device.type == "cpu":
+        return bucket
+    queries, keys, mask = (x if x is None else x.to(device) for x in (bucket.queries, bucket.keys, bucket.mask))
+    return Bucket(queries=queries, keys=keys, mask=mask)
+
+
+def _alike(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Groups sequences so that a group's shortest is at least 3/4 of its longest."""
     groups: list[list[int]] = []
-    for i in by_length:
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if groups and lengths[i] * 4 >= lengths[groups[-1][0]] * 3:
             groups[-1].append(i)
         else:
             groups.append([i])
+    return groups
+
+
+def _rows(starts: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions start … start + size of each row, [B, widest], a pad repeating the last; and bool [B, widest], True for no pad."""
+    column = torch.arange(int(sizes.max()))[None]
+    return starts[:, None] + torch.minimum(column, sizes[:, None] - 1), column < sizes[:, None]
+
+
+def _whole_buckets(lengths: tuple[int, ...]) -> tuple[list[Bucket], torch.Tensor]:
+    size = torch.tensor(lengths)
+    start = size.cumsum(0) - size
     buckets, scatter, offset = [], torch.empty(sum(lengths), dtype=torch.int64), 0
-    for group in groups:
-        width = lengths[group[0]]
-        size = torch.tensor([lengths[i] for i in group])[:, None]
-        start = torch.tensor([starts[i] for i in group])[:, None]
-        column = torch.arange(width)[None]
-        positions = start + torch.minimum(column, size - 1)
-        inside = column < size
+    for group in _alike(lengths):
+        positions, inside = _rows(start[group], size[group])
         scatter[positions[inside]] = offset + torch.arange(positions.numel()).view_as(positions)[inside]
-        buckets.append(positions)
+        buckets.append(Bucket(queries=positions))
         offset += positions.numel()
     return buckets, scatter
+
+
+def _split_buckets(lengths: tuple[int, ...], rank: int, ranks: int) -> tuple[list[Bucket], torch.Tensor]:
+    """Each of this rank's two chunks of a sequence against that sequence up to the chunk's own end, wherever its keys are held."""
+    order = np.concatenate([context_positions(lengths, peer, ranks) for peer in range(ranks)])
+    gathered_at = torch.from_numpy(np.argsort(order))  # the place of each position in what the gather brings
+    size = torch.tensor(lengths)
+    start, chunk = size.cumsum(0) - size, size // (2 * ranks)
+    local_start = start // ranks
+    buckets, scatter, offset = [], torch.empty(sum(lengths) // ranks, dtype=torch.int64), 0
+    for group in _alike(lengths):
+        for half, number in enumerate((rank, 2 * ranks - 1 - rank)):
+            queries, inside = _rows(local_start[group] + half * chunk[group], chunk[group])
+            keys, _ = _rows(start[group], (number + 1) * chunk[group])
+            place = number * chunk[group][:, None] + torch.arange(queries.shape[1])[None]  # a pad's query sees all: nobody reads it
+            mask = torch.arange(keys.shape[1])[None, None] <= place[:, :, None]
+            scatter[queries[inside]] = offset + torch.arange(queries.numel()).view_as(queries)[inside]
+            buckets.append(Bucket(queries=queries, keys=gathered_at[keys], mask=mask[:, None]))
+            offset += queries.numel()
+    return buckets, scatter
+
+
+class _GatherContext(torch.autograd.Function):
+    """[T, …] of each context rank → [CP·T, …], in rank order; the gradients that every rank's queries give to one's keys add."""
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, ctx.size = group, local.shape
+        gathered = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        local = gradient.new_empty(ctx.size)
+        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.group)
+        return local, None
 
 
 class TorchAttention(torch.nn.Module):
@@ -82,13 +185,21 @@ class TorchAttention(torch.nn.Module):
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_):
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError(f"TorchAttention takes PackedSequences as packed_seq_params, not {type(packed_seq_params).__name__}")
-        grouped = query.shape[1] != key.shape[1]
-        outputs = []
-        for positions in packed_seq_params.buckets:
-            batch, width = positions.shape
-            flat = positions.flatten()
-            q, k, v = (x.index_select(0, flat).view(batch, width, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
-            outputs.append(out.transpose(1, 2).reshape(batch * width, -1))
+        if packed_seq_params.context.size > 1:
+            key, value = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group).unbind(1)
+        outputs = [self._attend(query, key, value, bucket) for bucket in packed_seq_params.buckets]
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return packed.index_select(0, packed_seq_params.scatter)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+        """[B·Q, h·d] of one bucket's queries, pads included."""
+
+        def rows(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return x.index_select(0, positions.flatten()).view(*positions.shape, *x.shape[1:]).transpose(1, 2)
+
+        at = bucket.queries if bucket.keys is None else bucket.keys
+        out = F.scaled_dot_product_attention(
+            rows(query, bucket.queries), rows(key, at), rows(value, at), attn_mask=bucket.mask, is_causal=bucket.mask is None,
+            scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)

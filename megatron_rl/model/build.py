@@ -159,6 +159,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         layernorm_epsilon=hf_config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm,
         tensor_model_parallel_size=topology.tensor_size, pipeline_model_parallel_size=topology.pipeline_size,
+        context_parallel_size=topology.context_size,
         sequence_parallel=config.parallel.sequence_parallel, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=not HOST.is_cuda, perform_initialization=False,
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,

@@ -34,7 +34,11 @@ SP = ("parallel.sequence_parallel=true",)
 RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
 # (tensor, pipeline, data), a family each: tied and untied embeddings, biases, q/k norms, scaled rotary frequencies.
 VPP = ("parallel.virtual_pipeline=2",)
-SMALL = [((1, 1, 1), "qwen3", ()), ((2, 1, 1), "qwen2_tied", SP), ((1, 2, 1), "qwen2_tied", ()), ((1, 1, 2), "llama3_rope", ())]
+CP = ("parallel.context=2",)  # the third degree counts processes: two that share a replica's sequences
+SMALL = [
+    ((1, 1, 1), "qwen3", ()), ((2, 1, 1), "qwen2_tied", SP), ((1, 2, 1), "qwen2_tied", ()), ((1, 1, 2), "llama3_rope", ()),
+    ((1, 1, 2), "llama3_rope", CP),
+]  # fmt: skip
 LARGE = [
     ((2, 2, 1), "qwen3", SP), ((2, 1, 2), "llama", ()), ((1, 2, 2), "qwen2_untied", ()), ((1, 1, 4), "qwen2_tied", ()),
     ((1, 4, 1), "qwen2_tied", ()), ((1, 2, 1), "qwen3", RECOMPUTE),
@@ -45,7 +49,7 @@ TOPOLOGIES = SMALL + LARGE
 
 def name(topology: tuple) -> str:
     (tensor, pipeline, data), family, extra = topology
-    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{ {SP: '-SP', RECOMPUTE: '-recompute', VPP: '-VPP2'}.get(extra, '') }"
+    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{ {SP: '-SP', CP: '-CP2', RECOMPUTE: '-recompute', VPP: '-VPP2'}.get(extra, '') }"
 
 
 @functools.cache
