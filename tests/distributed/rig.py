@@ -16,7 +16,7 @@ from megatron_rl.backend import Batch, LossInputs, MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.signal import has_signal
 from megatron_rl.types import Sample, StepKind, StepPlan, StepResult
-from tests.reference import make_samples, near_policy, tiny_model
+from tests.reference import file_weights, make_samples, near_policy, tiny_model
 
 MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; reference.py's default too
 DEFAULTS = (
@@ -113,12 +113,14 @@ class Rig:
 
 
 @contextlib.contextmanager
-def open_rig(family: str, *overrides: str, samples: int = 0, unique_lengths: bool = False, total_steps: int = 1) -> Iterator[Rig]:
+def open_rig(
+    family: str, *overrides: str, samples: int = 0, unique_lengths: bool = False, total_steps: int = 1, layers: int = 4
+) -> Iterator[Rig]:
     """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it."""
-    hf_config, model = tiny_model(family)
+    hf_config, model = tiny_model(family, layers=layers)
     config = load_config(None, [*DEFAULTS, *overrides])
     try:
-        backend = MegatronBackend(config, hf_config=hf_config, weights=model.state_dict(), total_steps=total_steps)
+        backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model), total_steps=total_steps)
         rig = Rig(backend=backend, model=model)
         if samples:
             rig.take(near_policy(model, make_samples(samples, unique_lengths=unique_lengths)))
