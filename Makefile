@@ -1,6 +1,7 @@
 # Everything starts here: `make quickstart` on a machine with Python >= 3.11 and make. `make help` lists the rest.
 #
 #   PYTHON       the interpreter that makes .venv                        (make install PYTHON=python3.12)
+#   PYTHON_LATEST  the interpreter of `make test-latest`, 3.12 or newer   (make test-latest PYTHON_LATEST=/path/to/python3.12)
 #   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
@@ -9,6 +10,9 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
+PYTHON_LATEST ?= python3.12
+LATEST := .venv-latest
+LATEST_TESTS ?= tests/distributed/test_matrix.py tests/test_passthrough.py tests/test_verify_topology.py
 PYTEST_ARGS ?=
 ACCEPTANCE_ARGS ?=
 
@@ -20,7 +24,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed bench acceptance lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest bench acceptance lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -67,6 +71,17 @@ test-fast: $(STAMP)  ## only tests that need one process and little time
 
 test-distributed: $(STAMP)  ## only tests on several gloo processes
 	python -m pytest tests -m distributed $(PYTEST_ARGS)
+
+test-latest: $(LATEST)/.installed  ## the equality matrix on Python >= 3.12 and megatron-core 0.19.x, in .venv-latest
+	PATH="$(CURDIR)/$(LATEST)/bin:$(CALLED_PATH)" $(LATEST)/bin/python -m pytest $(LATEST_TESTS) $(PYTEST_ARGS)
+
+$(LATEST)/.installed: setup.py $(CONSTRAINTS)
+	@test -x $(LATEST)/bin/python || { export PATH="$(CALLED_PATH)"; \
+	  "$(PYTHON_LATEST)" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' || { \
+	    $(SAY) "'$(PYTHON_LATEST)' is no Python >= 3.12 with venv; name one: make test-latest PYTHON_LATEST=/path/to/python3.12"; exit 1; }; \
+	  echo "making $(LATEST) and installing into it: 5 GB, some minutes, once"; "$(PYTHON_LATEST)" -m venv $(LATEST); }
+	$(LATEST)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	@touch $@
 
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)

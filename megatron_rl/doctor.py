@@ -22,12 +22,14 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megatron_rl.versions import MEGATRON_BELOW, MEGATRON_LEAST, older
+
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 
 # The least version of each package that setup.py asks for; tests/test_doctor.py holds the two together.
 REQUIRED = {
     "torch": "2.6",
-    "megatron-core": "0.16.1",
+    "megatron-core": MEGATRON_LEAST,
     "omegaconf": "2.3",
     "transformers": "5.0",
     "safetensors": "0.4",
@@ -38,7 +40,6 @@ REQUIRED = {
     "psutil": "5.9",
     "tensorboard": "2.16",
 }
-MEGATRON_BELOW = "0.20"
 
 # What is imported, by module; apex is asked for the optimizer that only NVIDIA's has.
 PROBES = {
@@ -105,18 +106,6 @@ class Host(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------- facts
-
-
-def release(version: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" → (2, 13, 0). The `packaging` library may be what is missing."""
-    matched = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in matched.group().split(".")) if matched else ()
-
-
-def older(version: str, bound: str) -> bool:
-    a, b = release(version), release(bound)
-    width = max(len(a), len(b))
-    return a + (0,) * (width - len(a)) < b + (0,) * (width - len(b))
 
 
 def installed_versions() -> dict[str, str]:

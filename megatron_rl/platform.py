@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.utils._device as torch_device
 
+from megatron_rl.versions import check_megatron_core
+
 BF16_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
@@ -96,6 +98,57 @@ def _on_cpu(factory):
     return build
 
 
+def _with_listed_splits(all_to_all_single):
+    """Megatron-Core's token dispatcher hands split sizes as tensors, which NCCL's binding reads and gloo's refuses."""
+
+    @functools.wraps(all_to_all_single)
+    def exchange(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
+        sizes = [x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes)]
+        return all_to_all_single(output, input, *sizes, *args, **kwargs)
+
+    return exchange
+
+
+def _all_gather_uneven(all_gather):
+    """Experts split over tensor ranks gather as many tokens from each as it has; gloo wants equal sizes, and NCCL does not mind."""
+
+    @functools.wraps(all_gather)
+    def gather(tensor_list, tensor, group=None, async_op=False):
+        if len({x.shape for x in tensor_list}) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op, "Megatron-Core (0.16.1, 0.19.2) gathers uneven parts synchronously"
+        _exchange_parts(tensor_list, [tensor] * len(tensor_list), group)
+        return None
+
+    return gather
+
+
+def _reduce_scatter_uneven(reduce_scatter):
+    """The way back of ``_all_gather_uneven``: rank r gets the sum of all ranks' part r, added in rank order."""
+
+    @functools.wraps(reduce_scatter)
+    def scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+        if len({x.shape for x in input_list}) == 1:
+            return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        assert op == torch.distributed.ReduceOp.SUM and not async_op, "Megatron-Core (0.16.1, 0.19.2) adds uneven parts synchronously"
+        parts = [torch.empty_like(output) for _ in input_list]
+        _exchange_parts(parts, input_list, group)
+        output.copy_(torch.stack(parts).sum(0))
+        return None
+
+    return scatter
+
+
+def _exchange_parts(received, sent, group) -> None:
+    """Part i of ``sent`` goes to rank i; ``received`` is filled by rank. Parts differ in their first dimension alone."""
+    incoming = torch.cat([torch.empty_like(x) for x in received])
+    torch.distributed.all_to_all_single(
+        incoming, torch.cat(list(sent)).contiguous(), [len(x) for x in received], [len(x) for x in sent], group=group
+    )
+    for target, part in zip(received, incoming.split([len(x) for x in received]), strict=True):
+        target.copy_(part)
+
+
 def _present_cpu_as_cuda() -> None:
     # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13 ``utils/_device.py``): built after
     # the replacement it would know none, and transformers' from_pretrained would leave rotary frequencies uninitialised.
@@ -118,6 +171,9 @@ def _present_cpu_as_cuda() -> None:
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: _NoStream()
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
+    torch.distributed.all_gather = _all_gather_uneven(torch.distributed.all_gather)
+    torch.distributed.reduce_scatter = _reduce_scatter_uneven(torch.distributed.reduce_scatter)
     # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error. None here makes
     # its import fail and find_spec answer that there is none.
     sys.modules["transformer_engine"] = None
@@ -135,6 +191,7 @@ def _detect() -> Host:
     return Host(device_type="cpu", backend="gloo")
 
 
+check_megatron_core()  # before anything of it is imported: an unknown release may fail to, in its own words
 HOST = _detect()
 
 

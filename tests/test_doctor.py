@@ -134,11 +134,12 @@ def test_requirements_are_those_of_setup_py() -> None:
     assert f"megatron-core>={doctor.REQUIRED['megatron-core']},<{doctor.MEGATRON_BELOW}" in (ROOT / "setup.py").read_text()
 
 
-def test_only_the_standard_library_is_imported_at_module_level() -> None:
-    tree = ast.parse((ROOT / "megatron_rl" / "doctor.py").read_text())
+@pytest.mark.parametrize("file", ["doctor.py", "versions.py"])
+def test_only_the_standard_library_is_imported_at_module_level(file: str) -> None:
+    tree = ast.parse((ROOT / "megatron_rl" / file).read_text())
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+    assert {name.split(".")[0] for name in names - {"megatron_rl.versions"}} <= set(sys.stdlib_module_names)
 
 
 # ------------------------------------------------------------- the real command, on breakage planted ahead of site-packages
@@ -239,3 +240,20 @@ def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_
     assert done.returncode == 1, done.stderr
     assert "FileNotFoundError: no transformer_engine shared object" in done.stderr
     assert "python -m megatron_rl.doctor" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0"])
+@pytest.mark.parametrize("entry", ["trainer", "library"])
+def test_a_release_of_megatron_core_outside_the_range_stops_the_start(tmp_path: pathlib.Path, version: str, entry: str) -> None:
+    """Its metadata says another version; the code behind it is the installed one and would run."""
+    planted = plant(tmp_path / "planted", packages={}, metadata={"megatron-core": version})
+    (tmp_path / "config.json").write_text("{}")
+    trainer = ["-m", "megatron_rl.train", f"model.hf_path={tmp_path}", "reward.functions=[arithmetic]"]
+    command = trainer if entry == "trainer" else ["-c", "import megatron_rl.backend"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(planted), str(pathlib.Path(__file__).parents[1])])}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"megatron-core {version} is installed, and megatron_rl supports 0.16.1 up to, not including, 0.20" in done.stderr
+    assert "pip install 'megatron-core>=0.16.1,<0.20'" in done.stderr

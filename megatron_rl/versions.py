@@ -1,0 +1,34 @@
+"""Which Megatron-Core releases the seam was read and run on, and a clear error on any other. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+MEGATRON_LEAST, MEGATRON_BELOW = "0.16.1", "0.20"
+
+
+def release(version: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" → (2, 13, 0). The `packaging` library may be what is missing."""
+    matched = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in matched.group().split(".")) if matched else ()
+
+
+def older(version: str, bound: str) -> bool:
+    a, b = release(version), release(bound)
+    width = max(len(a), len(b))
+    return a + (0,) * (width - len(a)) < b + (0,) * (width - len(b))
+
+
+def check_megatron_core() -> None:
+    """ImportError where the installed megatron-core is outside the supported range; one that is missing says so when imported."""
+    try:
+        found = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if older(found, MEGATRON_LEAST) or not older(found, MEGATRON_BELOW):
+        raise ImportError(
+            f"megatron-core {found} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, {MEGATRON_BELOW}: "
+            "outside it the schedule may divide or reduce what the loss does not expect; "
+            f"pip install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
+        )
