@@ -10,8 +10,11 @@ Invariants (``assert_invariants`` in tests/test_plan.py):
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
 8. Data-parallel ranks are within one longest sample of each other in tokens (token cap, with ``repack``).
-9. A rank that runs at all runs a multiple of ``microbatch_multiple`` micro-batches; the fillers that this takes hold one sample
-   that runs anyway, come last on their rank, and count neither as run in 1 and 3 nor as dropped.
+9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the most that one of them has without fillers, rounded
+   up to a multiple of ``microbatch_multiple``. A block without samples stays silent.
+10. A filler holds one sample, the shortest that runs anyway; fillers come last on their rank and count neither as run in 1 and 3 nor
+    as dropped. Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no micro-batch left to cut in two.
+11. Under ``on_long_sample="fail"`` whether planning fails depends on the members' lengths, not on signal or ``drops``.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import ConfigError, MiniBatchPlan, StepKind, StepPlan
 
 Cut = list[list[np.ndarray]]
 """Per data-parallel rank, its micro-batches, each an int64 array of sample indices."""
@@ -33,8 +36,8 @@ class PlanRules:
 
     pad_multiple: each sequence is padded to it (TP under sequence parallelism). microbatch_multiple: a rank that runs at all runs a
     multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them). lockstep_ranks: so many
-    neighbouring data-parallel ranks share experts, and run equally many micro-batches. on_long_sample: what becomes of a sample
-    above ``max_tokens``, a micro-batch of its own or an error.
+    neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds an all-to-all among them, so they run
+    equally many micro-batches. on_long_sample: what becomes of a sample above ``max_tokens``, ``own_microbatch`` or ``fail``.
     """
 
     data_size: int = 1
@@ -47,6 +50,13 @@ class PlanRules:
     microbatch_multiple: int = 1
     lockstep_ranks: int = 1
     on_long_sample: str = "own_microbatch"
+
+    def __post_init__(self) -> None:
+        if self.data_size % self.lockstep_ranks:
+            raise ValueError(
+                f"{self.data_size} data-parallel ranks do not divide into blocks of lockstep_ranks={self.lockstep_ranks}; "
+                "lockstep_ranks is Topology.lockstep_replicas, a divisor of Topology.data_size"
+            )
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
@@ -80,8 +90,24 @@ def plan_steps(
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
     padded = padded_lengths(lengths, rules.pad_multiple)
+    _refuse_long_samples(mini_batches, padded, rules)
     planned = tuple(_plan_mini_batch(members, padded, signal, rules, drops=drops) for members in mini_batches)
     return StepPlan(purpose=purpose, mini_batches=planned)
+
+
+def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules) -> None:
+    """Looks at the members before the drop: the dense run and the one that skips fail alike."""
+    if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
+        return
+    members = np.concatenate(mini_batches)
+    above = members[padded[members] > rules.max_tokens]
+    if len(above):
+        raise ConfigError(
+            f"sample index {above[0]} of the batch has {padded[above[0]]} tokens, pads included, more than "
+            f"plan.max_tokens_per_microbatch={rules.max_tokens} ({len(above)} of {len(members)} samples have), and "
+            "plan.on_long_sample=fail; raise plan.max_tokens_per_microbatch, lower rollout.max_response_tokens, or set "
+            "plan.on_long_sample=own_microbatch"
+        )
 
 
 def _plan_mini_batch(members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
@@ -93,19 +119,26 @@ def _plan_mini_batch(members: np.ndarray, padded: np.ndarray, signal: np.ndarray
         kept = cut(live, padded, rules)
     else:
         kept = [[m for m in rank if signal[m].any()] for rank in dense]
-    return _assemble(members, kept, padded, rules, num_dense=sum(_rounded_up(len(rank), rules) for rank in dense))
+    return _assemble(members, kept, padded, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
 
 
 def _rounded_up(microbatches: int, rules: PlanRules) -> int:
     return -(-microbatches // rules.microbatch_multiple) * rules.microbatch_multiple
 
 
+def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
+    """[D] int64: how many micro-batches each rank runs, fillers included."""
+    counts = np.array([len(rank) for rank in per_rank], dtype=np.int64).reshape(-1, rules.lockstep_ranks)
+    return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], rules.lockstep_ranks)
+
+
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> MiniBatchPlan:
-    """Lays the cut out, with fillers where a rank's count must be a multiple: the shortest sample that runs at all, without a loss."""
+    """Lays the cut out, with fillers where a rank falls short of its block's count: the shortest sample that runs, without a loss."""
     true = [m for rank in per_rank for m in rank]
     run = np.concatenate(true) if true else np.empty(0, dtype=np.int64)
     shortest = run[[np.argmin(padded[run])]] if len(run) else run
-    evened = [[*rank, *[shortest] * (_rounded_up(len(rank), rules) - len(rank))] for rank in per_rank]
+    counts = _lockstep_counts(per_rank, rules).tolist()
+    evened = [[*rank, *[shortest] * (count - len(rank))] for rank, count in zip(per_rank, counts, strict=True)]
     flat = [m for rank in evened for m in rank]
     filler = [i >= len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]
     order = np.concatenate(flat).astype(np.int64) if flat else np.empty(0, dtype=np.int64)
@@ -128,7 +161,8 @@ def cut(samples: np.ndarray, padded: np.ndarray, rules: PlanRules) -> Cut:
         pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
         return [pieces[rank :: rules.data_size] for rank in range(rules.data_size)]
     shares = _balance(samples, padded, rules.data_size)
-    return [_pack(share, padded, rules) for share in shares]
+    blocks = [shares[i : i + rules.lockstep_ranks] for i in range(0, rules.data_size, rules.lockstep_ranks)]
+    return [microbatches for block in blocks for microbatches in _pack_block(block, padded, rules)]
 
 
 def _balance(samples: np.ndarray, padded: np.ndarray, bins: int) -> list[np.ndarray]:
@@ -146,14 +180,31 @@ def _balance(samples: np.ndarray, padded: np.ndarray, bins: int) -> list[np.ndar
     return np.split(by_length[order], np.searchsorted(chosen[order], np.arange(1, bins)))
 
 
-def _pack(share: np.ndarray, padded: np.ndarray, rules: PlanRules) -> list[np.ndarray]:
-    """One rank's samples in the number of micro-batches that the pipeline takes the least time for, under the token cap."""
+def _pack_block(shares: list[np.ndarray], padded: np.ndarray, rules: PlanRules) -> Cut:
+    """Each rank's share in as many micro-batches as the block runs, where it has samples for them: a filler trains nothing.
+
+    A share that does not fit the cap in that many takes more, and the others follow: the count grows up to one sample each, no further.
+    """
+    count = _rounded_up(max(_wanted_microbatches(share, padded, rules) for share in shares), rules)
+    packed = [_pack(share, padded, rules, count) for share in shares]
+    while (reached := _rounded_up(max(len(x) for x in packed), rules)) > count:
+        count = reached
+        packed = [x if len(x) == min(count, len(s)) else _pack(s, padded, rules, count) for x, s in zip(packed, shares, strict=True)]
+    return packed
+
+
+def _wanted_microbatches(share: np.ndarray, padded: np.ndarray, rules: PlanRules) -> int:
+    """How many the cap asks for, or the pipeline; a multiple where there are samples for it, 0 for an empty share."""
+    tokens = int(padded[share].sum())
+    low = max(1, -(-tokens // rules.max_tokens))
+    return min(_rounded_up(max(low, _pipeline_microbatches(tokens, rules)), rules), len(share))
+
+
+def _pack(share: np.ndarray, padded: np.ndarray, rules: PlanRules, count: int) -> list[np.ndarray]:
+    """One rank's samples in ``count`` micro-batches under the token cap, in more where they do not fit, at most one per sample."""
     if len(share) == 0:
         return []
-    tokens = padded[share]
-    low = max(1, -(-int(tokens.sum()) // rules.max_tokens))
-    # a multiple where there are samples for it: a filler is a forward that trains nothing
-    count = min(_rounded_up(max(low, _pipeline_microbatches(int(tokens.sum()), rules)), rules), len(share))
+    count = min(count, len(share))
     while True:
         bins = [b for b in _balance(share, padded, count) if len(b)]
         if all(len(b) == 1 or padded[b].sum() <= rules.max_tokens for b in bins):

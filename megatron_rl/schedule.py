@@ -47,7 +47,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
     for name, position in (("step index", 0), ("step kind", 1), ("plan", 2)):
         said = [view[position] for view in views]
         usual = max(set(said), key=lambda value: (said.count(value), -said.index(value)))
-        odd = [f"rank {rank} has {str(value)[:16]}" for rank, value in enumerate(said) if value != usual]
+        odd = [f"{topology.who(rank)} has {str(value)[:16]}" for rank, value in enumerate(said) if value != usual]
         if odd:
             differences.append(f"{name}: {', '.join(odd)}, the others {str(usual)[:16]}")
     raise LockstepError(

@@ -78,6 +78,15 @@ class Topology:
     def pipeline_rank_of(self, rank: int) -> int:
         return rank // (self.tensor_size * self.context_size * self.data_size)
 
+    def who(self, rank: int) -> str:
+        """A global rank and its place, for messages: "rank 3 (data-parallel 1, pipeline stage 0, tensor rank 1)"."""
+        place = [f"data-parallel {self.data_rank_of(rank)}", f"pipeline stage {self.pipeline_rank_of(rank)}"]
+        if self.tensor_size > 1:
+            place.append(f"tensor rank {rank % self.tensor_size}")
+        if self.context_size > 1:
+            place.append(f"context rank {rank // self.tensor_size % self.context_size}")
+        return f"rank {rank} ({', '.join(place)})"
+
 
 def initialize(
     *,

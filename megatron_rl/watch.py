@@ -184,8 +184,7 @@ def open_watch(topology: Topology, deadline_s: float) -> Iterator[Watch]:
 
     An error within ends every rank's: where it is another rank's doing it leaves here as a PeerError that names rank, place and stage.
     """
-    tensor = f", tensor rank {topology.tensor_rank}" if topology.tensor_size > 1 else ""
-    who = f"rank {topology.rank} (data-parallel {topology.data_rank}, pipeline stage {topology.pipeline_rank}{tensor})"
+    who = topology.who(topology.rank)
     keeper: Keeper | None = None
     listener, offer = None, None
     hosts = gather_json([who, f"{socket.gethostname()} {uuid.getnode()}"]) if topology.world_size > 1 else [[who, ""]]

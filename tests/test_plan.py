@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.plan import PlanRules, _balance, _pipeline_microbatches, padded_lengths, plan_steps, split_mini_batches
-from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import ConfigError, MiniBatchPlan, StepKind, StepPlan
 
 SETTINGS = settings(max_examples=120, deadline=None, derandomize=True, database=None)
 
@@ -44,8 +44,10 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     if count and draw(st.integers(0, 5)) == 0:
         signal = np.arange(count) == random.integers(count)  # one survivor
     sizes = st.sampled_from([1, 3] if static else [None] if static is False else [None, 1, 3])
+    data_size = draw(st.integers(1, 8))
     rules = PlanRules(
-        data_size=draw(st.integers(1, 8)), pipeline_size=draw(st.integers(1, 8)), samples_per_microbatch=draw(sizes),
+        data_size=data_size, lockstep_ranks=draw(st.sampled_from([d for d in range(1, 9) if data_size % d == 0])),
+        pipeline_size=draw(st.integers(1, 8)), samples_per_microbatch=draw(sizes),
         max_tokens=draw(st.sampled_from([1, 33, 64, 257, 8192])), pad_multiple=draw(st.sampled_from([1, 2, 8])),
         overhead_tokens=draw(st.sampled_from([0, 1, 20, 256])), repack=draw(st.booleans()) if repack is None else repack,
         microbatch_multiple=draw(st.sampled_from([1, 1, 2, 4])),
@@ -66,16 +68,26 @@ def microbatches_of(plan: MiniBatchPlan, data_size: int) -> list[list[list[int]]
     return [[m.samples.tolist() for m in rank if not m.filler] for rank in per_rank]
 
 
-def assert_fillers(plan: MiniBatchPlan, rules: PlanRules) -> None:
-    """Invariant 9: a rank that runs runs a multiple; fillers come last, hold one member each, and are no more than it takes."""
+def assert_lockstep(plan: MiniBatchPlan, rules: PlanRules, padded: np.ndarray) -> None:
+    """Invariants 9 and 10, block by block."""
     assert len(plan.filler_microbatches) == plan.num_microbatches.sum()
-    for rank in range(rules.data_size):
-        run = [*plan.microbatches(rank)]
-        fillers = [m for m in run if m.filler]
-        assert len(run) % rules.microbatch_multiple == 0 and len(fillers) < rules.microbatch_multiple
-        assert [m.filler for m in run] == [False] * (len(run) - len(fillers)) + [True] * len(fillers)
-        assert all(len(m.samples) == 1 and m.samples[0] in plan.members and m.samples[0] not in plan.dropped for m in fillers)
-        assert len(fillers) < len(run) or not run
+    ran = [i for rank in microbatches_of(plan, rules.data_size) for m in rank for i in m]
+    silent, num_fillers = 0, 0
+    for first in range(0, rules.data_size, rules.lockstep_ranks):
+        block = [[*plan.microbatches(rank)] for rank in range(first, first + rules.lockstep_ranks)]
+        most = max(sum(not m.filler for m in rank) for rank in block)
+        count = next(c for c in range(most, most + rules.microbatch_multiple) if c % rules.microbatch_multiple == 0)
+        assert [len(rank) for rank in block] == [count] * rules.lockstep_ranks  # 9
+        silent += 0 if most else rules.lockstep_ranks
+        for rank in block:  # 10
+            true, fillers = [m for m in rank if not m.filler], [m for m in rank if m.filler]
+            assert [m.filler for m in rank] == [False] * len(true) + [True] * len(fillers)
+            assert all(len(m.samples) == 1 and m.samples[0] in ran and m.samples[0] not in plan.dropped for m in fillers)
+            assert all(padded[m.samples[0]] == padded[ran].min() for m in fillers)
+            if fillers and rules.samples_per_microbatch is None and (rules.repack or len(plan.dropped) == 0):
+                assert all(len(m.samples) == 1 for m in true)
+            num_fillers += len(fillers)
+    assert plan.silent_ranks == (silent if ran else 0) and plan.num_fillers == num_fillers
 
 
 def assert_invariants(plan: StepPlan, case: Case) -> None:
@@ -101,7 +113,6 @@ def assert_invariants(plan: StepPlan, case: Case) -> None:
             else:
                 assert len(m) == 1 or padded[m].sum() <= rules.max_tokens
         assert all(flat) and (planned.kind is StepKind.GHOST) == (not ran)  # 5
-        assert planned.silent_ranks == (sum(not rank for rank in per_rank) if ran else 0)
         dense_per_rank = microbatches_of(dense_one, rules.data_size)
         if not rules.repack:  # 7
             live = [[m for m in rank if case.signal[m].any()] for rank in dense_per_rank]
@@ -110,8 +121,9 @@ def assert_invariants(plan: StepPlan, case: Case) -> None:
             loads = [sum(int(padded[i]) for m in rank for i in m) for rank in per_rank]
             assert max(loads) - min(loads) <= max((int(padded[i]) for i in ran), default=0)
         assert planned.microbatches_dropped == dense_one.num_microbatches.sum() - planned.num_microbatches.sum()
-        assert_fillers(planned, rules)  # 9
+        assert_lockstep(planned, rules, padded)
     assert_fingerprint_invariant(plan, case)  # 6
+    assert_long_samples_fail_alike(case)  # 11
 
 
 def assert_fingerprint_invariant(plan: StepPlan, case: Case) -> None:
@@ -122,6 +134,18 @@ def assert_fingerprint_invariant(plan: StepPlan, case: Case) -> None:
     assert plan.fingerprints() == more.fingerprints()
     copy = StepPlan.from_json(json.dumps(json.loads(plan.to_json())))
     assert plan.fingerprints() == copy.fingerprints() and copy.to_json() == plan.to_json()
+
+
+def assert_long_samples_fail_alike(case: Case) -> None:
+    """An error iff a member is above the cap, whatever is dropped, else the plan of ``own_microbatch``; a static cut has no cap."""
+    failing = dataclasses.replace(case.rules, on_long_sample="fail")
+    above = padded_lengths(case.lengths, failing.pad_multiple) > failing.max_tokens
+    for drops in (False, True):
+        if failing.samples_per_microbatch is None and above.any():
+            with pytest.raises(ConfigError, match="on_long_sample=fail"):
+                case.plan(rules=failing, drops=drops)
+        else:
+            assert case.plan(rules=failing, drops=drops).fingerprints() == case.plan(drops=drops).fingerprints()
 
 
 @pytest.mark.parametrize("repack", [True, False])
@@ -258,3 +282,92 @@ def test_100_000_samples_plan(data_size: int) -> None:
     assert tokens.max() <= rules.max_tokens
     loads = [int(lengths[one.rank_samples(rank)].sum()) for rank in range(data_size)]
     assert max(loads) - min(loads) <= lengths.max()
+
+
+def layout(signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True) -> tuple[MiniBatchPlan, list[str]]:
+    """The plan of one mini-batch of 8 samples (or as many as lengths), and per rank its micro-batches: "0,4 7*", * for a filler."""
+    tokens = np.array(lengths or [10] * 8)
+    with_signal = np.isin(np.arange(len(tokens)), signal)
+    (one,) = plan_steps("train", [np.arange(len(tokens))], tokens, with_signal, rules, drops=drops).mini_batches
+    assert_lockstep(one, rules, padded_lengths(tokens, rules.pad_multiple))
+    names = [[",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(rank)] for rank in range(rules.data_size)]
+    return one, [" ".join(rank) for rank in names]
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "multiple", "ranks", "silent"),
+    [
+        (1, 1, ["5", "", "", ""], 3),
+        (2, 1, ["5", "5*", "", ""], 2),
+        (4, 1, ["5", "5*", "5*", "5*"], 0),
+        (2, 2, ["5 5*", "5* 5*", "", ""], 2),
+        (4, 3, ["5 5* 5*"] + ["5* 5* 5*"] * 3, 0),
+    ],
+)
+def test_one_survivor_keeps_its_block_in_lockstep(lockstep: int, multiple: int, ranks: list[str], silent: int) -> None:
+    """Under VPP each rank that runs has a whole group: as many micro-batches as pipeline stages, never fewer."""
+    rules = PlanRules(data_size=4, lockstep_ranks=lockstep, microbatch_multiple=multiple)
+    one, found = layout([5], rules)
+    assert found == ranks and one.silent_ranks == silent and one.num_fillers == sum(r.count("*") for r in ranks)
+
+
+def test_fewer_survivors_than_ranks_wake_as_few_blocks_as_they_can() -> None:
+    rules = PlanRules(data_size=4, lockstep_ranks=2)
+    assert layout([2, 7], rules)[1] == ["2", "7", "", ""]
+    assert layout([2, 5, 7], rules, lengths=[10, 10, 30, 10, 10, 20, 10, 9])[1] == ["2", "5", "7", "7*"]
+
+
+@pytest.mark.parametrize("static", [None, 1])
+def test_survivors_on_one_rank_only(static: int | None) -> None:
+    """Without ``repack`` survivors stay on their rank: its block runs with it, the other is silent, and no dropped sample fills."""
+    rules = PlanRules(data_size=4, lockstep_ranks=2, max_tokens=10, samples_per_microbatch=static, repack=False)
+    one, found = layout([3, 7], rules, lengths=[1, 1, 10, 10, 1, 1, 9, 9] if static else [10] * 8)
+    assert found == (["", "", "7* 7*", "3 7"] if static else ["", "", "3* 3*", "3 7"]) and one.silent_ranks == 2
+
+
+def test_nothing_survives_and_no_filler_runs() -> None:
+    one, found = layout([], PlanRules(data_size=4, lockstep_ranks=4, microbatch_multiple=2))
+    assert found == [""] * 4 and one.kind is StepKind.GHOST and (one.silent_ranks, one.num_fillers) == (0, 0)
+
+
+def test_dense_run_gets_fillers_too() -> None:
+    """Five samples on two ranks, each its own micro-batch: 3 against 2, and neither rank has one to cut."""
+    rules = PlanRules(data_size=2, lockstep_ranks=2, max_tokens=10)
+    one, found = layout([], rules, lengths=[10] * 5, drops=False)
+    assert found == ["0 2 4", "1 3 0*"] and one.num_fillers == 1
+    dropped, found = layout([0], rules, lengths=[10] * 5)
+    assert found == ["0", "0*"] and dropped.microbatches_dropped == 4  # of 6, fillers counted
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "lengths", "ranks"),
+    [
+        (1, [15, 11, 10, 5], ["0,3", "1 2"]),
+        (2, [15, 11, 10, 5], ["0 3", "1 2"]),
+        (2, [20, 12, 9], ["0 2*", "1 2"]),
+    ],
+)
+def test_block_cuts_its_own_samples_before_it_fills(lockstep: int, lengths: list[int], ranks: list[str]) -> None:
+    """20 tokens against 21 under a cap of 20: one micro-batch against two. Two samples are cut in two; a single one is not."""
+    assert layout([], PlanRules(data_size=2, lockstep_ranks=lockstep, max_tokens=20), lengths=lengths, drops=False)[1] == ranks
+
+
+def test_cut_that_greedy_cannot_fit_takes_its_block_along() -> None:
+    """Rank 0 has 9, 4, 7, 4: 24 tokens, two micro-batches of 12, but longest first ends at 13 and takes three; rank 1 follows."""
+    lengths = [9, 4, 7, 9, 5, 4, 6, 3]
+    alone, together = (PlanRules(data_size=2, lockstep_ranks=n, max_tokens=12) for n in (1, 2))
+    assert layout([], alone, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3,7 4,6"]
+    assert layout([], together, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3 4,7 6"]
+
+
+def test_blocks_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 data-parallel ranks do not divide into blocks of lockstep_ranks=4"):
+        PlanRules(data_size=6, lockstep_ranks=4)
+
+
+def test_long_sample_error_names_the_sample_and_the_way_out() -> None:
+    rules = PlanRules(max_tokens=16, pad_multiple=8, on_long_sample="fail")
+    wanted = "sample index 2 of the batch has 24 tokens, pads included, more than plan.max_tokens_per_microbatch=16.*own_microbatch"
+    with pytest.raises(ConfigError, match=wanted):
+        layout([0], rules, lengths=[3, 16, 17])
+    plan_steps("logprob", [np.array([0, 1])], np.array([3, 16, 17]), np.ones(3, dtype=bool), rules, drops=True)  # 2 is no member

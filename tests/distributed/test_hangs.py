@@ -20,6 +20,7 @@ import pytest
 
 from megatron_rl import watch as watch_module
 from megatron_rl.keeper import Peer, judge
+from megatron_rl.topology import Topology
 from megatron_rl.types import PeerError
 from megatron_rl.watch import Watch, open_watch
 from tests.distributed.pool import Pool, worker_environment
@@ -49,7 +50,7 @@ FAULTS = {
     "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE, deadline_s=100),
     "sleeps in forward, PP=2": Fault(name="sleep", guilty=1, pipeline=2, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"),
     "sleeps in its reward, DP=2": Fault(name="reward", guilty=0, pipeline=1, says=f"{STALLS} 'reward'.*faulty_rank.py:.* sleeping_reward"),
-    "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: rank 1 has .*, the others"),
+    "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
 }
 
 
@@ -84,7 +85,7 @@ def test_a_fault_ends_every_rank_and_is_named(arithmetic, tmp_path, case):  # no
     results = run_ranks(fault, arguments(arithmetic, tmp_path / "run", *extra), tmp_path)
     replica, stage = (0, fault.guilty) if fault.pipeline == 2 else (fault.guilty, 0)
     who = f"rank {fault.guilty} (data-parallel {replica}, pipeline stage {stage})"
-    wanted = re.compile(fault.says if fault.name == "plan" else f"{re.escape(who)} {fault.says}")
+    wanted = re.compile(fault.says.format(who=re.escape(who)) if "{who}" in fault.says else f"{re.escape(who)} {fault.says}")
     for rank, (code, printed) in enumerate(results):
         if rank == fault.guilty and fault.name == "kill":
             assert code == -signal.SIGKILL, printed
@@ -117,21 +118,20 @@ def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, 
     assert cause.rank == guilty and words in cause.text and "rank 0 (here) met timed out" in cause.text, cause
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What open_watch reads of a Topology."""
-
-    rank: int
-    world_size: int
-    data_rank: int = 0
-    pipeline_rank: int = 0
-    tensor_rank: int = 0
-    tensor_size: int = 1
+def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
+    """A Topology of data and pipeline parallelism, with no groups behind it."""
+    sizes = {f"{name}_size": 1 for name in ("tensor", "context", "expert", "expert_tensor", "virtual")}
+    ranks = {f"{name}_rank": 0 for name in ("tensor", "context", "expert", "expert_tensor")}
+    groups = {f"{name}_group": None for name in ("tensor", "pipeline", "data", "context", "expert", "model")}
+    return Topology(
+        rank=rank, world_size=world, data_size=world // pipeline, data_rank=rank % (world // pipeline), pipeline_size=pipeline,
+        pipeline_rank=rank // (world // pipeline), **sizes, **ranks, **groups,
+    )  # fmt: skip
 
 
 def one_raises(rank: int, world: int) -> str:
     try:
-        with open_watch(Place(rank=rank, world_size=world, pipeline_rank=rank), 20.0) as watch, watch.stage("rollout"):
+        with open_watch(place(rank, world, pipeline=world), 20.0) as watch, watch.stage("rollout"):
             if rank == 1:
                 with watch.stage("reward"):
                     raise KeyError("planted")
@@ -153,7 +153,7 @@ def test_an_error_is_told_to_every_rank_with_its_stage(pool: Pool) -> None:
 
 def all_end_well(rank: int, world: int) -> list[str]:
     for _ in range(3):
-        with open_watch(Place(rank=rank, world_size=world), 20.0) as watch:
+        with open_watch(place(rank, world), 20.0) as watch:
             for name in ("rollout", "update"):
                 with watch.stage(name):
                     time.sleep(0.05 * rank)

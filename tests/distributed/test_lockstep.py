@@ -47,9 +47,10 @@ def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[
 @pytest.mark.parametrize(("pipeline", "data", "odd"), [(1, 4, 2), (2, 2, 3), (1, 3, 0)])
 def test_every_rank_names_the_odd_one(pool: Pool, what: str, pipeline: int, data: int, odd: int) -> None:
     for rank, found in enumerate(pool.run(pipeline * data, disagree, odd, what, pipeline, timeout_s=30)):
-        assert f"{what}: rank {odd} has" in found["said"], found
+        stage, replica = divmod(odd, data)
+        assert f"{what}: rank {odd} (data-parallel {replica}, pipeline stage {stage}) has" in found["said"], found
         assert f"seen by rank {rank}" in found["said"]
-        assert all(f"rank {peer} has" not in found["said"] for peer in range(pipeline * data) if peer != odd), found
+        assert all(f"rank {peer} (" not in found["said"] for peer in range(pipeline * data) if peer != odd), found
         assert found["waited"] < 10 and found["norm"] > 0  # and the backend goes on
 
 
@@ -71,7 +72,7 @@ def disagree_on_logprobs(rank: int, world: int) -> str:
 
 def test_logprob_passes_are_checked(pool: Pool) -> None:
     for said in pool.run(3, disagree_on_logprobs, timeout_s=30):
-        assert "plan: rank 1 has" in said
+        assert "plan: rank 1 (data-parallel 1, pipeline stage 0) has" in said
 
 
 def one_stops(rank: int, world: int, odd: int) -> tuple[str, str]:
