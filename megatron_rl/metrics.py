@@ -103,6 +103,7 @@ def skip_metrics(mini_batch: MiniBatchPlan, facts: BatchFacts, signal_S: np.ndar
         "skip/tokens_dropped": tokens_dropped,
         "skip/microbatches_dropped": int(mini_batch.microbatches_dropped),
         "skip/silent_ranks": mini_batch.silent_ranks,
+        "skip/filler_microbatches": mini_batch.num_fillers,
         "skip/tokens_executed": int(tokens_S[mini_batch.order].sum()),
         "skip/tokens_dense": tokens_dense,
     }

@@ -20,6 +20,7 @@ Invariants (``assert_invariants`` in tests/test_plan.py):
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,10 +80,12 @@ def plan_steps(
     *,
     drops: bool,
     merge: bool = False,
+    sample_ids: Sequence[str] = (),
 ) -> StepPlan:
     """Plans one optimizer step per mini-batch (one in all under ``merge``).
 
-    purpose: "train" or "logprob", part of the fingerprint · lengths [S] int64 tokens of prompt and response · signal [S] bool.
+    purpose: "train" or "logprob", part of the fingerprint · lengths [S] int64 tokens of prompt and response · signal [S] bool ·
+    sample_ids [S] for messages alone.
 
     Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs [1], then a GHOST at its own
     position.
@@ -90,20 +93,21 @@ def plan_steps(
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
     padded = padded_lengths(lengths, rules.pad_multiple)
-    _refuse_long_samples(mini_batches, padded, rules)
+    _refuse_long_samples(mini_batches, padded, rules, sample_ids)
     planned = tuple(_plan_mini_batch(members, padded, signal, rules, drops=drops) for members in mini_batches)
     return StepPlan(purpose=purpose, mini_batches=planned)
 
 
-def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules) -> None:
+def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules, sample_ids: Sequence[str]) -> None:
     """Looks at the members before the drop: the dense run and the one that skips fail alike."""
     if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
         return
     members = np.concatenate(mini_batches)
     above = members[padded[members] > rules.max_tokens]
     if len(above):
+        name = sample_ids[above[0]] if sample_ids else f"index {above[0]} of the batch"
         raise ConfigError(
-            f"sample index {above[0]} of the batch has {padded[above[0]]} tokens, pads included, more than "
+            f"sample {name} has {padded[above[0]]} tokens, pads included, more than "
             f"plan.max_tokens_per_microbatch={rules.max_tokens} ({len(above)} of {len(members)} samples have), and "
             "plan.on_long_sample=fail; raise plan.max_tokens_per_microbatch, lower rollout.max_response_tokens, or set "
             "plan.on_long_sample=own_microbatch"

@@ -370,4 +370,6 @@ def test_long_sample_error_names_the_sample_and_the_way_out() -> None:
     wanted = "sample index 2 of the batch has 24 tokens, pads included, more than plan.max_tokens_per_microbatch=16.*own_microbatch"
     with pytest.raises(ConfigError, match=wanted):
         layout([0], rules, lengths=[3, 16, 17])
+    with pytest.raises(ConfigError, match="sample 7@0#1 has 24 tokens"):
+        plan_steps("train", [np.array([0, 1])], np.array([3, 17]), np.ones(2, dtype=bool), rules, drops=True, sample_ids=("7@0#0", "7@0#1"))
     plan_steps("logprob", [np.array([0, 1])], np.array([3, 16, 17]), np.ones(3, dtype=bool), rules, drops=True)  # 2 is no member
