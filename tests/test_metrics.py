@@ -91,7 +91,8 @@ def test_skip_metrics_of_a_real_step():
     metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 3], [2, 0]), facts(), signal_S)
     assert metrics == {
         "skip/zero_advantage_ratio": 0.5, "skip/samples_dropped": 2, "skip/tokens_dropped": 60, "skip/microbatches_dropped": 2,
-        "skip/silent_ranks": 1, "skip/filler_microbatches": 0, "skip/tokens_executed": 40, "skip/tokens_dense": 100, "skip/speedup_ideal": 2.5,
+        "skip/silent_ranks": 1, "skip/filler_microbatches": 0, "skip/tokens_executed": 40, "skip/tokens_dense": 100,
+        "skip/speedup_ideal": 2.5,
     }  # fmt: skip
 
 
