@@ -1,6 +1,8 @@
-"""Context parallelism where a sequence's halves must know of each other: sequence ratios, short sequences, a log-prob pass's gaps."""
+"""Packed sequences, whole and split: a neighbour changes nothing, and what needs a whole sequence gets it from all context ranks."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -60,3 +62,35 @@ def test_sequences_shorter_than_their_chunks(pool: Pool, context: int) -> None:
     for flat, found in pool.run(context, gaps, (f"parallel.context={context}",), timeout_s=60):
         assert float((flat - whole).abs().max()) < 1e-5
         assert found == pytest.approx(sums, rel=1e-4)
+
+
+def beside(rank: int, world: int, extra: tuple[str, ...]) -> bool:
+    """Log-probs of four samples in one micro-batch, twice: with other tokens in the second of them."""
+    with open_rig("qwen3", *extra) as rig:
+        samples = near_policy(rig.model, make_samples(4, seed=2))
+        found = []
+        for disturbed in (False, True):
+            if disturbed:
+                samples[1] = dataclasses.replace(samples[1], token_ids=(samples[1].token_ids + 7) % 97 + 2)
+            rig.take(samples)
+            rig.rules(max_tokens=1000, pipeline_size=1)
+            found.append(rig.backend.logprobs(rig.batch, np.ones(4, dtype=bool)).flat)
+            (mini_batch,) = rig.backend.plan("logprob", rig.batch, np.ones(4, dtype=bool), drops=True).mini_batches
+            assert mini_batch.num_microbatches.max() == 1, "the neighbours must be in one micro-batch"
+        bounds = rig.batch.facts.response_offsets
+        same = [np.array_equal(found[0][a:b], found[1][a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return same == [True, False, True, True]
+
+
+LAYOUTS = {
+    "whole": (1, ()),
+    "CP2": (2, ("parallel.context=2",)),
+    "TP2·SP": (2, ("parallel.tensor=2", "parallel.sequence_parallel=true")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_neighbour_in_the_micro_batch_changes_no_log_prob(pool: Pool, layout: str) -> None:
+    """Bit by bit: nothing of one packed sequence reaches another anywhere in the model."""
+    world, extra = LAYOUTS[layout]
+    assert all(pool.run(world, beside, extra, timeout_s=60))
