@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.distributed.rig import Rig, open_rig, ragged_advantages
-from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
+from tests.reference import file_weights, make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
 
 BOUND = 1e-5
 NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-3, 0.1, 0.5
@@ -106,7 +106,7 @@ def wanted(family: str, layers: int) -> Wanted:
         reference_gradient(model, samples[part], groups[part], advantages[part])
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
-    return Wanted(logprobs=logprobs, gradient=gradient, norms=tuple(norms), weights=dict(model.state_dict()))
+    return Wanted(logprobs=logprobs, gradient=gradient, norms=tuple(norms), weights=file_weights(model))
 
 
 def take_layout(rig: Rig, layout: str) -> None:
