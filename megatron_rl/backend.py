@@ -36,6 +36,7 @@ from megatron_rl.passthrough import resolve_fields
 from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
 from megatron_rl.schedule import Schedule, check_lockstep
+from megatron_rl.signal import refuse_uncounted_losses
 from megatron_rl.types import BatchFacts, ConfigError, LossInputs, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.export import (
     HuggingFaceReader,
@@ -45,6 +46,7 @@ from megatron_rl.weights.export import (
     load_weights,
     save_hugging_face,
 )
+from megatron_rl.weights.fused import file_tensors
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
@@ -80,11 +82,13 @@ class MegatronBackend:
     """The policy on this rank: model, schedule, optimizer. Every method is a collective unless it says otherwise."""
 
     def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1):
-        """hf_config, weights: taken from ``model.hf_path`` unless given. total_steps: where the learning rate's decay ends.
+        """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given. total_steps: where the
+        learning rate's decay ends.
 
         Raises ConfigError for settings that cannot work together.
         """
         self.config = config
+        refuse_uncounted_losses(config)
         ddp_fields = self._ddp_fields()
         parallel = config.parallel
         self.topology = topology.initialize(
@@ -149,7 +153,8 @@ class MegatronBackend:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.run.seed)
-            return MemoryReader(AutoModelForCausalLM.from_config(self.hf_config).state_dict())
+            model = AutoModelForCausalLM.from_config(self.hf_config)
+            return MemoryReader(file_tensors(model.state_dict(), self.hf_config.model_type))
 
     def reset_optimizer(
         self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False
@@ -177,7 +182,10 @@ class MegatronBackend:
         whole = purpose == "logprob"
         mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
         merge = not whole and self.config.skip.steps == "merge" and drops
-        return plan_steps(purpose, mini_batches, batch.facts.total_tokens, signal, self.rules, drops=drops, merge=merge)
+        facts = batch.facts
+        return plan_steps(
+            purpose, mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=merge, sample_ids=facts.sample_ids
+        )
 
     def load_rows(self, batch: Batch, plan: StepPlan) -> None:
         """Brings the rows that the plan's micro-batches need to the ranks that run them.

@@ -1,12 +1,14 @@
 """Facts travel to everyone, rows only where they are needed: one all-gather of facts, one all-to-all of rows per plan.
 
-On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32 bits); every length is known
-to both sides from the facts, so nothing is announced and nothing is unpickled from a peer.
+On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32 bits), then its routed experts where
+it has them (two int16 to a word); every length is known to both sides from the facts, so nothing is announced and nothing is
+unpickled from a peer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -38,24 +40,29 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
 
     groups: the prompt of each local sample, as a position in the batch's list of prompts.
     """
-    columns = [
-        [order[i], groups[i], s.prompt_tokens, len(s.token_ids) - s.prompt_tokens, int(s.loss_mask.sum()), s.sample_id]
-        for i, s in enumerate(samples)
-    ]
+    columns = []
+    for i, s in enumerate(samples):
+        fault = _routed_fault(s)
+        layers_top_k = (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
+        lengths = (s.prompt_tokens, len(s.token_ids) - s.prompt_tokens, int(s.loss_mask.sum()))
+        columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault])
     rows = [(*column, rank, i) for rank, part in enumerate(gather_json(columns)) for i, column in enumerate(part)]
-    rows.sort()
+    rows.sort(key=lambda row: row[0])
     if len({row[0] for row in rows}) != len(rows):
         raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
     for row in rows:
+        if row[8] is not None:
+            raise ValueError(row[8])
         if row[2] < 1 or row[3] < 1:
             raise ValueError(
                 f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a token is predicted "
                 "from the one before it"
             )
-    numbers = np.array([[*row[1:5], *row[6:]] for row in rows], dtype=np.int64).reshape(len(rows), 6)
+    numbers = np.array([[*row[1:5], *row[6:8], *row[9:]] for row in rows], dtype=np.int64).reshape(len(rows), 8)
+    shapes = numbers[:, 4:6]
     return BatchFacts(
         sample_ids=tuple(row[5] for row in rows), groups=numbers[:, 0], prompt_tokens=numbers[:, 1], response_tokens=numbers[:, 2],
-        loss_tokens=numbers[:, 3], owners=numbers[:, 4], owner_rows=numbers[:, 5],
+        loss_tokens=numbers[:, 3], owners=numbers[:, 6], owner_rows=numbers[:, 7], routed_shapes=shapes if shapes.any() else None,
     )  # fmt: skip
 
 
@@ -73,18 +80,43 @@ def needed_rows(plan: StepPlan, topology: Topology) -> list[np.ndarray]:
     ]
 
 
-def _encode(sample: Sample) -> np.ndarray:
-    return np.concatenate(
-        [sample.token_ids.astype(np.int32), sample.loss_mask.astype(np.int32), sample.logprobs.astype(np.float32).view(np.int32)]
+def _routed_fault(sample: Sample) -> str | None:
+    """What is wrong with a sample's routed experts; None where they fit it, or where it has none."""
+    routed, tokens = sample.routed_experts, len(sample.token_ids)
+    if routed is None or (routed.dtype == np.int16 and routed.ndim == 3 and len(routed) == tokens and 0 not in routed.shape):
+        return None
+    return (
+        f"routed_experts of sample {sample.sample_id} is {routed.dtype} {list(routed.shape)}; it must be int16 [{tokens}, layers, top_k], "
+        f"a row for each of its {tokens} tokens (−1 where an expert is not known), or None"
     )
+
+
+def _row_words(facts: BatchFacts) -> np.ndarray:
+    """[S] int64: how many int32 words each row takes on the wire."""
+    words = facts.total_tokens + 2 * facts.response_tokens
+    if facts.routed_shapes is not None:
+        words = words + (facts.total_tokens * facts.routed_shapes.prod(axis=1) + 1) // 2
+    return words
+
+
+def _encode(sample: Sample) -> np.ndarray:
+    parts = [sample.token_ids.astype(np.int32), sample.loss_mask.astype(np.int32), sample.logprobs.astype(np.float32).view(np.int32)]
+    if sample.routed_experts is not None:
+        flat = sample.routed_experts.reshape(-1)
+        parts.append(np.concatenate([flat, np.zeros(flat.size % 2, dtype=np.int16)]).view(np.int32))
+    return np.concatenate(parts)
 
 
 def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
     prompt, response = int(facts.prompt_tokens[index]), int(facts.response_tokens[index])
-    tokens, mask, logprobs = np.split(row, [prompt + response, prompt + 2 * response])
+    tokens, mask, logprobs, routed = np.split(row, np.cumsum([prompt + response, response, response]))
+    experts = None
+    if len(routed):
+        shape = (prompt + response, *facts.routed_shapes[index].tolist())
+        experts = routed.view(np.int16)[: math.prod(shape)].reshape(shape)
     return Sample(
         sample_id=facts.sample_ids[index], prompt_tokens=prompt, token_ids=tokens.astype(np.int64), loss_mask=mask.astype(bool),
-        logprobs=logprobs.view(np.float32),
+        logprobs=logprobs.view(np.float32), routed_experts=experts,
     )  # fmt: skip
 
 
@@ -93,7 +125,7 @@ def bring_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarr
     rank = topology.rank
     outgoing = [wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)]
     incoming = [needed[rank][facts.owners[needed[rank]] == peer] if peer != rank else needed[rank][:0] for peer in range(len(needed))]
-    sizes = facts.total_tokens + 2 * facts.response_tokens
+    sizes = _row_words(facts)
     send_sizes = [int(sizes[x].sum()) for x in outgoing]
     receive_sizes = [int(sizes[x].sum()) for x in incoming]
     rows = [_encode(local[facts.owner_rows[i]]) for part in outgoing for i in part]

@@ -6,6 +6,9 @@ Invariants (``assert_invariants`` in tests/test_signal.py):
 2. A sample without loss token has no signal, whatever its advantage.
 3. A non-zero advantage above ``skip.advantage_epsilon`` on a sample with a loss token is signal.
 4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
+
+Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would train on a number that the cut into
+micro-batches decides: those are refused in every mode (``refuse_uncounted_losses``).
 """
 
 from __future__ import annotations
@@ -20,19 +23,30 @@ from megatron_rl.types import ConfigError
 # Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), and the value at which
 # they do not. Dropping a sample changes what the others see of them.
 COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
-    "moe_aux_loss_coeff": (0, 0.0, None),
-    "moe_z_loss_coeff": (0, 0.0, None),
-    "moe_router_enable_expert_bias": (False, None),
+    "moe_router_force_load_balancing": (False, None),  # random routing, drawn batch by batch
     "moe_expert_capacity_factor": (None,),
     "moe_input_jitter_eps": (None, 0, 0.0),
     "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # sinkhorn balances over the batch
     "dsa_indexer_loss_coeff": (None, 0, 0.0),
     "qk_clip": (False, None),
-    "mtp_num_layers": (None, 0),
     "attention_dropout": (0, 0.0),
     "hidden_dropout": (0, 0.0),
     "fp8": (None, False),
     "fp4": (None, False),
+}
+
+# Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in Megatron-Core 0.16.1 and 0.19.2,
+# transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of the micro-batch) and
+# transformer/multi_token_prediction.py.
+UNCOUNTED_FIELDS: dict[str, str] = {
+    "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: its size depends on "
+    "the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over tokens",
+    "moe_z_loss_coeff": "the router's z loss is multiplied by the tokens of the micro-batch, pads and prompts among them: its size depends "
+    "on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over tokens",
+    "moe_router_enable_expert_bias": "the bias moves by the token counts of whatever ran, and no Hugging Face checkpoint holds it: the "
+    "rollout engine would send tokens to other experts than the trainer",
+    "mtp_num_layers": "the loss of the extra predictions runs over every token of a micro-batch, prompts too, and expects a division that "
+    "a sum over tokens does not make; no Hugging Face checkpoint of these families holds those layers, so the rollout engine lacks them",
 }
 
 
@@ -44,6 +58,19 @@ class SignalRule:
     advantage_epsilon: float
     drops_logprob_passes: bool
     approximated: tuple[str, ...]
+
+
+def refuse_uncounted_losses(config: Config) -> None:
+    """Raises ConfigError, whatever ``skip.mode`` is, for a loss or an update whose size is not fixed by tokens and weights."""
+    for field, reason in UNCOUNTED_FIELDS.items():
+        value = config.megatron.transformer.get(field)
+        if not (any(value) if isinstance(value, list | tuple) else value):
+            continue
+        also = "; dropping samples would change it too, so skip.mode=exact could not hold either" if config.skip.mode == "exact" else ""
+        raise ConfigError(
+            f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{also}; remove it, or set it to its neutral "
+            "value (0, false or null)"
+        )
 
 
 def coupling_terms(config: Config) -> tuple[str, ...]:
@@ -77,7 +104,8 @@ def _neutral(term: str) -> str:
 
 
 def signal_rule(config: Config) -> SignalRule:
-    """Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out."""
+    """Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out; and see above."""
+    refuse_uncounted_losses(config)
     terms = coupling_terms(config)
     if config.skip.mode == "exact" and terms:
         way = " and ".join(_neutral(term) for term in terms)

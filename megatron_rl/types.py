@@ -101,7 +101,10 @@ class Sample:
     token_ids:     [prompt + response] int64.
     loss_mask:     [response] bool, True where a response token carries loss.
     logprobs:      [response] float32, the engine's log-probs (zeros for supervised rows).
-    routed_experts: optional [response, layers, top_k] int16, for routing replay.
+    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts that the engine sent each token to, in every layer
+                   that has experts; −1 where that is not known (the last token is never fed to the engine). For routing replay.
+
+    Example: 3 tokens through one layer of 4 experts, 2 of them each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1, -1]]]``.
     """
 
     sample_id: str
@@ -123,6 +126,7 @@ class BatchFacts:
     loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of every denominator.
     owners:          int64, global rank that holds the sample's row.
     owner_rows:      int64, the row's position in the owner's local list.
+    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, (0, 0) where it has none; None where no row has.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
     """
@@ -134,6 +138,7 @@ class BatchFacts:
     loss_tokens: np.ndarray
     owners: np.ndarray
     owner_rows: np.ndarray
+    routed_shapes: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -168,7 +173,7 @@ class MicroBatch:
     """Samples that go through the model in one forward, packed one after the other (THD).
 
     samples: int64 [K], indices into the batch's facts.
-    filler:  True where it only keeps ranks in step: every loss weight is 0.
+    filler:  True where it only keeps ranks in step: one sample that runs elsewhere too, every loss weight 0.
     """
 
     samples: np.ndarray
@@ -184,8 +189,8 @@ class MiniBatchPlan:
     order:               int64 [K], the samples that run, rank by rank and micro-batch by micro-batch.
     microbatch_offsets:  int64 [M + 1] into ``order``.
     rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: micro-batches of rank d are rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M].
-    microbatches_dropped: how many fewer micro-batches than the dense plan of the same members.
+    filler_microbatches: bool [M], True where a micro-batch only keeps its rank in step; its sample stands in ``order`` again.
+    microbatches_dropped: how many fewer micro-batches than the dense plan of the same members, fillers counted in both.
 
     Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
     ``order=[3,1,4], microbatch_offsets=[0,2,3], rank_offsets=[0,2,2]``.
@@ -207,8 +212,13 @@ class MiniBatchPlan:
 
     @property
     def silent_ranks(self) -> int:
-        """Data-parallel ranks without a micro-batch in a REAL step."""
+        """Data-parallel ranks without a micro-batch in a REAL step; one that runs fillers alone is not silent."""
         return int((self.num_microbatches == 0).sum()) if self.kind is StepKind.REAL else 0
+
+    @property
+    def num_fillers(self) -> int:
+        """Micro-batches, over all ranks, that run without a loss to keep ranks in step."""
+        return int(self.filler_microbatches.sum())
 
     def microbatches(self, data_parallel_rank: int) -> Iterator[MicroBatch]:
         for m in range(self.rank_offsets[data_parallel_rank], self.rank_offsets[data_parallel_rank + 1]):

@@ -11,13 +11,15 @@ import numpy as np
 import torch
 
 from megatron_rl.types import Sample
+from megatron_rl.weights.fused import file_tensors
 
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: int = 64):
     """A Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     sizes = dict(
         vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -38,6 +40,13 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: i
                 original_max_position_embeddings=32,
             )  # fmt: skip
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
+        case "mixtral":
+            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+        case "qwen3_moe" | "qwen3_moe_unnormalised":
+            return Qwen3MoeConfig(
+                **sizes, head_dim=hidden // 2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=hidden // 2,
+                norm_topk_prob=family == "qwen3_moe", tie_word_embeddings=True,
+            )  # fmt: skip
     raise ValueError(family)
 
 
@@ -48,7 +57,8 @@ def tiny_model(family: str, *, seed: int = 0, layers: int = 4, hidden: int = 64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = tiny_config(family, layers=layers, hidden=hidden)
-        model = AutoModelForCausalLM.from_config(config).float().eval()
+        experts = {"experts_implementation": "eager"} if family in MIXTURES else {}  # a loop over experts, no grouped kernel
+        model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
@@ -123,7 +133,8 @@ def reference_gradient(
     model, samples: list[Sample], groups: list[int], advantages: list[float], *, reduction: str = "token_mean",
     max_response_tokens: int = 16, clip: float = 0.2, old: list[torch.Tensor] | None = None, temperature: float = 1.0,
 ) -> tuple[dict[str, torch.Tensor], float]:  # fmt: skip
-    """Gradient by name and loss of the clipped PPO objective, token by token weight, over all samples (zero advantages too)."""
+    """Gradient (by the names of checkpoint files) and loss of the clipped PPO objective, token by token weight, over all samples
+    (zero advantages too)."""
     model.zero_grad()
     total = 0.0
     for i, sample in enumerate(samples):
@@ -134,7 +145,13 @@ def reference_gradient(
         loss = -(objective * torch.from_numpy(sample.loss_mask)).sum() * token_weight(reduction, samples, groups, i, max_response_tokens)
         loss.backward()
         total += float(loss.detach())
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, total
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return file_tensors(gradient, model.config.model_type), total
+
+
+def file_weights(model) -> dict[str, torch.Tensor]:
+    """A model's weights under the names that its checkpoint's files have."""
+    return file_tensors(model.state_dict(), model.config.model_type)
 
 
 def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_rl.advantage import advantages, reduction_weights
 from megatron_rl.config import Config, LossConfig, MegatronConfig, SkipConfig
 from megatron_rl.loss.policy import policy_term
-from megatron_rl.signal import COUPLING_FIELDS, coupling_terms, has_signal, signal_rule
+from megatron_rl.signal import COUPLING_FIELDS, UNCOUNTED_FIELDS, coupling_terms, has_signal, refuse_uncounted_losses, signal_rule
 from megatron_rl.types import ConfigError
 from tests.test_advantage import make_facts
 
@@ -21,9 +21,14 @@ SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=N
 
 # A value of each field at which it couples samples.
 COUPLED = {
-    "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3, "moe_router_enable_expert_bias": True, "moe_input_jitter_eps": 0.01,
-    "moe_expert_capacity_factor": 1.25, "moe_router_load_balancing_type": "sinkhorn", "dsa_indexer_loss_coeff": 0.01,
-    "qk_clip": True, "mtp_num_layers": 1, "attention_dropout": 0.1, "hidden_dropout": 0.1, "fp8": "hybrid", "fp4": "e2m1",
+    "moe_router_force_load_balancing": True, "moe_input_jitter_eps": 0.01, "moe_expert_capacity_factor": 1.25,
+    "moe_router_load_balancing_type": "sinkhorn", "dsa_indexer_loss_coeff": 0.01, "qk_clip": True, "attention_dropout": 0.1,
+    "hidden_dropout": 0.1, "fp8": "hybrid", "fp4": "e2m1",
+}  # fmt: skip
+# Values of each field that no mode accepts.
+UNCOUNTED = {
+    "moe_aux_loss_coeff": (0.01, [0.0, 0.01]), "moe_z_loss_coeff": (1e-3,), "moe_router_enable_expert_bias": (True,),
+    "mtp_num_layers": (1,),
 }  # fmt: skip
 
 
@@ -67,6 +72,7 @@ def test_invariants(rows: list[tuple[float, int]], epsilon: float) -> None:
 
 def test_every_coupling_field_is_tested() -> None:
     assert set(COUPLED) == set(COUPLING_FIELDS)
+    assert set(UNCOUNTED) == set(UNCOUNTED_FIELDS)
 
 
 def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
@@ -76,7 +82,8 @@ def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
     fields = {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
-    assert set(COUPLING_FIELDS) <= set(fields)
+    assert set(COUPLING_FIELDS) | set(UNCOUNTED_FIELDS) <= set(fields)
+    assert not any(fields[name] for name in UNCOUNTED_FIELDS)
     coupled = {name for name, harmless in COUPLING_FIELDS.items() if fields[name] not in harmless}
     assert coupled == {"attention_dropout", "hidden_dropout"}  # 0.1 in Megatron-Core 0.16.1; model/build.py sets 0.0
 
@@ -114,6 +121,34 @@ def test_a_refusal_names_every_setting_at_once() -> None:
 def test_exact_allows_neutral_values(name: str) -> None:
     for value in COUPLING_FIELDS[name]:
         assert signal_rule(make_config("exact", transformer={name: value})).drops
+
+
+@pytest.mark.parametrize("mode", ["exact", "approximate", "off"])
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNCOUNTED for value in UNCOUNTED[name]])
+def test_uncounted_losses_are_refused_in_every_mode(name: str, value: object, mode: str) -> None:
+    """By the run and by the library: the message names key, value, reason and way out, and of exact that it could not hold."""
+    config = make_config(mode, transformer={name: value})
+    for refuse in (signal_rule, refuse_uncounted_losses):
+        with pytest.raises(ConfigError) as caught:
+            refuse(config)
+        message = str(caught.value)
+        assert f"megatron.transformer.{name}={value} is refused in every skip.mode" in message
+        assert UNCOUNTED_FIELDS[name] in message and "remove it" in message
+        assert ("dropping samples would change it too" in message) == (mode == "exact")
+
+
+@pytest.mark.parametrize("name", sorted(UNCOUNTED))
+def test_neutral_values_of_uncounted_losses_are_accepted(name: str) -> None:
+    for value in (None, 0, 0.0, False, [0.0, 0.0]):
+        assert signal_rule(make_config("exact", transformer={name: value})).drops
+
+
+def test_the_library_refuses_uncounted_losses_too() -> None:
+    """A user of MegatronBackend alone passes no ``signal_rule``; nothing is joined or built before the refusal."""
+    from megatron_rl.backend import MegatronBackend
+
+    with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01 is refused in every skip.mode"):
+        MegatronBackend(make_config("off", transformer={"moe_aux_loss_coeff": 0.01}))
 
 
 def test_exact_is_the_default_and_drops() -> None:

@@ -8,8 +8,18 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+)
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.engine import sample_seed
@@ -230,6 +240,56 @@ def test_load_weights_errors(model, hf_path, change, message):
         engine.generate(PROMPTS, 1)
     engine.load_weights(iter(model.state_dict().items()), version=2)
     assert engine.generate(PROMPTS, 1)[0].weight_version == 2
+
+
+MIXTURE_SIZES = dict(
+    vocab_size=len(VOCAB), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, bos_token_id=None, eos_token_id=EOS, initializer_range=0.15, num_experts_per_tok=2,
+)  # fmt: skip
+MIXTURES = {
+    "mixtral": (MixtralConfig(**MIXTURE_SIZES, num_local_experts=4), "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+    "qwen3_moe": (
+        Qwen3MoeConfig(**MIXTURE_SIZES, num_experts=4, moe_intermediate_size=16, head_dim=8),
+        "model.layers.1.mlp.experts.2.up_proj.weight",
+    ),
+}
+
+
+def _mixture(family: str, tmp_path):
+    """(model that loops over its experts, its checkpoint's tensors as transformers writes them, the name of one expert's)."""
+    config, name = MIXTURES[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    return model, list(load_file(tmp_path / "model.safetensors").items()), name
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_a_mixture_takes_the_names_of_its_files(tmp_path, family):
+    model, items, _ = _mixture(family, tmp_path)
+    engine = _engine(str(tmp_path), None)
+    engine.load_weights(iter(items), version=0)
+    loaded = engine._model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    for rollout in engine.generate(PROMPTS, 4):
+        # 1e-5: cached against full attention, and one grouped product of all experts against a loop over them, in float32.
+        assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_a_mixture_names_what_is_wrong_with_one_expert(tmp_path, family):
+    model, items, name = _mixture(family, tmp_path)
+    engine = _engine(str(tmp_path), None)
+    fused = "model.layers.1.mlp.experts.gate_up_proj"
+    for changed, message in (
+        ([x for x in items if x[0] != name], f"1 of .* did not arrive: {name}"),
+        ([*items, (name, dict(items)[name])], f"{name}' arrived twice"),
+        ([(n, t.T if n == name else t) for n, t in items], rf"{name}' has shape \(32, \d+\), the model needs \(\d+, 32\)"),
+        ([*items, (fused, model.state_dict()[fused])], f"unknown weight '{fused}'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.load_weights(iter(changed), version=0)
 
 
 def test_tied_lm_head_may_be_absent_or_equal(tmp_path):

@@ -35,6 +35,7 @@ class Cell:
     feature: str
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     data: int = 1
     dtype: str = "float32"
     family: str = "qwen2_tied"
@@ -44,11 +45,11 @@ class Cell:
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def layout(self) -> str:
-        sizes = (("TP", self.tensor), ("PP", self.pipeline), ("DP", self.data))
+        sizes = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context), ("DP", self.data))
         return " · ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "one process"
 
     @property
@@ -85,6 +86,8 @@ LAYOUTS = (
     ("tp2", "tensor parallel", dict(tensor=2)),
     ("tp2-sp", "sequence parallel", dict(tensor=2, overrides=("parallel.sequence_parallel=true",))),
     ("pp2", "pipeline parallel", dict(pipeline=2)),
+    ("cp2", "context parallel", dict(context=2, overrides=("optimizer.distributed=false",))),
+    ("cp2-pp2", "context and pipeline parallel", dict(context=2, pipeline=2, overrides=("optimizer.distributed=false",))),
     ("dp2", "data parallel, distributed optimizer", dict(data=2)),
     ("dp2-plain", "data parallel, distributed optimizer off", dict(data=2, overrides=("optimizer.distributed=false",))),
     ("dp2-overlap", "data parallel, gradient and parameter overlap", dict(data=2, overrides=OVERLAP, min_buckets=8)),

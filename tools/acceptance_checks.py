@@ -122,8 +122,8 @@ def open_bench(cell: Cell, fault: str, deadline_s: float) -> Iterator[Bench]:
     hf_config, model = tiny_model(cell.family, hidden=HIDDEN)
     if cell.dtype == "bfloat16":  # what is left to measure is the arithmetic's rounding, not the weights'
         model = model.bfloat16().float()
-    overrides = [f"parallel.tensor={cell.tensor}", f"parallel.pipeline={cell.pipeline}", f"model.dtype={cell.dtype}"]
-    overrides += [*DEFAULTS, f"run.deadline_s={deadline_s}", *cell.overrides]
+    overrides = [f"parallel.tensor={cell.tensor}", f"parallel.pipeline={cell.pipeline}", f"parallel.context={cell.context}"]
+    overrides += [f"model.dtype={cell.dtype}", *DEFAULTS, f"run.deadline_s={deadline_s}", *cell.overrides]
     if fault == "freeze-ghost":
         overrides.append("skip.ghost=freeze")
     if HOST.is_cuda:

@@ -5,6 +5,7 @@ Fields of Megatron-Core's TransformerConfig that the token-sum seam owns, or tha
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_rl.config import Config
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
 from megatron_rl.passthrough import resolve_fields
 from megatron_rl.platform import HOST
+from megatron_rl.signal import UNCOUNTED_FIELDS
 from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError
 
@@ -23,12 +25,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and schedule.py reduces once"
 _SHAPE = "it comes from the Hugging Face config in model.hf_path"
 _SECTION = "it is set by {}"
+_FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 REFUSED_TRANSFORMER_FIELDS = {
     **dict.fromkeys(("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _SEAM),
     **dict.fromkeys(("grad_scale_func", "variable_seq_lengths", "deallocate_pipeline_outputs", "timers"), _SEAM),
@@ -52,9 +56,18 @@ REFUSED_TRANSFORMER_FIELDS = {
     "microbatch_group_size_per_vp_stage": "the planner cuts micro-batches for groups of parallel.pipeline",
     "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _SECTION.format("model.dtype")),
+    "context_parallel_size": _SECTION.format("parallel.context"),
+    "expert_model_parallel_size": _SECTION.format("parallel.expert"),
+    "expert_tensor_parallel_size": _SECTION.format("parallel.expert_tensor"),
     **dict.fromkeys(
-        ("context_parallel_size", "expert_model_parallel_size", "num_moe_experts", "mtp_num_layers"),
-        "this version runs dense models under tensor, pipeline, sequence and data parallelism"),
+        ("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+         "moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_num_groups",
+         "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_latent_size"), _SHAPE),
+    **{
+        name: "model.layer_spec decides how experts lie in memory, and weights/mapping.py knows its two ways"
+        for name in ("moe_grouped_gemm", "moe_extended_tp", "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight",
+                     "moe_mlp_glu_interleave_size")
+        if name in _FIELDS},  # 0.16.1 and 0.19.2 do not have the same ones
 }  # fmt: skip
 
 
@@ -62,6 +75,9 @@ REFUSED_TRANSFORMER_FIELDS = {
 class ModelShape:
     """What the rest of the house asks of the Hugging Face config. Sizes in elements, ``context_tokens`` in tokens.
 
+    ffn_hidden_size: the width of the MLP; of one expert, where there are experts.
+    num_experts, experts_per_token: 0 for a dense model.
+    router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up to 1.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     """
@@ -79,20 +95,27 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    num_experts: int
+    experts_per_token: int
+    router_pre_softmax: bool
     layer_spec: str
 
     def flops_per_token(self, mean_context: float) -> float:
-        """Forward and backward FLOPs of one token (6 per parameter, plus attention over ``mean_context`` tokens)."""
+        """Forward and backward FLOPs of one token (6 per parameter it passes, plus attention over ``mean_context`` tokens).
+
+        Of a mixture's experts a token passes ``experts_per_token``.
+        """
         attention = (
             self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_heads * self.head_dim * self.hidden_size
         )
-        layer = attention + 3 * self.hidden_size * self.ffn_hidden_size
+        mlps = self.experts_per_token if self.num_experts else 1
+        layer = attention + 3 * self.hidden_size * self.ffn_hidden_size * mlps + self.hidden_size * self.num_experts
         linear = self.num_layers * layer + self.vocab_size * self.hidden_size
         return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
 
 
-def model_shape(hf_config: Any, *, tensor_size: int, stages: int, layer_spec: str) -> ModelShape:
-    """Reads a Hugging Face config (Qwen2/2.5, Qwen3, Llama); ConfigError names what cannot be expressed or divided."""
+def _check_expressible(hf_config: Any) -> None:
+    """ConfigError where a family's config asks for what the model built here would not do."""
     family = hf_config.model_type
     if family not in FAMILIES:
         raise ConfigError(f"model.hf_path holds a {family!r} model; this version builds {', '.join(FAMILIES)}")
@@ -100,31 +123,72 @@ def model_shape(hf_config: Any, *, tensor_size: int, stages: int, layer_spec: st
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
     if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
         raise ConfigError("a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too")
-    if family == "qwen3" and hf_config.attention_bias:
-        raise ConfigError("a qwen3 model with attention_bias is not supported: its output projection carries a bias too")
+    if family in ("qwen3", "qwen3_moe") and hf_config.attention_bias:
+        raise ConfigError(f"a {family} model with attention_bias is not supported: its output projection carries a bias too")
     if family.startswith("qwen") and hf_config.use_sliding_window:
         raise ConfigError(f"use_sliding_window=true of {family} is not supported; only full attention is")
-    heads, kv_heads, layers = hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.num_hidden_layers
-    for name, count in (
-        ("num_attention_heads", heads),
-        ("num_key_value_heads", kv_heads),
-        ("intermediate_size", hf_config.intermediate_size),
-    ):
-        if count % tensor_size:
-            raise ConfigError(
-                f"parallel.tensor={tensor_size} does not divide {name}={count} of {hf_config.name_or_path or family}; use a divisor"
-            )
-    if layers % stages:
+    if family == "mixtral" and hf_config.sliding_window is not None:
+        raise ConfigError(f"sliding_window={hf_config.sliding_window} of mixtral is not supported; only full attention (null) is")
+    if family == "mixtral" and hf_config.router_jitter_noise:
         raise ConfigError(
-            f"parallel.pipeline x parallel.virtual_pipeline = {stages} does not divide num_hidden_layers={layers}; use a divisor"
+            f"router_jitter_noise={hf_config.router_jitter_noise} of mixtral is not supported: it draws noise per batch; set it to 0.0"
         )
+    if family == "qwen3_moe" and (hf_config.decoder_sparse_step != 1 or hf_config.mlp_only_layers):
+        raise ConfigError(
+            f"decoder_sparse_step={hf_config.decoder_sparse_step} and mlp_only_layers={hf_config.mlp_only_layers} of qwen3_moe leave "
+            "dense layers between the mixtures, which is not supported; only decoder_sparse_step=1 and mlp_only_layers=[] are"
+        )
+
+
+def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, topology: Topology) -> None:
+    """ConfigError where a degree of parallelism does not divide what it splits."""
+    name, experts = hf_config.name_or_path or hf_config.model_type, hf_config.model_type in MIXTURES
+    split = [("parallel.tensor", topology.tensor_size, x, hf_config.to_dict()[x]) for x in ("num_attention_heads", "num_key_value_heads")]
+    if experts:
+        split += [
+            ("parallel.expert_tensor", topology.expert_tensor_size, ffn_name, ffn),
+            ("parallel.expert", topology.expert_size, "num_experts", hf_config.num_local_experts),
+        ]
+    else:
+        split += [("parallel.tensor", topology.tensor_size, ffn_name, ffn)]
+    stages = topology.pipeline_size * topology.virtual_size
+    split += [("parallel.pipeline x parallel.virtual_pipeline", stages, "num_hidden_layers", hf_config.num_hidden_layers)]
+    for key, degree, what, count in split:
+        if count % degree:
+            raise ConfigError(f"{key}={degree} does not divide {what}={count} of {name}; use a divisor")
+    if not experts and topology.expert_size > 1:
+        raise ConfigError(f"parallel.expert={topology.expert_size} splits experts and {name} has none; set parallel.expert=1")
+    if not experts and config.parallel.expert_tensor not in (None, topology.tensor_size):
+        raise ConfigError(f"parallel.expert_tensor={config.parallel.expert_tensor} splits experts and {name} has none; leave it null")
+    if experts and topology.tensor_size > 1 and not config.parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tensor={topology.tensor_size} with experts needs parallel.sequence_parallel=true, or Megatron-Core would send each "
+            "token to the experts once per tensor rank; turn it on"
+        )
+
+
+def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spec: str) -> ModelShape:
+    """Reads a Hugging Face config (see FAMILIES); ConfigError names what cannot be expressed or divided.
+
+    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (signal.py), and in transformers too it
+    is added only where ``output_router_logits`` asks for it.
+    """
+    _check_expressible(hf_config)
+    family, heads, vocab = hf_config.model_type, hf_config.num_attention_heads, hf_config.vocab_size
+    mixture = family in MIXTURES
+    ffn_name = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    ffn = hf_config.to_dict()[ffn_name]
+    _check_divisible(hf_config, ffn, ffn_name, config, topology)
     head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
-    vocab = hf_config.vocab_size
     return ModelShape(
-        family=family, num_layers=layers, hidden_size=hf_config.hidden_size, ffn_hidden_size=hf_config.intermediate_size, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head_dim, vocab_size=vocab, padded_vocab_size=-(-vocab // tensor_size) * tensor_size,
+        family=family, num_layers=hf_config.num_hidden_layers, hidden_size=hf_config.hidden_size, ffn_hidden_size=ffn, num_heads=heads,
+        num_kv_heads=hf_config.num_key_value_heads, head_dim=head_dim, vocab_size=vocab,
+        padded_vocab_size=-(-vocab // topology.tensor_size) * topology.tensor_size,
         context_tokens=hf_config.max_position_embeddings, tied_embeddings=bool(hf_config.tie_word_embeddings),
-        qkv_bias=family == "qwen2", qk_norm=family == "qwen3", layer_spec=layer_spec,
+        qkv_bias=family == "qwen2", qk_norm=family in ("qwen3", "qwen3_moe"),
+        num_experts=hf_config.num_local_experts if mixture else 0,
+        experts_per_token=hf_config.num_experts_per_tok if mixture else 0,
+        router_pre_softmax=family == "qwen3_moe" and not hf_config.norm_topk_prob, layer_spec=layer_spec,
     )  # fmt: skip
 
 
@@ -149,6 +213,8 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
     """Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
     given = resolve_fields(config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
+    # 0, false and null say that there is none of it (signal.py refuses the rest); Megatron-Core says so by its default alone
+    given = {name: value for name, value in given.items() if name not in UNCOUNTED_FIELDS or value}
     for name in ("attention_dropout", "hidden_dropout"):
         if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
             raise ConfigError(f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU")
@@ -159,6 +225,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         layernorm_epsilon=hf_config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm,
         tensor_model_parallel_size=topology.tensor_size, pipeline_model_parallel_size=topology.pipeline_size,
+        expert_model_parallel_size=topology.expert_size, expert_tensor_parallel_size=topology.expert_tensor_size,
         context_parallel_size=topology.context_size,
         sequence_parallel=config.parallel.sequence_parallel, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=not HOST.is_cuda, perform_initialization=False,
@@ -168,12 +235,24 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1, batch_p2p_comm=topology.virtual_size == 1,
+        **_mixture_fields(shape),
     )  # fmt: skip
     fields.update(given)
     try:
         return TransformerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={given}: {error}") from error
+
+
+def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
+    """TransformerConfig's fields of a mixture of experts; none for a dense model."""
+    if not shape.num_experts:
+        return {}
+    return dict(
+        num_moe_experts=shape.num_experts, moe_ffn_hidden_size=shape.ffn_hidden_size, moe_router_topk=shape.experts_per_token,
+        moe_router_score_function="softmax", moe_router_pre_softmax=shape.router_pre_softmax, moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, moe_grouped_gemm=shape.layer_spec == "transformer_engine",
+    )  # fmt: skip
 
 
 def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[list[GPTModel], ModelShape]:
@@ -183,7 +262,7 @@ def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[lis
     """
     kind = choose_layer_spec(config.model.layer_spec, config.model.dtype)
     stages = topology.pipeline_size * topology.virtual_size
-    shape = model_shape(hf_config, tensor_size=topology.tensor_size, stages=stages, layer_spec=kind)
+    shape = model_shape(hf_config, config, topology, layer_spec=kind)
     transformer = transformer_config(shape, hf_config, config, topology)
     spec = block_spec(transformer, kind, shape.num_layers // stages)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
@@ -204,6 +283,8 @@ def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[lis
         model.model_type = ModelType.encoder_or_decoder
         model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
         _mark_tensor_parallel(model)
+        if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
+            _mark_experts(model)
         chunks.append(model.to(HOST.device))
     return chunks, shape
 
@@ -216,3 +297,14 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
         for kind, dimension in dimensions.items():  # a tied output layer on the embedding's stage has no weight of its own
             if isinstance(module, kind) and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
                 tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Has the experts' gradients reduced over the ranks that hold the same expert, not over the dense weights' data-parallel ranks.
+
+    Megatron-Core 0.16.1 (``tensor_parallel/layers.py``) marks them so only under expert parallelism: with experts on one expert-parallel
+    rank, split over fewer tensor ranks than the rest, each copy would keep the gradient of its own tokens. 0.19.2 does what is done here.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False

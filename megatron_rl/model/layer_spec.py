@@ -9,8 +9,13 @@ from megatron_rl.platform import transformer_engine_importable
 from megatron_rl.types import ConfigError
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+# 0.16.1's router asks whether this is None, and without Transformer Engine the name does not exist; 0.19.2 defines it.
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -47,14 +52,18 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
 
 
 def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> TransformerBlockSubmodules:
-    """Submodules of this stage's block of ``num_layers`` layers."""
+    """Submodules of this stage's block of ``num_layers`` layers, all dense or all mixtures of experts.
+
+    Transformer Engine's experts are grouped linears, its norm before a mixture stands alone; neither has been run (no GPU here).
+    """
+    mixture = dict(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if kind == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **mixture)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchAttention

@@ -19,6 +19,7 @@ from transformers import (
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.engine import NO_WEIGHTS, sample_seed
 from megatron_rl.types import ConfigError, Prompt, Rollout
+from megatron_rl.weights.fused import file_tensors
 
 MAX_EMBEDDED_PARAMETERS = 1_000_000_000
 # Compacting copies the cache of the rows that stay, about what one decode step's torch.cat costs anyway; below a
@@ -54,11 +55,15 @@ class TransformersEngine:
         self._stop_ids = _stop_ids(hf_path, tokenizer, self._model, text_config.vocab_size)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.load_weights``. ``version`` >= 0 is the trainer's; rollouts carry it."""
+        """See ``Engine.load_weights``: names are those of checkpoint files, which a mixture's fused experts take in part by part.
+
+        ``version`` >= 0 is the trainer's; rollouts carry it.
+        """
         if version < 0:
             raise ValueError(f"load_weights: version={version} must be at least 0")
         model = self._open_model()
-        targets = model.state_dict(keep_vars=True)  # parameters and persistent buffers, tied aliases under each name
+        # parameters and persistent buffers, tied aliases under each name
+        targets = file_tensors(model.state_dict(keep_vars=True), model.config.get_text_config().model_type)
         owners: dict[int, str] = {}
         for name, target in targets.items():
             owners.setdefault(id(target), name)

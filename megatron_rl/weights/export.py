@@ -1,4 +1,4 @@
-"""Weights in from Hugging Face files, each rank its own shard; and out under Hugging Face names, from any TP and PP."""
+"""Weights in from Hugging Face files, each rank its own shard; and out under Hugging Face names, from any TP, PP and EP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError
-from megatron_rl.weights.mapping import TIED_HEAD, Shape, hf_size, load_shard, merge_shards, shard_size, stage_buckets
+from megatron_rl.weights.mapping import TIED_HEAD, Entry, Shape, hf_size, load_shard, merge_shards, shard_size, stage_buckets
 
 
 class WeightReader(Protocol):
@@ -34,6 +34,11 @@ class MemoryReader:
         self.tensors = tensors
 
     def size(self, name: str) -> tuple[int, ...]:
+        if name not in self.tensors:
+            raise ConfigError(
+                f"the weights given hold no tensor named {name}; names are those of checkpoint files, and a mixture's state_dict becomes "
+                "them by megatron_rl.weights.fused.file_tensors"
+            )
         return tuple(self.tensors[name].shape)
 
     def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
@@ -84,14 +89,17 @@ def load_weights(chunks: Sequence[torch.nn.Module], shape: Shape, topology: Topo
 
 def _load_chunk(chunk: torch.nn.Module, stage: int, shape: Shape, topology: Topology, reader: WeightReader) -> None:
     parameters = dict(chunk.named_parameters())
-    for bucket in stage_buckets(shape, stage, topology.pipeline_size * topology.virtual_size):
-        for entry in bucket:
+    for bucket in stage_buckets(shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size):
+        for entry in (entry.held_by(topology.expert_rank, shape, topology.expert_size) for entry in bucket):
             for name in entry.hf:
                 if reader.size(name) != hf_size(shape, name):
                     raise ConfigError(f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
             if entry.megatron not in parameters:
                 raise RuntimeError(f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}")
-            shard = load_shard(entry, shape, reader.read, topology.tensor_rank, topology.tensor_size)
+            rank, ranks = topology.tensor_rank, topology.tensor_size
+            if entry.expert is not None:
+                rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
+            shard = load_shard(entry, shape, reader.read, rank, ranks)
             parameters.pop(entry.megatron).copy_(shard)
     if parameters:
         raise RuntimeError(f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them")
@@ -99,34 +107,48 @@ def _load_chunk(chunk: torch.nn.Module, stage: int, shape: Shape, topology: Topo
 
 @torch.no_grad()
 def export_weights(chunks: Sequence[Mapping[str, torch.Tensor]], shape: Shape, topology: Topology) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under its Hugging Face name, whole, on every rank, one layer's memory at a time.
+    """Every tensor under its Hugging Face name, whole, on every rank, one bucket's memory at a time (a layer, or an expert per rank).
 
-    A collective over the model-parallel group: each stage in turn gathers a bucket over its tensor ranks and hands it to all.
-    chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients).
+    A collective over the model-parallel group: each stage in turn gathers a bucket over the ranks that hold its shards and hands it
+    to all. chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients).
     The iterator must be run to its end on all ranks. Parameters must be gathered before (backend.export does).
     """
     example = next(iter(chunks[0].values()))
-    ranks, stages = topology.tensor_size, topology.pipeline_size * topology.virtual_size
+    stages = topology.pipeline_size * topology.virtual_size
     for stage in range(stages):
         chunk, owner = divmod(stage, topology.pipeline_size)
-        for bucket in stage_buckets(shape, stage, stages):
+        for bucket in stage_buckets(shape, stage, stages, topology.expert_size):
             if bucket == (TIED_HEAD,):
                 continue
+            of_expert = bucket[0].expert is not None
+            ranks = topology.expert_tensor_size if of_expert else topology.tensor_size
+            holders = ranks * topology.expert_size if of_expert else ranks
             sizes = [shard_size(entry, shape, ranks) for entry in bucket]
-            flat = torch.empty(ranks, sum(math.prod(x) for x in sizes), dtype=example.dtype, device=example.device)
+            flat = torch.empty(holders, sum(math.prod(x) for x in sizes), dtype=example.dtype, device=example.device)
             if owner == topology.pipeline_rank:
                 local = torch.cat([chunks[chunk][entry.megatron].detach().reshape(-1) for entry in bucket])
-                if ranks > 1:
-                    dist.all_gather_into_tensor(flat.view(-1), local, group=topology.tensor_group)
+                group = topology.expert_group if of_expert else topology.tensor_group
+                if holders > 1:
+                    dist.all_gather_into_tensor(flat.view(-1), local, group=group)
                 else:
                     flat[0] = local
             if topology.pipeline_size > 1:
                 dist.broadcast(flat, dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group)
-            offset = 0
-            for entry, size in zip(bucket, sizes, strict=True):
-                count = math.prod(size)
-                yield from merge_shards(entry, shape, [x[offset : offset + count].view(size) for x in flat])
-                offset += count
+            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel rank e's
+            for expert_rank, shards in enumerate(flat.split(ranks)):
+                entries = [entry.held_by(expert_rank, shape, topology.expert_size) for entry in bucket]
+                yield from _merge_bucket(entries, sizes, shards, shape)
+
+
+def _merge_bucket(
+    entries: Sequence[Entry], sizes: Sequence[tuple[int, ...]], shards: torch.Tensor, shape: Shape
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """shards [ranks, elements of the bucket] → its Hugging Face tensors."""
+    offset = 0
+    for entry, size in zip(entries, sizes, strict=True):
+        count = math.prod(size)
+        yield from merge_shards(entry, shape, [x[offset : offset + count].view(size) for x in shards])
+        offset += count
 
 
 def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, tokenizer, path: pathlib.Path) -> None:

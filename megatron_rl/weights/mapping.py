@@ -8,10 +8,14 @@ An entry is a Megatron parameter of one layer, the Hugging Face tensors that it 
 - ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over ranks
                   (read, megatron-core 0.16.1 ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``).
+
+Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory (weights/fused.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -30,11 +34,24 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One Megatron parameter and its Hugging Face tensors, in the order of the layout. ``{layer}`` stands for the global layer."""
+    """One Megatron parameter and its Hugging Face tensors, in the order of the layout.
+
+    expert: of an expert's parameter its number among this rank's experts; ``{expert}`` in its Hugging Face names stands for the
+            number among all, which ``held_by`` fills in. Such a parameter is split over expert tensor ranks, any other over tensor
+            ranks.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
+    expert: int | None = None
+
+    def held_by(self, expert_rank: int, shape: Shape, expert_size: int) -> Entry:
+        """The entry as one expert-parallel rank holds it: rank e has experts e·E/size to (e + 1)·E/size (``moe/moe_layer.py``)."""
+        if self.expert is None:
+            return self
+        number = expert_rank * (shape.num_experts // expert_size) + self.expert
+        return dataclasses.replace(self, hf=tuple(name.replace("{expert}", str(number)) for name in self.hf))
 
 
 class Shape(Protocol):
@@ -52,8 +69,24 @@ class Shape(Protocol):
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    num_experts: int
     layer_spec: str
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+EXPERT_NAMES = {
+    "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "qwen3_moe": ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+}
 
 EMBEDDING = Entry(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
 HEAD = Entry(megatron="output_layer.weight", hf=("lm_head.weight",), layout=Layout.ROWS)
@@ -65,16 +98,22 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
     """The table of one decoder layer; Megatron names are relative to ``decoder.layers.<local>.``, HF's to ``model.layers.<layer>.``."""
     fused = shape.layer_spec == "transformer_engine"
     attention_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+    # a router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1 gpt_layer_specs.py)
+    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused and not shape.num_experts else "pre_mlp_layernorm.weight"
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     entries = [
         Entry(megatron=attention_norm, hf=("input_layernorm.weight",), layout=Layout.REPLICATED),
         Entry(megatron="self_attention.linear_qkv.weight", hf=tuple(f"{x}.weight" for x in qkv), layout=Layout.QKV),
         Entry(megatron="self_attention.linear_proj.weight", hf=("self_attn.o_proj.weight",), layout=Layout.COLUMNS),
         Entry(megatron=mlp_norm, hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
-        Entry(megatron="mlp.linear_fc1.weight", hf=("mlp.gate_proj.weight", "mlp.up_proj.weight"), layout=Layout.GATE_UP),
-        Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS),
     ]
+    if shape.num_experts:
+        router = f"{EXPERT_NAMES[shape.family].block}.gate.weight"
+        entries.append(Entry(megatron="mlp.router.weight", hf=(router,), layout=Layout.REPLICATED))
+    else:
+        gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+        entries.append(Entry(megatron="mlp.linear_fc1.weight", hf=gate_up, layout=Layout.GATE_UP))
+        entries.append(Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS))
     if shape.qkv_bias:
         entries.append(Entry(megatron="self_attention.linear_qkv.bias", hf=tuple(f"{x}.bias" for x in qkv), layout=Layout.QKV))
     if shape.qk_norm:
@@ -85,10 +124,31 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def stage_buckets(shape: Shape, stage: int, num_stages: int) -> Iterator[tuple[Entry, ...]]:
-    """The parameters of one model chunk under full names, one bucket per layer, in an order that every rank derives alike.
+def expert_entries(shape: Shape, expert: int) -> tuple[Entry, ...]:
+    """The table of one of this rank's experts, names as in ``layer_entries``.
 
-    stage counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
+    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's one grouped linear of
+    all, with a weight per expert (TEGroupedMLP; read, not run: there is no GPU in the tests).
+    """
+    names = EXPERT_NAMES[shape.family]
+    within = f"{names.block}.experts.{{expert}}"
+    grouped = shape.layer_spec == "transformer_engine"
+    fc1, fc2 = (
+        f"mlp.experts.{x}.weight{expert}" if grouped else f"mlp.experts.local_experts.{expert}.{x}.weight"
+        for x in ("linear_fc1", "linear_fc2")
+    )
+    gate_up = (f"{within}.{names.gate}.weight", f"{within}.{names.up}.weight")
+    return (
+        Entry(megatron=fc1, hf=gate_up, layout=Layout.GATE_UP, expert=expert),
+        Entry(megatron=fc2, hf=(f"{within}.{names.down}.weight",), layout=Layout.COLUMNS, expert=expert),
+    )
+
+
+def stage_buckets(shape: Shape, stage: int, num_stages: int, expert_size: int) -> Iterator[tuple[Entry, ...]]:
+    """The parameters of one model chunk under full names, in an order that every rank derives alike.
+
+    A layer is a bucket, but for its experts: the i-th of every expert-parallel rank is one of its own, so that a layer of 128 experts
+    is never gathered at once. stage counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
 
     A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice (``export`` skips it).
     """
@@ -97,14 +157,15 @@ def stage_buckets(shape: Shape, stage: int, num_stages: int) -> Iterator[tuple[E
     per_stage = shape.num_layers // num_stages
     for local in range(per_stage):
         layer = stage * per_stage + local
-        yield tuple(
-            Entry(
-                megatron=f"decoder.layers.{local}.{entry.megatron}",
-                hf=tuple(f"model.layers.{layer}.{name}" for name in entry.hf),
-                layout=entry.layout,
+        for entries in (layer_entries(shape), *(expert_entries(shape, i) for i in range(shape.num_experts // expert_size))):
+            yield tuple(
+                dataclasses.replace(
+                    entry,
+                    megatron=f"decoder.layers.{local}.{entry.megatron}",
+                    hf=tuple(f"model.layers.{layer}.{name}" for name in entry.hf),
+                )
+                for entry in entries
             )
-            for entry in layer_entries(shape)
-        )
     if stage == num_stages - 1:
         yield (FINAL_NORM,)
         if not shape.tied_embeddings:
@@ -116,6 +177,7 @@ def stage_buckets(shape: Shape, stage: int, num_stages: int) -> Iterator[tuple[E
 def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
     """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without asking."""
     kind = name.split("layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
+    kind = re.sub(r"^(mlp|block_sparse_moe)\.experts\.(\d+|\{expert\})\.", "expert.", kind)
     q, kv, hidden, ffn = (
         shape.num_heads * shape.head_dim,
         shape.num_kv_heads * shape.head_dim,
@@ -138,6 +200,14 @@ def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
         "mlp.up_proj.weight": (ffn, hidden),
         "mlp.down_proj.weight": (hidden, ffn),
     }
+    if shape.num_experts:
+        names = EXPERT_NAMES[shape.family]
+        known |= {
+            f"{names.block}.gate.weight": (shape.num_experts, hidden),
+            f"expert.{names.gate}.weight": (ffn, hidden),
+            f"expert.{names.up}.weight": (ffn, hidden),
+            f"expert.{names.down}.weight": (hidden, ffn),
+        }
     return known.get(kind, (hidden,))  # the rest are norms over the hidden state
 
 

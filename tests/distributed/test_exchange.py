@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -24,15 +26,34 @@ def place(i: int) -> int:
 
 
 def same(a: Sample, b: Sample) -> bool:
-    arrays = ("token_ids", "loss_mask", "logprobs")
+    arrays = ["token_ids", "loss_mask", "logprobs"]
+    if (a.routed_experts is None) != (b.routed_experts is None):
+        return False
+    if a.routed_experts is not None:
+        arrays.append("routed_experts")
     return (a.sample_id, a.prompt_tokens) == (b.sample_id, b.prompt_tokens) and all(
-        getattr(a, n).dtype == getattr(b, n).dtype and getattr(a, n).tobytes() == getattr(b, n).tobytes() for n in arrays
+        getattr(a, n).dtype == getattr(b, n).dtype
+        and getattr(a, n).shape == getattr(b, n).shape
+        and getattr(a, n).tobytes() == getattr(b, n).tobytes()
+        for n in arrays
     )
 
 
-def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]]) -> dict[str, list[bool]]:
+def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
+    """``mode`` none, mixed (every third sample without, the others of two shapes), all. Odd and even counts of int16, any bits."""
+    random = np.random.default_rng(5)
+    found = []
+    for i, sample in enumerate(samples):
+        shape = (len(sample.token_ids), *((3, 1) if i % 2 else (2, 8)))
+        routed = random.integers(-1, 2**15, shape).astype(np.int16)
+        has = mode == "all" or (mode == "mixed" and i % 3 > 0)
+        found.append(dataclasses.replace(sample, routed_experts=routed if has else None))
+    return found
+
+
+def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]], routing: str) -> dict[str, list[bool]]:
     here = topology.initialize(tensor=tensor, pipeline=pipeline, deadline_s=30)
-    samples = make_samples(COUNT)
+    samples = with_routing(make_samples(COUNT), routing)
     samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[: len(samples[4].logprobs)]  # bits, not values
     mine = [i for i in range(COUNT) if owner_of(i, world) == rank]
     facts = exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
@@ -55,8 +76,11 @@ def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[li
     return found
 
 
-@pytest.mark.parametrize(("world", "tensor", "pipeline"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 2, 1), (4, 1, 2)])
-def test_every_rank_gets_exactly_the_rows_it_needs(pool: Pool, world: int, tensor: int, pipeline: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "tensor", "pipeline", "routing"),
+    [(1, 1, 1, "none"), (2, 1, 1, "none"), (2, 1, 1, "all"), (3, 1, 1, "mixed"), (4, 2, 1, "none"), (4, 1, 2, "mixed")],
+)
+def test_every_rank_gets_exactly_the_rows_it_needs(pool: Pool, world: int, tensor: int, pipeline: int, routing: str) -> None:
     """All, none, one rank alone, disjoint, overlapping and random needs; empty ranks on both sides."""
     random = np.random.default_rng(world)
     everything = list(range(COUNT))
@@ -67,7 +91,7 @@ def test_every_rank_gets_exactly_the_rows_it_needs(pool: Pool, world: int, tenso
         [everything[rank::world] for rank in range(world)],
         *[[sorted(random.choice(COUNT, random.integers(0, COUNT + 1), replace=False).tolist()) for _ in range(world)] for _ in range(8)],
     ]
-    for found in pool.run(world, bring, tensor, pipeline, needs, timeout_s=30):
+    for found in pool.run(world, bring, tensor, pipeline, needs, routing, timeout_s=30):
         assert all(found["order"]) and all(found["facts"]), found
         assert len(found["rows"]) == len(needs) and all(found["rows"]), found
 
@@ -104,3 +128,32 @@ def twice_the_same_place(rank: int, world: int) -> str:
 def test_two_samples_with_one_place_are_refused_everywhere(pool: Pool) -> None:
     for said in pool.run(2, twice_the_same_place, timeout_s=30):
         assert "claim the same place" in said
+
+
+def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
+    """The last rank's sample carries it; the others hold none."""
+    topology.initialize(deadline_s=30)
+    sample = Sample(
+        sample_id="7@0#1", prompt_tokens=4, token_ids=np.arange(7), loss_mask=np.ones(3, dtype=bool),
+        logprobs=np.zeros(3, dtype=np.float32), routed_experts=routed,
+    )  # fmt: skip
+    try:
+        exchange.gather_facts([sample] if rank + 1 == world else [], [0], [0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "routed",
+    [
+        np.zeros((3, 2, 2), dtype=np.int16),  # of the response alone
+        np.zeros((7, 2, 2), dtype=np.int64),
+        np.zeros((7, 4), dtype=np.int16),
+        np.zeros((7, 0, 2), dtype=np.int16),
+    ],
+    ids=["tokens", "dtype", "dimensions", "no layer"],
+)
+def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool: Pool, routed: np.ndarray) -> None:
+    for said in pool.run(2, with_misfit_routing, routed, timeout_s=30):
+        assert f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, top_k]" in said

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_rl import topology
 from megatron_rl.backend import MegatronBackend
@@ -17,7 +18,7 @@ from megatron_rl.config import load_config
 from megatron_rl.weights.export import HuggingFaceReader, load_weights
 from tests.distributed.pool import Pool
 from tests.distributed.rig import DEFAULTS, open_rig, sizes
-from tests.reference import FAMILIES, make_samples, reference_logprobs, tiny_model
+from tests.reference import FAMILIES, MIXTURES, file_weights, make_samples, reference_logprobs, tiny_model
 
 # Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
 # frequency shows at 1e-2 and above.
@@ -47,11 +48,12 @@ def wanted_logprobs(model, samples) -> np.ndarray:
 def logprobs_and_export(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
     """Per family: the largest gap of a log-prob to the reference, and whether the exported weights are those loaded."""
     found = {}
-    for family in FAMILIES:
+    mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
+    for family in (*FAMILIES, *mixtures):
         with open_rig(family, *sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, samples=7) as rig:
             passed = rig.backend.logprobs(rig.batch, np.ones(7, dtype=bool))
             gap = float(np.abs(passed.flat - wanted_logprobs(rig.model, rig.samples)).max())
-            loaded = rig.model.state_dict()
+            loaded = file_weights(rig.model)
             exported = rig.weights()
             if rig.model.config.tie_word_embeddings:
                 assert "lm_head.weight" not in exported
@@ -107,8 +109,8 @@ def any_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
 
 
-def load_from_files(rank: int, world: int, path: str, tensor: int, pipeline: int, save_to: str) -> dict[str, object]:
-    config = load_config(None, [*DEFAULTS, *sizes(tensor, pipeline), f"model.hf_path={path}"])
+def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...], save_to: str) -> dict[str, object]:
+    config = load_config(None, [*DEFAULTS, *overrides, f"model.hf_path={path}"])
     try:
         backend = MegatronBackend(config)
         model, place = backend.chunks[0].module, backend.topology
@@ -127,26 +129,49 @@ def load_from_files(rank: int, world: int, path: str, tensor: int, pipeline: int
         topology.destroy()
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
-def test_files_load_in_slices_and_come_back(pool: Pool, tmp_path: pathlib.Path, family: str, tensor: int, pipeline: int) -> None:
+EP = ("parallel.expert=2",)
+TP_SP = (*sizes(2, 1), "parallel.sequence_parallel=true")
+FILES = [
+    *((tensor * pipeline, sizes(tensor, pipeline), family) for family in ("qwen2_tied", "llama") for tensor, pipeline in SHAPES[1:]),
+    (1, (), "qwen3_moe"), (2, EP, "mixtral"), (2, EP, "qwen3_moe"), (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "mixtral"),
+    (2, TP_SP, "qwen3_moe"), (4, (*EP, *TP_SP), "mixtral"), (4, (*EP, *sizes(1, 2), "parallel.virtual_pipeline=2"), "qwen3_moe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "overrides", "family"), FILES, ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x))
+def test_files_load_in_slices_and_come_back(
+    pool: Pool, tmp_path: pathlib.Path, world: int, overrides: tuple[str, ...], family: str
+) -> None:
     """Sharded safetensors in, each rank reading exactly the elements of its own parameters; whole directories out."""
     from transformers import AutoModelForCausalLM
 
     _, model = tiny_model(family)
     source, copy = tmp_path / "source", tmp_path / "copy"
     model.save_pretrained(source, max_shard_size="100KB")
+    wanted = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
     assert len(list(source.glob("*.safetensors"))) > 3
-    results = pool.run(tensor * pipeline, load_from_files, str(source), tensor, pipeline, str(copy), timeout_s=60)
-    wanted = {k: v for k, v in model.state_dict().items() if not (model.config.tie_word_embeddings and k == "lm_head.weight")}
+    results = pool.run(world, load_from_files, str(source), overrides, str(copy), timeout_s=60)
     total = sum(math.prod(x.shape) for x in wanted.values())
     for result in results:
         assert set(result["exported"]) == set(wanted)
         assert all(torch.equal(result["exported"][k], wanted[k]) for k in wanted)
-        assert result["read"] == result["owned"] < total
-    back = AutoModelForCausalLM.from_pretrained(copy).state_dict()
-    assert all(torch.equal(back[k], v) for k, v in model.state_dict().items())
+        assert result["read"] == result["owned"]
+        assert (result["owned"] < total) == (world > 1)
+    back = AutoModelForCausalLM.from_pretrained(copy, **({"experts_implementation": "eager"} if family in MIXTURES else {})).eval()
+    assert all(torch.equal(back.state_dict()[k], v) for k, v in model.state_dict().items())
     sample = make_samples(1)[0]
     with torch.no_grad():
-        again, _ = reference_logprobs(AutoModelForCausalLM.from_pretrained(copy).eval(), sample)
-        assert torch.equal(again, reference_logprobs(model, sample)[0])
+        assert torch.equal(reference_logprobs(back, sample)[0], reference_logprobs(model, sample)[0])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: str) -> None:
+    """Against what transformers writes: same names, same tensors; and they are views, so that writing to one fills the model."""
+    _, model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    written, found = load_file(tmp_path / "model.safetensors"), file_weights(model)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert set(found) == set(written) | tied
+    assert all(torch.equal(found[k], written[k]) for k in written)
+    storages = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
+    assert {x.untyped_storage().data_ptr() for x in found.values()} == storages

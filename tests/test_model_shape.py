@@ -1,0 +1,78 @@
+"""What a Hugging Face config becomes, and what of it is refused, without a model being built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config import load_config
+from megatron_rl.model.build import model_shape
+from megatron_rl.types import ConfigError
+from tests.reference import FAMILIES, MIXTURES, tiny_config, tiny_model
+
+
+def shape_of(hf_config, **parallel: int | bool):
+    """The shape under ``parallel.*``; sizes as topology.initialize would report them."""
+    config = load_config(None, [f"parallel.{name}={value}" for name, value in parallel.items()])
+    degrees = config.parallel
+    place = SimpleNamespace(
+        tensor_size=degrees.tensor, pipeline_size=degrees.pipeline, virtual_size=degrees.virtual_pipeline, expert_size=degrees.expert,
+        expert_tensor_size=degrees.expert_tensor or degrees.tensor,
+    )  # fmt: skip
+    return model_shape(hf_config, config, place, layer_spec="torch")
+
+
+def changed(family: str, **values: object):
+    config = tiny_config(family)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+REFUSED = [
+    (changed("qwen3"), dict(expert=2), "parallel.expert=2 splits experts and qwen3 has none; set parallel.expert=1"),
+    (changed("llama"), dict(expert_tensor=2), "parallel.expert_tensor=2 splits experts and llama has none; leave it null"),
+    (changed("mixtral"), dict(expert=3), "parallel.expert=3 does not divide num_experts=4 of mixtral"),
+    (changed("qwen3_moe"), dict(expert=8), "parallel.expert=8 does not divide num_experts=4 of qwen3_moe"),
+    (changed("mixtral", intermediate_size=97), dict(expert_tensor=2), "parallel.expert_tensor=2 does not divide intermediate_size=97"),
+    (changed("qwen3_moe", moe_intermediate_size=33), dict(expert_tensor=2), "does not divide moe_intermediate_size=33"),
+    (changed("mixtral"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
+    (changed("mixtral", sliding_window=8), {}, "sliding_window=8 of mixtral is not supported"),
+    (changed("mixtral", router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 of mixtral is not supported"),
+    (changed("qwen3_moe", use_sliding_window=True), {}, "use_sliding_window=true of qwen3_moe"),
+    (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
+    (changed("qwen3_moe", decoder_sparse_step=2), {}, "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers"),
+    (changed("qwen3_moe", mlp_only_layers=[1]), {}, "mlp_only_layers=.1. of qwen3_moe leave dense layers"),
+    (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=4"),
+]
+
+
+@pytest.mark.parametrize(("hf_config", "parallel", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_what_cannot_be_built_is_named(hf_config, parallel: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape_of(hf_config, **parallel)
+
+
+def test_an_expert_that_only_tensor_ranks_could_not_split_is_accepted() -> None:
+    shape = shape_of(changed("mixtral", intermediate_size=97), tensor=2, sequence_parallel=True, expert_tensor=1)
+    assert shape.ffn_hidden_size == 97 and shape.num_experts == 4 and shape.experts_per_token == 2
+
+
+def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
+    assert {family: shape_of(tiny_config(family)).router_pre_softmax for family in MIXTURES} == {
+        "mixtral": False, "qwen3_moe": False, "qwen3_moe_unnormalised": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
+    """6 per element of every matrix but the embedding, an expert's by its share of the choices: 2 of 4."""
+    config, model = tiny_model(family)
+    passed = model.lm_head.weight.numel()
+    for name, parameter in model.model.layers.named_parameters():
+        if parameter.dim() > 1:
+            passed += parameter.numel() / (2 if ".experts." in name else 1)
+    shape = shape_of(config)
+    assert shape.flops_per_token(0.0) == 6 * passed
+    assert shape.flops_per_token(10.0) - shape.flops_per_token(0.0) == 12 * 10 * 4 * shape.num_heads * shape.head_dim
