@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import pathlib
+import shutil
 import sys
 
 import pytest
@@ -74,14 +75,14 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     assert rows[3]["train/logprob_gap_max"] < 1e-4  # float32, the same weights in two implementations
 
 
-@pytest.mark.parametrize("world,layout", [(2, "parallel.pipeline=2"), (2, "parallel.tensor=2"), (2, "parallel.pipeline=1")])
-def test_skip_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, world, layout):
+@pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1", "parallel.context=2"])
+def test_skip_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):
     """Two rollouts, four optimizer steps, sampling included; nothing repacked, so bitwise, and so are the rollouts."""
     weights = {}
     for mode in ("exact", "off"):
         given = arguments(arithmetic, tmp_path / mode, layout, f"skip.mode={mode}", "plan.repack=false", "plan.samples_per_microbatch=2")
-        results = pool.run(world, command_line, given, timeout_s=120)
-        assert [code for code, _ in results] == [0] * world, results
+        results = pool.run(2, command_line, given, timeout_s=120)
+        assert [code for code, _ in results] == [0, 0], results
         weights[mode] = weights_of(tmp_path / mode)
     dropped = sum(row["skip/samples_dropped"] for row in rows_of(tmp_path / "exact"))
     assert dropped > 0 and sum(row["skip/samples_dropped"] for row in rows_of(tmp_path / "off")) == 0
@@ -99,6 +100,40 @@ def test_another_layout_trains_the_same_run(pool, arithmetic, tmp_path):
     for other in weights[1:]:
         # AdamW amplifies the summation order where gradients are near zero; 4 steps at lr 1e-4.
         assert (other - weights[0]).norm() / weights[0].norm() < 1e-5
+
+
+@pytest.fixture(scope="session")
+def mixture(arithmetic, tmp_path_factory) -> pathlib.Path:
+    """The same data and tokenizer, and a Qwen3-MoE of four experts as Hugging Face saves it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("mixture")
+    shutil.copytree(arithmetic, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        intermediate_size=96, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True,
+        max_position_embeddings=1024, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["parallel.expert=2", pytest.param("parallel.context=2", marks=pytest.mark.long)])
+def test_a_mixture_trains_the_same_run(pool, mixture, tmp_path, layout):
+    """Sampling, rewards, skips, weight sync and export of a mixture: split over two processes as on one."""
+    weights, gaps = [], []
+    for world, given in ((1, "parallel.pipeline=1"), (2, layout)):
+        run_dir = tmp_path / str(world)
+        results = pool.run(world, command_line, arguments(mixture, run_dir, given), timeout_s=120)
+        assert [code for code, _ in results] == [0] * world, results
+        weights.append(weights_of(run_dir))
+        gaps += [row["train/logprob_gap_max"] for row in rows_of(run_dir) if "train/logprob_gap_max" in row]
+    assert set(weights[0]) == set(load_file(mixture / "model" / "model.safetensors")) == set(weights[1])
+    one, two = (torch.cat([w[name].flatten() for name in sorted(w)]) for w in weights)
+    assert (two - one).norm() / one.norm() < 1e-5 and max(gaps) < 1e-4, gaps
 
 
 def test_a_run_without_signal_is_ghosts_and_freeze_moves_nothing(pool, arithmetic, tmp_path):
