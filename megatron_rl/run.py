@@ -321,8 +321,8 @@ def announce(run: Run) -> None:
     """What was chosen, in the log: Adam's kernel, layer spec, topology, and what the skip approximates."""
     place, shape = run.backend.topology, run.backend.shape
     log.info(
-        "world %d: TP %d, PP %d, DP %d on %s (%s); layers by %s; Adam by %s", place.world_size, place.tensor_size, place.pipeline_size,
-        place.data_size, HOST.device_type, HOST.backend, shape.layer_spec, run.backend.optimizer.kernel,
+        "world %d: %s on %s (%s); layers by %s; Adam by %s", place.world_size, place.degrees, HOST.device_type, HOST.backend,
+        shape.layer_spec, run.backend.optimizer.kernel,
     )  # fmt: skip
     for term in run.rule.approximated:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)

@@ -67,6 +67,13 @@ class Topology:
         return self.is_last_stage and self.tensor_rank == 0
 
     @property
+    def degrees(self) -> str:
+        """For logs and tables: TP, PP and DP always, the others where they are above 1."""
+        named = [f"TP {self.tensor_size}", f"PP {self.pipeline_size}", f"DP {self.data_size}"]
+        rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
+        return ", ".join(named + [f"{name} {size}" for name, size in rarer if size > 1])
+
+    @property
     def lockstep_replicas(self) -> int:
         """How many neighbouring data-parallel replicas share experts, and with them every all-to-all of a forward pass."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
