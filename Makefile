@@ -12,7 +12,7 @@ VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
-LATEST_TESTS ?= tests/distributed/test_matrix.py tests/test_passthrough.py tests/test_verify_topology.py
+LATEST_TESTS ?= tests/distributed/test_matrix.py tests/test_passthrough.py tests/test_verify_topology.py tests/test_verify_topology_naming.py
 PYTEST_ARGS ?=
 ACCEPTANCE_ARGS ?=
 

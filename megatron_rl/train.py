@@ -204,13 +204,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with ``code``. After a failure at once: the run's process groups are still up, closing them could wait for a
-    rank that is gone, and gloo's threads may abort while the interpreter takes itself down, which would replace the exit code."""
-    if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(0)
+    """Ends the process with ``code``, at once: after a failure the run's process groups are still up and closing them could wait for a
+    rank that is gone; and at interpreter exit gloo's threads may abort, which would replace the exit code, that of a success too."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def command_line() -> NoReturn:

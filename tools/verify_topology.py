@@ -1,0 +1,227 @@
+"""Is a parallel topology right? A thin model of yours under the topology of your config, against one process, to the tolerance.
+
+    torchrun --nproc_per_node 4 tools/verify_topology.py --config my.yaml parallel.tensor=2 parallel.pipeline=2
+
+Compared: log-probs, the gradient by class of tensors, the gradient norm, the weights after three AdamW steps, skip against dense.
+Where they differ, the layer and the tensor at which the first difference appears are named. Exit code of each rank: 0 where all
+agree, 1 where something differs or a rank fails, 2 for settings that cannot work. docs/verify-topology.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import NoReturn
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
+GRACE_S = 3.0  # torchrun ends every rank as soon as one has ended: the main rank's message must be out before that
+FAULT_NAMES = ("tp_all_reduce", "microbatch_mean", "context_offset", "other_plan")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="example: torchrun --nproc_per_node 2 tools/verify_topology.py --config my.yaml parallel.tensor=2 --json topology.json",
+    )
+    parser.add_argument("--config", help="your YAML; its model.hf_path names the model, of which only config.json is read")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--layers-per-stage", type=int, default=1, metavar="N", help="decoder layers of each pipeline stage (default 1)")
+    parser.add_argument(
+        "--keep", default="", metavar="LIST",
+        help="real sizes to keep, comma-separated: hidden, ffn, vocabulary, experts; or all (default: none)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="float32", help="of model and reference (default float32)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="largest relative error (default 1e-5 in float32, 5e-2 in bfloat16)"
+    )  # fmt: skip
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything there, each tensor's error too")
+    parser.add_argument("--inject", choices=FAULT_NAMES, metavar="FAULT", help=f"plant a fault, to see it named: {', '.join(FAULT_NAMES)}")
+    parser.add_argument("--inject-layer", type=int, metavar="K", help="tp_all_reduce's layer, as in model.layers.K (default: the middle)")
+    given = parser.parse_intermixed_args(arguments)
+    if given.layers_per_stage < 1:
+        parser.error(f"--layers-per-stage {given.layers_per_stage} must be at least 1")
+    if given.tolerance is not None and not given.tolerance > 0:
+        parser.error(f"--tolerance {given.tolerance} must be above 0")
+    if given.inject_layer is not None and given.inject != "tp_all_reduce":
+        parser.error(f"--inject-layer {given.inject_layer} belongs to --inject tp_all_reduce")
+    given.tolerance = given.tolerance or TOLERANCES[given.dtype]
+    return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thin:
+    """What every rank makes from the command line alone: configurations, the thin model, the work."""
+
+    config: object
+    real: object
+    hf_config: object
+    work: object
+    world: int
+
+
+def prepare(given: argparse.Namespace) -> Thin:
+    """Raises ConfigError, the same on every rank, before any of them joins another."""
+    from verify_topology_thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, user_config
+
+    from megatron_rl.config import load_config
+    from megatron_rl.signal import signal_rule
+    from megatron_rl.types import ConfigError
+
+    keep = KEEP if given.keep == "all" else tuple(x for x in given.keep.split(",") if x)
+    unknown = [x for x in keep if x not in KEEP]
+    if unknown:
+        raise ConfigError(f"--keep {given.keep} names {unknown[0]!r}; choose from {', '.join(KEEP)}, or all")
+    config = load_config(given.config, given.overrides)
+    signal_rule(config)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    real = read_hf_config(config)
+    hf_config = thin_hf_config(real, config, Size(layers_per_stage=given.layers_per_stage, keep=keep))
+    work = make_work(config, hf_config.vocab_size, hf_config.max_position_embeddings, world)
+    return Thin(config=user_config(config, given.dtype, work, world), real=real, hf_config=hf_config, work=work, world=world)
+
+
+def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
+    """(measured, reference); the reference is None on every rank but the main one, which takes it before it joins the others."""
+    import torch
+    import torch.distributed as dist
+    from verify_topology_faults import Fault
+    from verify_topology_measure import add_steps, measure_reference, measure_topology, open_bench
+    from verify_topology_thin import gradient_config, reference_config, thin_weights
+
+    from megatron_rl import topology
+    from megatron_rl.platform import HOST
+    from megatron_rl.signal import coupling_terms
+    from megatron_rl.watch import open_watch
+
+    if HOST.is_cuda:
+        torch.cuda.set_device(HOST.device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    weights = thin_weights(thin.hf_config, thin.config.run.seed)
+    reference, work = None, thin.work
+    if int(os.environ.get("RANK", "0")) == 0:
+        reference, work = measure_reference(reference_config(thin.config), thin.hf_config, weights, thin.work)
+    layer = thin.hf_config.num_hidden_layers // 2 if given.inject_layer is None else given.inject_layer
+    fault = Fault(name=given.inject, layer=layer) if given.inject else None
+    skips = not coupling_terms(thin.config)
+    parallel, deadline_s = thin.config.parallel, thin.config.run.deadline_s
+    place = topology.initialize(
+        tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
+        expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=deadline_s,
+    )  # fmt: skip
+    with open_watch(place, deadline_s) as watch:
+        topology.destroy()  # Megatron's groups: each bench makes its own, over the world that stays
+        work = share_logprobs(thin.work, work)
+        with open_bench(gradient_config(thin.config), thin.hf_config, weights, work, fault) as bench:
+            found = measure_topology(bench, watch, skips=skips)
+        with open_bench(thin.config, thin.hf_config, weights, work, fault) as bench:
+            found = add_steps(found, bench, watch)
+    dist.barrier()
+    return found, reference
+
+
+def share_logprobs(bare, main_work):
+    """The work with the log-probs that the main rank's reference found, bit for bit, on every rank."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.platform import HOST
+
+    flat = torch.from_numpy(np.concatenate([s.logprobs for s in main_work.samples])).to(HOST.device)
+    dist.broadcast(flat, 0)
+    return bare.with_logprobs(flat.cpu().numpy())
+
+
+def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
+    """Prints and writes, on the main rank."""
+    from verify_topology_report import layout, machine, model_line, show, topology_facts, verdict_line, write_json
+    from verify_topology_verdict import judge
+
+    from megatron_rl.signal import coupling_terms
+
+    parallel, facts = thin.config.parallel, found.facts
+    microbatches = max(facts["microbatches"])
+    counts = {
+        "micro-batches": microbatches, "data-parallel replicas": len(found.traces), "tensor ranks": parallel.tensor,
+        "context ranks": parallel.context, "expert ranks": parallel.expert, "pipeline stages": parallel.pipeline, "processes": thin.world,
+    }  # fmt: skip
+    terms = ", ".join(coupling_terms(thin.config))
+    verdict = judge(found, reference, given.tolerance, counts=counts, no_skip=f"{terms} makes skip another objective than dense")
+    host = machine()
+    machine_line = f"{host['backend']}, {host['device']}"
+    header = [
+        f"{layout(parallel, thin.world)} against one process; {given.dtype}, {facts['layer_spec']} layers, {machine_line}",
+        model_line(thin.real, thin.hf_config),
+        f"{len(thin.work.samples)} samples, two groups of three without advantage; micro-batches per replica {facts['microbatches']}",
+        *([f"planted: {given.inject}"] if given.inject else []),
+    ]
+    show(verdict, header, given.tolerance)
+    if given.json:
+        common = {
+            "topology": topology_facts(thin.config, thin.world), "machine": host, "model": model_line(thin.real, thin.hf_config),
+            "injected": given.inject, "measured": {name: value for name, value in facts.items() if name != "holders"},
+        }  # fmt: skip
+        write_json(given.json, common, verdict, given.tolerance, verdict_line(verdict, given.tolerance))
+    return verdict.passed
+
+
+def run(given: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from megatron_rl.exchange import gather_json
+    from megatron_rl.train import EXIT_CONFIG, EXIT_FAILED
+    from megatron_rl.types import ConfigError, LockstepError, NonFiniteGradient, PeerError
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    try:
+        thin = prepare(given)
+        found, reference = measure(given, thin)
+        passed = gather_json(report(given, thin, found, reference) if is_main else None)[0]
+        dist.destroy_process_group()
+        return 0 if passed else EXIT_FAILED
+    except (ConfigError, FileNotFoundError) as error:
+        if not is_main:
+            time.sleep(GRACE_S)
+        else:
+            print(f"verify_topology: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    except (LockstepError, NonFiniteGradient, PeerError) as error:
+        said = f"FAILED, {type(error).__name__}: {error}"
+        print(f"verdict: {said}", file=sys.stderr, flush=True)
+        if is_main and given.json:
+            from verify_topology_report import machine, topology_facts, write_json
+
+            common = {"topology": topology_facts(thin.config, thin.world), "machine": machine(), "injected": given.inject}
+            write_json(given.json, common, None, given.tolerance, said)
+        if isinstance(error, LockstepError):
+            dist.barrier()  # every rank has it, and is to say so
+        elif not is_main:
+            time.sleep(GRACE_S)
+        return EXIT_FAILED
+
+
+def main() -> NoReturn:
+    """Ends the process at once, also where all is well: models hold gloo groups in reference cycles, and gloo's threads may abort
+    while the interpreter takes itself down, which would replace the exit code."""
+    from megatron_rl.train import EXIT_FAILED
+    from megatron_rl.train import _quiet_logs as quiet_logs
+
+    given = parse(None)
+    quiet_logs(is_main=os.environ.get("RANK", "0") == "0")
+    try:
+        code = run(given)
+    except Exception:  # noqa: BLE001 (printed whole, and the process ends)
+        traceback.print_exc()
+        code = EXIT_FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

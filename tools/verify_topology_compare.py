@@ -1,0 +1,261 @@
+"""What verify_topology.py concludes from two sets of measurements. Pure: tensors in, errors and sentences out.
+
+An error is ‖found − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose gradient is nothing
+but cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors name the culprit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+CLASSES = (
+    "embedding", "attention qkv", "attention output", "norms", "mlp gate/up", "mlp down", "router", "experts", "lm head",
+)  # fmt: skip
+# The order of the forward pass within one layer, and of what surrounds the layers.
+POINTS = (
+    "embedding", "layer input", "attention core", "attention output", "router", "experts output", "mlp output", "layer output",
+    "final norm", "logits",
+)  # fmt: skip
+TENSOR_OF_POINT = {
+    "embedding": "model.embed_tokens", "layer input": "", "attention core": "self_attn, before o_proj",
+    "attention output": "self_attn.o_proj", "router": "gate", "experts output": "experts", "mlp output": "mlp.down_proj",
+    "layer output": "", "final norm": "model.norm", "logits": "lm_head",
+}  # fmt: skip
+LOOK_AT = {
+    "embedding": "the vocabulary-parallel embedding and its reduction over tensor ranks",
+    "layer input": "what the pipeline stage before it has sent",
+    "attention core": "the shards of q, k and v, the positions of the tokens that a rank holds, and the keys gathered over context ranks",
+    "attention output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under sequence parallelism)",
+    "router": "the router's weights, the same on every rank, and the order of its tokens",
+    "experts output": "the all-to-all that takes tokens to their experts and back, and the experts' tensor-parallel reduction",
+    "mlp output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under sequence parallelism)",
+    "layer output": "the residual connection",
+    "final norm": "the final norm's weight",
+    "logits": "the vocabulary-parallel head, tied to the embedding or not",
+}
+FACTOR_SLACK = 2.0  # a common factor is one where what it leaves unexplained is within so many tolerances
+FAINT = 0.1  # a tensor is named where its difference is also above this share of what its class may differ by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A place in the forward pass. ``layer`` counts from 0 over the whole model, as in ``model.layers.0``; −1 outside the layers."""
+
+    layer: int
+    name: str
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return (2 if self.name in ("final norm", "logits") else int(self.layer >= 0), self.layer, POINTS.index(self.name))
+
+    def __str__(self) -> str:
+        place = f"model.layers.{self.layer}" if self.layer >= 0 else ""
+        inside = ".".join(x for x in (place, TENSOR_OF_POINT[self.name]) if x)
+        return f"{self.name} ({inside})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table. ``error`` None: not compared, and ``note`` says why."""
+
+    check: str
+    error: float | None
+    where: str = ""
+    note: str = ""
+
+    def passes(self, tolerance: float) -> bool:
+        return self.error is None or self.error <= tolerance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one topology gave, whole, under Hugging Face names. Tensors are on the host.
+
+    logprobs: per sample id, [response] float32 · gradient: the dense step's · weights: after the last step · grad_norm: of the first
+    step, as ``optim_step`` reports it · traces: per replica, the activations of one sample, [tokens, columns] each, several where
+    ranks hold copies · skip_gradient: None where skip is not compared.
+    """
+
+    logprobs: Mapping[str, np.ndarray]
+    gradient: Mapping[str, torch.Tensor]
+    grad_norm: float
+    weights: Mapping[str, torch.Tensor]
+    traces: Sequence[Mapping[Point, Sequence[torch.Tensor]]]
+    skip_gradient: Mapping[str, torch.Tensor] | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖; infinite where it is no number or the shapes differ, 0 where both are zero."""
+    if found.shape != wanted.shape:
+        return math.inf
+    return _ratio(float((found.double() - wanted.double()).norm()), float(wanted.double().norm()))
+
+
+def _ratio(difference: float, norm: float) -> float:
+    if difference == 0.0:
+        return 0.0
+    return difference / norm if math.isfinite(difference) and norm > 0 else math.inf
+
+
+def tensor_class(name: str) -> str:
+    """One of CLASSES, from a Hugging Face name; biases go with their weights.
+
+    Example: ``model.layers.0.self_attn.k_proj.bias`` → "attention qkv".
+    """
+    for found, pattern in (
+        ("embedding", r"embed_tokens"),
+        ("lm head", r"lm_head"),
+        ("experts", r"\.experts?\."),
+        ("attention qkv", r"\.[qkv]_proj\."),
+        ("attention output", r"\.o_proj\."),
+        ("norms", r"norm"),
+        ("router", r"\.gate\."),
+        ("mlp gate/up", r"\.(gate|up|gate_up)_proj"),
+        ("mlp down", r"\.down_proj"),
+    ):
+        if re.search(pattern, name):
+            return found
+    raise ValueError(f"{name} belongs to no class of tensors that verify_topology knows; add it to tensor_class")
+
+
+_BACKWARD = (r"experts|mlp\.down_proj", r"mlp\.(gate|up)_proj", r"\.gate\.", r"post_attention_layernorm", r"\.o_proj\.",
+             r"\.[qk]_norm\.", r"\.v_proj\.", r"\.k_proj\.", r"\.q_proj\.")  # fmt: skip
+
+
+def backward_order(names: Iterable[str]) -> list[str]:
+    """From the head to the embedding, as the backward pass meets them. A tied embedding comes last, though its head came first."""
+
+    def key(name: str) -> tuple[int, int, int, str]:
+        layer = re.search(r"layers\.(\d+)\.", name)
+        if layer is None:
+            return (0 if "lm_head" in name else 3 if "embed" in name else 1, 0, 0, name)
+        inside = next((i for i, pattern in enumerate(_BACKWARD) if re.search(pattern, name)), len(_BACKWARD))
+        return (2, -int(layer[1]), inside, name)
+
+    return sorted(names, key=key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassError:
+    """Of all tensors of one class together; ``tensors`` holds each one's own, ``worst`` names the largest."""
+
+    error: float
+    worst: str
+    tensors: Mapping[str, float]
+    judged: Mapping[str, bool]
+
+
+def class_errors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> dict[str, ClassError]:
+    """By class, in the order of CLASSES. A tensor that one side lacks has an infinite error."""
+    members: dict[str, list[str]] = {}
+    for name in [*wanted, *(x for x in found if x not in wanted)]:
+        members.setdefault(tensor_class(name), []).append(name)
+    result = {}
+    for kind in (x for x in CLASSES if x in members):
+        names = members[kind]
+        shared = [x for x in names if x in found and x in wanted and found[x].shape == wanted[x].shape]
+        differences = {x: float((found[x].double() - wanted[x].double()).norm()) for x in shared}
+        norm = math.sqrt(sum(float(wanted[x].double().norm()) ** 2 for x in names if x in wanted))
+        tensors = {x: relative_error(found[x], wanted[x]) if x in shared else math.inf for x in names}
+        total = _ratio(math.sqrt(sum(x**2 for x in differences.values())), norm) if len(shared) == len(names) else math.inf
+        judged = {x: tensors[x] > tolerance and not differences.get(x, math.inf) <= FAINT * tolerance * norm for x in names}
+        result[kind] = ClassError(error=total, worst=max(names, key=lambda x: tensors[x]), tensors=tensors, judged=judged)
+    return result
+
+
+def total_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Of all tensors together."""
+    if {k: x.shape for k, x in found.items()} != {k: x.shape for k, x in wanted.items()}:
+        return math.inf
+    difference = math.sqrt(sum(float((found[k].double() - wanted[k].double()).norm()) ** 2 for k in wanted))
+    return _ratio(difference, math.sqrt(sum(float(x.double().norm()) ** 2 for x in wanted.values())))
+
+
+def common_factor(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> float | None:
+    """f where every class of ``found`` is f · ``wanted``, f not 1; None where no one factor explains the difference."""
+    if set(found) != set(wanted) or any(found[k].shape != wanted[k].shape for k in wanted):
+        return None
+    square = sum(float((wanted[k].double() ** 2).sum()) for k in wanted)
+    dot = sum(float((found[k].double() * wanted[k].double()).sum()) for k in wanted)
+    if square == 0.0 or not math.isfinite(dot) or dot == 0.0:
+        return None
+    factor = dot / square
+    scaled = {name: x.double() * factor for name, x in wanted.items()}
+    left = max(x.error for x in class_errors(found, scaled, tolerance).values())
+    return factor if left <= FACTOR_SLACK * tolerance and abs(factor - 1) > FACTOR_SLACK * tolerance else None
+
+
+def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
+    """In words, by the counts that could stand behind it.
+
+    Example: 0.25 and {"micro-batches": 4} → "every gradient is 1/4 of the reference: divided by the 4 micro-batches".
+    """
+    small = abs(factor) < 1
+    number = 1 / factor if small else factor
+    whole = round(number)
+    if abs(number - whole) > 0.01 * abs(number):
+        return f"every gradient is {factor:.6g} times the reference: one common factor, and no count of this topology"
+    size = f"1/{whole} of" if small else f"{whole} times"
+    behind = [f"the {count} {name}" for name, count in counts.items() if count == whole]
+    verb = "divided by" if small else "summed over"
+    return f"every gradient is {size} the reference" + (f": {verb} {' or '.join(behind)}" if behind else "")
+
+
+def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None:
+    """The first tensor of the backward pass that is beyond tolerance."""
+    tensors = {name: x for kind in errors.values() for name, x in kind.tensors.items()}
+    judged = {name: x for kind in errors.values() for name, x in kind.judged.items()}
+    return next(((name, tensors[name]) for name in backward_order(tensors) if judged[name]), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationError:
+    """The worst copy's error at one point of one replica, and the tokens (of the sample's ``num_tokens``) that differ there."""
+
+    replica: int
+    point: Point
+    error: float
+    tokens: tuple[int, ...]
+    num_tokens: int
+
+
+def activation_errors(
+    traces: Sequence[Mapping[Point, Sequence[torch.Tensor]]], wanted: Mapping[Point, Sequence[torch.Tensor]], tolerance: float
+) -> list[ActivationError]:
+    """Every point of every replica, in the order of the forward pass. A point that a replica lacks has an infinite error."""
+    rows = []
+    for replica, trace in enumerate(traces):
+        for point, (truth,) in wanted.items():
+            copies = trace.get(point, ())
+            errors = [relative_error(copy, truth) for copy in copies]
+            worst = max(range(len(errors)), key=lambda i: errors[i]) if errors else None
+            tokens: tuple[int, ...] = ()
+            if worst is not None and copies[worst].shape == truth.shape:
+                gap = (copies[worst].double() - truth.double()).norm(dim=-1)
+                far = ~(gap <= tolerance * truth.double().norm(dim=-1))
+                tokens = tuple(far.nonzero().flatten().tolist())
+            error = errors[worst] if worst is not None else math.inf
+            rows.append(ActivationError(replica=replica, point=point, error=error, tokens=tokens, num_tokens=len(truth)))
+    return sorted(rows, key=lambda row: (row.point.order, row.replica))
+
+
+def say_activation(found: ActivationError, replicas: int, holders: Sequence[int]) -> str:
+    """holders: per token of the sample, the context rank that held it ([0, 0, …] without context parallelism)."""
+    where = f", replica {found.replica}" if replicas > 1 else ""
+    tokens = ""
+    if found.tokens:
+        first = found.tokens[0]
+        held = f", held by context rank {holders[first]}" if len(set(holders)) > 1 else ""
+        tokens = f"; {len(found.tokens)} of {found.num_tokens} tokens differ, the first is token {first}{held}"
+    return f"{found.point}{where}: relative error {found.error:.1e}{tokens}. Look at {LOOK_AT[found.point.name]}"
+
+
+def logprob_errors(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> dict[str, float]:
+    return {name: relative_error(torch.from_numpy(found[name]), torch.from_numpy(x)) for name, x in wanted.items()}

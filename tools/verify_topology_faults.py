@@ -1,0 +1,132 @@
+"""Faults that verify_topology.py plants in the user's topology, to show that it says so: each a mistake that a port or a patch makes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.backend import MegatronBackend
+from megatron_rl.types import ConfigError
+
+from megatron.core.models.common.embeddings import rope_utils  # isort: skip  (after platform)
+from megatron.core.tensor_parallel import layers as parallel_layers  # isort: skip
+
+FAULTS = {
+    "tp_all_reduce": "one layer's attention output stays each tensor rank's own share, not their sum",
+    "microbatch_mean": "an extra 1/M on the loss of each of M micro-batches",
+    "context_offset": "the last context rank rotates its queries and keys as if they stood one position further on",
+    "other_plan": "the last rank drops samples that the others run",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """``layer``: where tp_all_reduce is planted, counted from 0."""
+
+    name: str
+    layer: int
+
+    @contextlib.contextmanager
+    def planted(self, backend: MegatronBackend) -> Iterator[None]:
+        """Raises ConfigError where the topology cannot host the fault."""
+        with {
+            "tp_all_reduce": _tp_all_reduce,
+            "microbatch_mean": _microbatch_mean,
+            "context_offset": _context_offset,
+            "other_plan": _other_plan,
+        }[self.name](backend, self.layer):
+            yield
+
+
+def _refuse(name: str, relation: str, way_out: str) -> ConfigError:
+    return ConfigError(f"--inject {name} cannot be planted: {relation}; {way_out}")
+
+
+@contextlib.contextmanager
+def _tp_all_reduce(backend: MegatronBackend, layer: int) -> Iterator[None]:
+    place = backend.topology
+    if place.tensor_size == 1:
+        raise _refuse("tp_all_reduce", "parallel.tensor=1 has no tensor-parallel reduction to leave out", "give parallel.tensor=2")
+    if backend.shape.layer_spec != "torch":
+        raise _refuse("tp_all_reduce", f"the {backend.shape.layer_spec} layers reduce in their own code", "give --dtype float32")
+    blocks = {block.layer_number - 1: block for chunk in backend.chunks for block in chunk.module.decoder.layers}
+    if not 0 <= layer < backend.shape.num_layers:
+        raise _refuse("tp_all_reduce", f"--inject-layer {layer} is none of the {backend.shape.num_layers} layers", "count from 0")
+    replaced = {
+        "reduce_from_tensor_model_parallel_region": lambda x, **_: x,
+        "reduce_scatter_to_sequence_parallel_region": lambda x, **_: x.chunk(place.tensor_size)[place.tensor_rank].contiguous(),
+    }
+    original = {name: getattr(parallel_layers, name) for name in replaced}
+    if layer in blocks:
+        projection = blocks[layer].self_attention.linear_proj
+        true_forward = projection.forward
+
+        @functools.wraps(true_forward)
+        def forward(*args, **kwargs):
+            vars(parallel_layers).update(replaced)
+            try:
+                return true_forward(*args, **kwargs)
+            finally:
+                vars(parallel_layers).update(original)
+
+        projection.forward = forward
+    yield
+
+
+@contextlib.contextmanager
+def _microbatch_mean(backend: MegatronBackend, layer: int) -> Iterator[None]:
+    run = backend.schedule.run
+
+    def averaging(mini_batch, microbatches, loss, *, forward_only: bool):
+        count = int(mini_batch.num_microbatches.max(initial=1))
+        if not forward_only and count == 1:
+            raise _refuse("microbatch_mean", "a replica runs one micro-batch, and 1/1 is no fault", "lower plan.max_tokens_per_microbatch")
+
+        def mean(microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            total, kept = loss(microbatch, logits)
+            return total / count, kept
+
+        return run(mini_batch, microbatches, loss if forward_only else mean, forward_only=forward_only)
+
+    backend.schedule.run = averaging
+    yield
+
+
+@contextlib.contextmanager
+def _context_offset(backend: MegatronBackend, layer: int) -> Iterator[None]:
+    place = backend.topology
+    if place.context_size == 1:
+        raise _refuse("context_offset", "parallel.context=1 has one rank that holds every position", "give parallel.context=2")
+    original = rope_utils._get_thd_freqs_on_this_cp_rank
+
+    def one_further(rank, size, x, freqs, *rest):
+        return original(rank, size, x, torch.roll(freqs, -1, dims=0) if rank == size - 1 else freqs, *rest)
+
+    rope_utils._get_thd_freqs_on_this_cp_rank = one_further
+    try:
+        yield
+    finally:
+        rope_utils._get_thd_freqs_on_this_cp_rank = original
+
+
+@contextlib.contextmanager
+def _other_plan(backend: MegatronBackend, layer: int) -> Iterator[None]:
+    if dist.get_world_size() == 1:
+        raise _refuse("other_plan", "a world of one process has no other rank to differ from", "start two processes or more")
+    plan = backend.plan
+
+    def its_own(purpose, batch, signal: np.ndarray, *, drops: bool, samples=None):
+        if purpose == "train":
+            signal = signal & (np.arange(len(signal)) != np.flatnonzero(signal)[0])
+            drops = True
+        return plan(purpose, batch, signal, drops=drops, samples=samples)
+
+    if backend.topology.rank == backend.topology.world_size - 1:
+        backend.plan = its_own
+    yield

@@ -1,0 +1,230 @@
+"""The thin stand-in that verify_topology.py runs: the user's model with fewer layers and less width, his configuration around it, and
+synthetic samples. Every rank makes the same from the configuration alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.types import ConfigError, Sample
+from megatron_rl.weights.fused import file_tensors
+
+HIDDEN, FFN, VOCABULARY, EXPERTS = 64, 96, 128, 4
+KEEP = ("hidden", "ffn", "vocabulary", "experts")
+LEARNING_RATE = 1e-4
+GROUP_SAMPLES = 4
+# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at the edge of a clip of 0.2, where
+# rounding would decide.
+SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
+# How Megatron-Core computes, not what: a single process has nothing to overlap, and recomputes nothing.
+EXECUTION_FIELDS = ("recompute_", "tp_comm_", "overlap_", "batch_p2p_", "cpu_offloading", "distribute_saved_activations")
+# They need optimizer.distributed=true.
+SHARDED_FIELDS = ("overlap_param_gather", "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg", "optimizer_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How thin. ``keep`` names the widths (of KEEP) that stay as the real model has them."""
+
+    layers_per_stage: int = 1
+    keep: tuple[str, ...] = ()
+
+
+def read_hf_config(config: Config):
+    if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
+        raise ConfigError(
+            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights are not read)"
+        )
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(config.model.hf_path)
+
+
+def num_stages(config: Config) -> int:
+    return config.parallel.pipeline * config.parallel.virtual_pipeline
+
+
+def thin_hf_config(real, config: Config, size: Size):
+    """The same family, heads, head size, biases, norms, tying and rotary embedding over fewer layers and less width.
+
+    The thin vocabulary leaves the same remainder over tensor ranks, so that it is padded where the real one is.
+    """
+    check_real(real, config)
+    parallel = config.parallel
+    fields = {"num_hidden_layers": num_stages(config) * size.layers_per_stage, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    given = real.to_dict()
+    fields["head_dim"] = given.get("head_dim") or real.hidden_size // real.num_attention_heads
+    if given.get("layer_types"):
+        fields["layer_types"] = (list(given["layer_types"]) * fields["num_hidden_layers"])[: fields["num_hidden_layers"]]
+    if "hidden" not in size.keep:
+        fields["hidden_size"] = min(real.hidden_size, HIDDEN)
+    if "ffn" not in size.keep:
+        for name in ("intermediate_size", "moe_intermediate_size"):
+            if given.get(name):
+                fields[name] = min(given[name], _multiple(FFN, math.lcm(parallel.tensor, parallel.expert_tensor or parallel.tensor)))
+    if "vocabulary" not in size.keep:
+        tensor = parallel.tensor
+        fields["vocab_size"] = min(real.vocab_size, _multiple(max(VOCABULARY, 16 * tensor), tensor) + real.vocab_size % tensor)
+    if "experts" not in size.keep:
+        for name in ("num_local_experts", "num_experts"):
+            if given.get(name):
+                fields[name] = min(given[name], _multiple(max(EXPERTS, 2 * real.num_experts_per_tok), parallel.expert))
+    thin = copy.deepcopy(real)
+    for name, value in fields.items():
+        setattr(thin, name, value)
+    return thin
+
+
+def check_real(real, config: Config) -> None:
+    """ConfigError where the real model does not split over this topology, which the thin one would hide."""
+    parallel, experts = config.parallel, num_experts(real)
+    ffn = "moe_intermediate_size" if "moe_intermediate_size" in real.to_dict() else "intermediate_size"
+    split = {
+        "num_hidden_layers": (real.num_hidden_layers, "parallel.pipeline x parallel.virtual_pipeline", num_stages(config)),
+        ffn: (real.to_dict()[ffn], "parallel.tensor", parallel.tensor),
+    }
+    if experts:
+        split[ffn] = (real.to_dict()[ffn], "parallel.expert_tensor (parallel.tensor unless set)", parallel.expert_tensor or parallel.tensor)
+        split["num_experts"] = (experts, "parallel.expert", parallel.expert)
+    for name, (count, key, ranks) in split.items():
+        if count % ranks:
+            raise ConfigError(f"{key}={ranks} does not divide {name}={count} of {config.model.hf_path}; use a divisor")
+
+
+def num_experts(hf_config) -> int:
+    given = hf_config.to_dict()
+    return given.get("num_local_experts") or given.get("num_experts") or 0
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
+    """Random weights by Hugging Face name, the same on every rank. Norms and biases lie off their neutral values, so that one that is
+    lost shows; matrices keep activations near 1 at any width, so that attention and softmax are neither flat nor one-hot."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf_config).float()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0.0, 0.5 / math.sqrt(parameter.shape[-1]))
+        return file_tensors(model.state_dict(), hf_config.model_type)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Samples, their groups, their advantages (two groups of three at exactly 0), and one more sample to forward alone."""
+
+    samples: tuple[Sample, ...]
+    groups: tuple[int, ...]
+    advantages: np.ndarray
+    traced: Sample
+
+    @property
+    def longest(self) -> int:
+        return max(len(s.token_ids) for s in self.samples)
+
+    def near_policy(self, flat: np.ndarray) -> Work:
+        """The samples as an engine of slightly other weights would report them. flat: the policy's own log-probs, in order."""
+        shifts = [np.resize(SHIFTS, len(s.logprobs)) for s in self.samples]
+        return self.with_logprobs(flat + np.concatenate(shifts))
+
+    def with_logprobs(self, flat: np.ndarray) -> Work:
+        parts = np.split(flat, np.cumsum([len(s.logprobs) for s in self.samples])[:-1])
+        samples = tuple(dataclasses.replace(s, logprobs=x) for s, x in zip(self.samples, parts, strict=True))
+        return dataclasses.replace(self, samples=samples)
+
+
+def data_size(config: Config, world: int) -> int:
+    return max(1, world // (config.parallel.tensor * config.parallel.context * config.parallel.pipeline))
+
+
+def pad_multiple(config: Config) -> int:
+    parallel = config.parallel
+    return (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if parallel.sequence_parallel else 1)
+
+
+def make_work(config: Config, vocab_size: int, context_tokens: int, world: int) -> Work:
+    """Ragged samples, enough that every replica has several micro-batches. The traced one is no multiple of what it is padded to."""
+    random = np.random.default_rng(config.run.seed)
+    groups = np.repeat(np.arange(3 * max(2, data_size(config, world))), GROUP_SAMPLES)
+    values = random.normal(size=len(groups))
+    traced = _sample("traced", 7, 3 * pad_multiple(config) + 18, vocab_size, random)
+    if len(traced.token_ids) > context_tokens:
+        raise ConfigError(
+            f"the model's context is {context_tokens} tokens and this topology is tried with {len(traced.token_ids)}; "
+            "lower parallel.context or parallel.tensor"
+        )
+    samples = tuple(
+        _sample(f"s{i}", int(random.integers(2, 8)), int(random.integers(4, 17)), vocab_size, random) for i in range(len(groups))
+    )
+    return Work(samples=samples, groups=tuple(groups.tolist()), advantages=np.where(groups % 3 == 1, values, 0.0), traced=traced)
+
+
+def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.random.Generator) -> Sample:
+    mask = np.ones(response, dtype=bool)
+    mask[random.integers(0, response - 1)] = False  # a tool's token in mid-response
+    tokens = random.integers(2, vocab_size, prompt + response)
+    return Sample(
+        sample_id=name, prompt_tokens=prompt, token_ids=tokens, loss_mask=mask, logprobs=np.full(response, -5.0, dtype=np.float32)
+    )
+
+
+def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
+    """The user's topology, overlaps and optimizer around a thin batch: one mini-batch, and at least about four micro-batches per
+    replica, since a batch of a few hundred tokens would otherwise be one."""
+    lengths = np.array([len(s.token_ids) for s in work.samples])
+    padded = -(-lengths // pad_multiple(config)) * pad_multiple(config)
+    per_replica = -(-len(lengths) // data_size(config, world))
+    cap = max(int(padded.max()), int(padded.sum()) // (4 * data_size(config, world)))
+    plan = dataclasses.replace(config.plan, max_tokens_per_microbatch=min(config.plan.max_tokens_per_microbatch, cap))
+    if plan.samples_per_microbatch is not None:
+        plan = dataclasses.replace(plan, samples_per_microbatch=min(plan.samples_per_microbatch, max(1, per_replica // 4)))
+    if config.model.layer_spec == "transformer_engine" and dtype == "float32":
+        raise ConfigError(
+            "model.layer_spec=transformer_engine has no float32 kernels for packed sequences; use --dtype bfloat16, or "
+            "model.layer_spec=auto, which takes torch's layers for float32"
+        )
+    return dataclasses.replace(
+        config,
+        plan=plan,
+        model=dataclasses.replace(config.model, dtype=dtype),
+        train=dataclasses.replace(config.train, samples_per_mini_batch=None),
+        optimizer=dataclasses.replace(config.optimizer, lr=LEARNING_RATE, min_lr=0.0, schedule="constant", warmup_steps=0),
+    )
+
+
+def gradient_config(config: Config) -> Config:
+    """The same, with gradients whole on every rank: a reduce-scatter would leave each its shard."""
+    given = config.megatron
+    megatron = dataclasses.replace(given, ddp=_without(given.ddp, SHARDED_FIELDS), optimizer=_without(given.optimizer, SHARDED_FIELDS))
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, distributed=False), megatron=megatron)
+
+
+def _without(fields: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if not name.startswith(prefixes)}
+
+
+def reference_config(config: Config) -> Config:
+    """One process, every sample in a micro-batch of its own, nothing overlapped, sharded or recomputed."""
+    alone = gradient_config(config)
+    transformer = _without(alone.megatron.transformer, EXECUTION_FIELDS)
+    return dataclasses.replace(
+        alone,
+        parallel=ParallelConfig(),
+        plan=dataclasses.replace(alone.plan, samples_per_microbatch=1),
+        megatron=dataclasses.replace(alone.megatron, ddp={}, transformer=transformer),
+    )
