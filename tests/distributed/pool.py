@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import pickle
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from typing import Any
 START_S = 120.0  # a worker imports torch in 2 s; on a loaded host with a cold disk it has taken half a minute
 GRACE_S = 5.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
 LEAVE_S = 20.0
+MOST_THREADS = 400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps gloo's threads awake too
 SHOWN_CHARS = 6000  # of each rank's output, from its end
 
 LAUNCHER_VARIABLES = (
@@ -109,6 +111,11 @@ class Worker:
             return "closed its pipe and lives on"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
+    def num_threads(self) -> int:
+        """0 where the system does not say."""
+        folder = pathlib.Path(f"/proc/{self.process.pid}/task")
+        return len(list(folder.iterdir())) if folder.is_dir() else 0
+
     def printed(self) -> str:
         """The end of what the current task wrote. pread, as the worker shares this file's offset."""
         size = os.fstat(self.log.fileno()).st_size
@@ -179,6 +186,7 @@ class Pool:
             if not isinstance(error, PoolError) or error.hung or any(outcomes[r][0] == "died" for r in error.failed):
                 self._kill(ranks)
             raise
+        self._kill([rank for rank in ranks if self._workers[rank].num_threads() > MOST_THREADS])  # the next task starts fresh ones
         return [pickle.loads(outcomes[rank][1]) for rank in ranks]
 
     def _start(self, ranks: list[int]) -> None:
