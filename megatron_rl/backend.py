@@ -26,14 +26,16 @@ import torch.distributed as dist
 
 from megatron_rl import exchange, topology
 from megatron_rl.config import Config
+from megatron_rl.cost import CostFit
 from megatron_rl.loss.objective import Objective
 from megatron_rl.model.attention import ContextShard
 from megatron_rl.model.build import build_model
-from megatron_rl.model.logprob import vocab_parallel_logprob
+from megatron_rl.model.head import head_weight
+from megatron_rl.model.logprob import linear_logprob
 from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
 from megatron_rl.packing import PackedMicroBatch, pack_microbatch
 from megatron_rl.passthrough import resolve_fields
-from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
+from megatron_rl.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
 from megatron_rl.schedule import Schedule, check_lockstep
 from megatron_rl.signal import refuse_uncounted_losses
@@ -108,24 +110,14 @@ class MegatronBackend:
         self.schedule = Schedule(self.chunks, self.topology)
         self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
         self.objective = Objective(config.loss, self._sum_over_context)
-        self.rules = PlanRules(
-            data_size=self.topology.data_size, pipeline_size=self.topology.pipeline_size, max_tokens=config.plan.max_tokens_per_microbatch,
-            samples_per_microbatch=config.plan.samples_per_microbatch, overhead_tokens=config.plan.microbatch_overhead_tokens,
-            pad_multiple=self._pad_multiple(), repack=config.plan.repack,
-            microbatch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-            lockstep_ranks=self.topology.lockstep_replicas, on_long_sample=config.plan.on_long_sample,
-        )  # fmt: skip
+        self.rules = plan_rules(config, self.topology, self.shape)
+        self.fit = CostFit(self.rules.cost)
         self.weight_version = 0
         self.step_index = 0
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
         self._accumulated = False
         self._reference: list[torch.Tensor] | None = None
         self.zero_grad()
-
-    def _pad_multiple(self) -> int:
-        """Each sequence splits into two chunks per context rank; their sum over a micro-batch splits over tensor ranks."""
-        chunks = 2 * self.topology.context_size if self.topology.context_size > 1 else 1
-        return chunks * (self.topology.tensor_size if self.config.parallel.sequence_parallel else 1)
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
         """Adds what each context rank's tokens gave; no gradient passes."""
@@ -205,14 +197,16 @@ class MegatronBackend:
             pack_microbatch(
                 microbatch, batch.facts, batch.rows, inputs, pad_multiple=self.rules.pad_multiple, pad_token=max(pad, 0),
                 needs_tokens=self.topology.is_first_stage, needs_loss=self.topology.is_last_stage, device=HOST.device, context=context,
+                for_transformer_engine=self.shape.layer_spec == "transformer_engine",
             )
             for microbatch in mini_batch.microbatches(self.topology.data_rank)
         ]  # fmt: skip
 
-    def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        return vocab_parallel_logprob(
-            logits, targets, temperature=self.config.rollout.temperature, vocab_size=self.shape.vocab_size,
-            tensor_rank=self.topology.tensor_rank, group=self.topology.tensor_group, train_entropy=train_entropy,
+    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprob(
+            hidden, head_weight(self.chunks[-1].module), targets, temperature=self.config.rollout.temperature,
+            vocab_size=self.shape.vocab_size, tensor_rank=self.topology.tensor_rank, group=self.topology.tensor_group,
+            train_entropy=train_entropy, reduce_hidden_grad=not self.config.parallel.sequence_parallel,
         )  # fmt: skip
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -225,8 +219,8 @@ class MegatronBackend:
         gaps = torch.zeros(3, dtype=torch.float64, device=HOST.device)
         highest = torch.zeros(1, dtype=torch.float64, device=HOST.device)
 
-        def keep(microbatch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            logprobs, _ = self._logprobs(logits, microbatch.targets)
+        def keep(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            logprobs, _ = self._logprobs(hidden, microbatch.targets)
             return logprobs.sum(), {"logprobs": logprobs, "flat": microbatch.flat, "gap": logprobs - microbatch.rollout_logprobs}
 
         for chunk in self.chunks:
@@ -271,8 +265,8 @@ class MegatronBackend:
         self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
         objective = self.objective.supervised if supervised else self.objective.policy
 
-        def loss(microbatch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            logprobs, entropy = self._logprobs(logits, microbatch.targets, train_entropy=self.objective.trains_entropy)
+        def loss(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            logprobs, entropy = self._logprobs(hidden, microbatch.targets, train_entropy=self.objective.trains_entropy)
             total, sums = objective(microbatch, logprobs, entropy)
             return total, {"sums": sums}
 
@@ -283,6 +277,7 @@ class MegatronBackend:
     def zero_grad(self) -> None:
         """Throws away what ``forward_backward`` has accumulated. ``optim_step`` ends with it; not a collective."""
         self.optimizer.zero_grad()
+        self.schedule.forget_measured()
         self._sums.zero_()
         self._accumulated = False
 
@@ -294,13 +289,23 @@ class MegatronBackend:
         self._accumulated = False
         sums = dict.fromkeys(SUMS, 0.0)
         if kind is StepKind.REAL:
-            total = self._sums.to(HOST.device)
+            measured = np.zeros_like(self.fit.sums)
+            measured[self.topology.pipeline_rank] = self.schedule.take_measured()
+            total = torch.cat([self._sums, torch.from_numpy(measured).flatten()]).to(HOST.device)
             dist.all_reduce(total)
-            sums = dict(zip(SUMS, total.tolist(), strict=True))
+            reduced = total.cpu()
+            sums = dict(zip(SUMS, reduced[: len(SUMS)].tolist(), strict=True))
+            self._calibrate(reduced[len(SUMS) :].view(measured.shape).numpy())
         self._sums.zero_()
         self.step_index += 1
         self.weight_version += int(outcome.applied)
         return StepResult(kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums)
+
+    def _calibrate(self, measured: np.ndarray) -> None:
+        """Takes one step's measured micro-batches, of all ranks; they move later plans where ``plan.calibrate`` is on."""
+        self.fit.add(measured)
+        if self.config.plan.calibrate:
+            self.rules = dataclasses.replace(self.rules, cost=self.fit.model())
 
     def gradient(self) -> dict[str, torch.Tensor]:
         """The accumulated gradient under Hugging Face names, whole, reduced. For tests and tools: it consumes the reduction,

@@ -19,14 +19,13 @@ from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 class PackedMicroBatch:
     """Device tensors of this rank's T tokens of one micro-batch, N of them with loss. Token tensors are None on a middle stage.
 
-    positions [T] the tokens' places in the whole micro-batch (host) · tokens, position_ids [1, T] · loss_positions [N] into T, the
+    positions [T] the tokens' places in the whole micro-batch (host) · tokens [1, T] · loss_positions [N] into T, the
     position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response array (host) ·
     sequences [N] · advantages, weights, old_logprobs, reference_logprobs, rollout_logprobs [N].
     """
 
     packed: PackedSequences
     positions: np.ndarray
-    position_ids: torch.Tensor
     num_sequences: int
     tokens: torch.Tensor | None
     loss_positions: torch.Tensor | None = None
@@ -52,6 +51,7 @@ def pack_microbatch(
     needs_loss: bool,
     device: torch.device,
     context: ContextShard = WHOLE,
+    for_transformer_engine: bool = False,
 ) -> PackedMicroBatch:
     """This rank's part of one micro-batch. ``needs_tokens``: first stage; ``needs_loss``: last stage."""
     samples = microbatch.samples
@@ -59,7 +59,7 @@ def pack_microbatch(
     lengths = -(-true_lengths // pad_multiple) * pad_multiple
     starts = np.concatenate([[0], np.cumsum(lengths)])
     held = context_positions(tuple(lengths.tolist()), context.rank, context.size)
-    position_ids = np.concatenate([np.arange(n) for n in lengths])[held]
+    packed = pack(tuple(lengths.tolist()), device, context, for_transformer_engine=for_transformer_engine)
     fields: dict[str, object] = {"tokens": None}
     if needs_tokens:
         tokens = np.full(starts[-1], pad_token, dtype=np.int64)
@@ -71,9 +71,8 @@ def pack_microbatch(
         local[held] = np.arange(len(held))
         fields.update(_loss_fields(microbatch, facts, rows, inputs, starts, local, device))
     return PackedMicroBatch(
-        packed=pack(tuple(lengths.tolist()), device, context),
+        packed=packed,
         positions=held,
-        position_ids=torch.from_numpy(position_ids)[None].to(device, non_blocking=True),
         num_sequences=len(samples),
         **fields,
     )

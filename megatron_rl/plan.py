@@ -9,7 +9,7 @@ Invariants (``assert_invariants`` in tests/test_plan.py):
 5. No micro-batch is empty; a mini-batch is a GHOST iff nothing of it runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
-8. Data-parallel ranks are within one longest sample of each other in tokens (token cap, with ``repack``).
+8. Data-parallel ranks are within one costliest sample of each other in cost (token cap, with ``repack``).
 9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the most that one of them has without fillers, rounded
    up to a multiple of ``microbatch_multiple``. A block without samples stays silent.
 10. A filler holds one sample, the shortest that runs anyway; fillers come last on their rank and count neither as run in 1 and 3 nor
@@ -22,9 +22,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from megatron_rl.config import Config
+from megatron_rl.cost import CostModel, StageCost, prior
 from megatron_rl.types import ConfigError, MiniBatchPlan, StepKind, StepPlan
 
 Cut = list[list[np.ndarray]]
@@ -35,6 +38,7 @@ Cut = list[list[np.ndarray]]
 class PlanRules:
     """What binds a plan.
 
+    cost: what a micro-batch takes on each pipeline stage; balance is in it, and so is the number of micro-batches.
     pad_multiple: each sequence is padded to it (TP under sequence parallelism). microbatch_multiple: a rank that runs at all runs a
     multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them). lockstep_ranks: so many
     neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds an all-to-all among them, so they run
@@ -42,11 +46,10 @@ class PlanRules:
     """
 
     data_size: int = 1
-    pipeline_size: int = 1
+    cost: CostModel = CostModel(stages=(StageCost(overhead=256.0, token=1.0, square=0.0),))
     max_tokens: int = 8192
     samples_per_microbatch: int | None = None
     pad_multiple: int = 1
-    overhead_tokens: int = 256
     repack: bool = True
     microbatch_multiple: int = 1
     lockstep_ranks: int = 1
@@ -58,6 +61,54 @@ class PlanRules:
                 f"{self.data_size} data-parallel ranks do not divide into blocks of lockstep_ranks={self.lockstep_ranks}; "
                 "lockstep_ranks is Topology.lockstep_replicas, a divisor of Topology.data_size"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Lengths:
+    """Of every sample: ``tokens`` int64 [S] with pads, what the cap counts; ``cost`` float64 [S], what balance is about."""
+
+    tokens: np.ndarray
+    cost: np.ndarray
+
+
+class Degrees(Protocol):
+    """What plan_rules asks of a Topology."""
+
+    tensor_size: int
+    pipeline_size: int
+    virtual_size: int
+    context_size: int
+    data_size: int
+    lockstep_replicas: int
+
+
+class Sizes(Protocol):
+    """What plan_rules asks of a ModelShape."""
+
+    num_layers: int
+    square_share: float
+    head_layers: float
+
+
+def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
+    """The rules of a run: its settings, its degrees of parallelism, and the prior of what its micro-batches cost.
+
+    Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's tokens split over
+    tensor ranks; the interleaved schedule runs groups of PP micro-batches.
+    """
+    chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
+    stages = degrees.pipeline_size
+    cost = prior(
+        stages=stages, virtual=degrees.virtual_size, overhead_tokens=config.plan.microbatch_overhead_tokens,
+        square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers / stages,
+    )  # fmt: skip
+    return PlanRules(
+        data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch,
+        samples_per_microbatch=config.plan.samples_per_microbatch, repack=config.plan.repack,
+        pad_multiple=chunks * (degrees.tensor_size if config.parallel.sequence_parallel else 1),
+        microbatch_multiple=stages if degrees.virtual_size > 1 else 1, lockstep_ranks=degrees.lockstep_replicas,
+        on_long_sample=config.plan.on_long_sample,
+    )  # fmt: skip
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
@@ -94,7 +145,8 @@ def plan_steps(
         mini_batches = [np.concatenate(mini_batches)]
     padded = padded_lengths(lengths, rules.pad_multiple)
     _refuse_long_samples(mini_batches, padded, rules, sample_ids)
-    planned = tuple(_plan_mini_batch(members, padded, signal, rules, drops=drops) for members in mini_batches)
+    both = _Lengths(tokens=padded, cost=rules.cost.sample_costs(padded))
+    planned = tuple(_plan_mini_batch(members, both, signal, rules, drops=drops) for members in mini_batches)
     return StepPlan(purpose=purpose, mini_batches=planned)
 
 
@@ -114,16 +166,16 @@ def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rul
         )
 
 
-def _plan_mini_batch(members: np.ndarray, padded: np.ndarray, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
+def _plan_mini_batch(members: np.ndarray, lengths: _Lengths, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
     live = members[signal[members]] if drops else members
-    dense = cut(members, padded, rules)
+    dense = cut(members, lengths, rules)
     if len(live) == len(members):
         kept = dense
     elif rules.repack:
-        kept = cut(live, padded, rules)
+        kept = cut(live, lengths, rules)
     else:
         kept = [[m for m in rank if signal[m].any()] for rank in dense]
-    return _assemble(members, kept, padded, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
+    return _assemble(members, kept, lengths.tokens, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
 
 
 def _rounded_up(microbatches: int, rules: PlanRules) -> int:
@@ -158,72 +210,62 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
     )
 
 
-def cut(samples: np.ndarray, padded: np.ndarray, rules: PlanRules) -> Cut:
+def cut(samples: np.ndarray, lengths: _Lengths, rules: PlanRules) -> Cut:
     """Spreads samples over data-parallel ranks and cuts each rank's share in micro-batches."""
     if rules.samples_per_microbatch is not None:
         size = rules.samples_per_microbatch
         pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
         return [pieces[rank :: rules.data_size] for rank in range(rules.data_size)]
-    shares = _balance(samples, padded, rules.data_size)
+    shares = _balance(samples, lengths.cost, rules.data_size)
     blocks = [shares[i : i + rules.lockstep_ranks] for i in range(0, rules.data_size, rules.lockstep_ranks)]
-    return [microbatches for block in blocks for microbatches in _pack_block(block, padded, rules)]
+    return [microbatches for block in blocks for microbatches in _pack_block(block, lengths, rules)]
 
 
-def _balance(samples: np.ndarray, padded: np.ndarray, bins: int) -> list[np.ndarray]:
-    """Greedy longest-first (LPT) into ``bins`` of near-equal tokens, each in index order."""
+def _balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
+    """Greedy costliest-first (LPT) into ``bins`` of near-equal cost, each in index order."""
     if bins == 1:
         return [np.sort(samples)]
-    by_length = samples[np.lexsort((samples, -padded[samples]))]
-    loads = [(0, b) for b in range(bins)]
-    chosen = np.empty(len(by_length), dtype=np.int64)
-    for i, length in enumerate(padded[by_length].tolist()):
+    by_cost = samples[np.lexsort((samples, -cost[samples]))]
+    loads = [(0.0, b) for b in range(bins)]
+    chosen = np.empty(len(by_cost), dtype=np.int64)
+    for i, each in enumerate(cost[by_cost].tolist()):
         load, b = loads[0]
         chosen[i] = b
-        heapq.heapreplace(loads, (load + length, b))
-    order = np.lexsort((by_length, chosen))
-    return np.split(by_length[order], np.searchsorted(chosen[order], np.arange(1, bins)))
+        heapq.heapreplace(loads, (load + each, b))
+    order = np.lexsort((by_cost, chosen))
+    return np.split(by_cost[order], np.searchsorted(chosen[order], np.arange(1, bins)))
 
 
-def _pack_block(shares: list[np.ndarray], padded: np.ndarray, rules: PlanRules) -> Cut:
+def _pack_block(shares: list[np.ndarray], lengths: _Lengths, rules: PlanRules) -> Cut:
     """Each rank's share in as many micro-batches as the block runs, where it has samples for them: a filler trains nothing.
 
     A share that does not fit the cap in that many takes more, and the others follow: the count grows up to one sample each, no further.
     """
-    count = _rounded_up(max(_wanted_microbatches(share, padded, rules) for share in shares), rules)
-    packed = [_pack(share, padded, rules, count) for share in shares]
+    count = _rounded_up(max(_wanted_microbatches(share, lengths.tokens, rules) for share in shares), rules)
+    packed = [_pack(share, lengths, rules, count) for share in shares]
     while (reached := _rounded_up(max(len(x) for x in packed), rules)) > count:
         count = reached
-        packed = [x if len(x) == min(count, len(s)) else _pack(s, padded, rules, count) for x, s in zip(packed, shares, strict=True)]
+        packed = [x if len(x) == min(count, len(s)) else _pack(s, lengths, rules, count) for x, s in zip(packed, shares, strict=True)]
     return packed
 
 
-def _wanted_microbatches(share: np.ndarray, padded: np.ndarray, rules: PlanRules) -> int:
-    """How many the cap asks for, or the pipeline; a multiple where there are samples for it, 0 for an empty share."""
-    tokens = int(padded[share].sum())
-    low = max(1, -(-tokens // rules.max_tokens))
-    return min(_rounded_up(max(low, _pipeline_microbatches(tokens, rules)), rules), len(share))
+def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules) -> int:
+    """How many the cap asks for, or the pipeline; a multiple where there are samples for it, 0 for an empty share.
+
+    Without the pipeline's wish fewer, larger micro-batches after a drop would give back to the bubble what the drop has won.
+    """
+    total, squares = float(tokens[share].sum()), float((tokens[share].astype(np.float64) ** 2).sum())
+    low = max(1, -(-int(total) // rules.max_tokens))
+    return min(_rounded_up(max(low, rules.cost.best_count(total, squares)), rules), len(share))
 
 
-def _pack(share: np.ndarray, padded: np.ndarray, rules: PlanRules, count: int) -> list[np.ndarray]:
+def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) -> list[np.ndarray]:
     """One rank's samples in ``count`` micro-batches under the token cap, in more where they do not fit, at most one per sample."""
     if len(share) == 0:
         return []
     count = min(count, len(share))
     while True:
-        bins = [b for b in _balance(share, padded, count) if len(b)]
-        if all(len(b) == 1 or padded[b].sum() <= rules.max_tokens for b in bins):
+        bins = [b for b in _balance(share, lengths.cost, count) if len(b)]
+        if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens for b in bins):
             return sorted(bins, key=lambda b: int(b[0]))
         count = min(_rounded_up(count + max(1, count // 16), rules), len(share))
-
-
-def _pipeline_microbatches(tokens: int, rules: PlanRules) -> int:
-    """m that minimises (m + p − 1)·(o + tokens / m): √((p − 1)·tokens / o), the better of its two neighbours; 1 without a pipeline.
-
-    p stages fill and drain; o is a micro-batch's fixed cost in tokens. Without it fewer, larger micro-batches after a drop would
-    give back to the bubble what the drop has won.
-    """
-    stages, overhead = rules.pipeline_size, max(rules.overhead_tokens, 1)
-    if stages == 1:
-        return 1
-    best = int(((stages - 1) * tokens / overhead) ** 0.5)
-    return min((max(best, 1), best + 1), key=lambda m: (m + stages - 1) * (overhead + tokens / m))

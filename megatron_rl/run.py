@@ -16,8 +16,10 @@ from megatron_rl import exchange
 from megatron_rl.advantage import advantages, reduction_weights
 from megatron_rl.backend import Batch, MegatronBackend
 from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.cost import plan_seconds
 from megatron_rl.metrics import MetricsWriter, read_metrics, step_metrics
 from megatron_rl.model.build import DTYPES
+from megatron_rl.plan import padded_lengths
 from megatron_rl.platform import HOST
 from megatron_rl.progress import Progress
 from megatron_rl.prompts import PromptSource, load_rows
@@ -279,7 +281,21 @@ class Run:
             run = lengths[mini_batch.order].astype(np.float64)
             flops = run.sum() * self.backend.shape.flops_per_token(float((run * run).sum() / run.sum() / 2))
             metrics["perf/mfu"] = float(flops / (seconds * self.backend.topology.world_size * peak))
-        return metrics
+        return metrics | self._cost(mini_batch, lengths)
+
+    def _cost(self, mini_batch: MiniBatchPlan, lengths: np.ndarray) -> dict[str, float]:
+        """``cost/*``: what a micro-batch was measured to take on its slowest stage, and what that predicts for this mini-batch."""
+        fit = self.backend.fit
+        if not fit.is_fitted:
+            return {}
+        model = fit.model()
+        slowest = max(model.stages, key=lambda stage: stage.token)
+        return {
+            "cost/overhead_s": slowest.overhead,
+            "cost/token_s": slowest.token,
+            "cost/square_s": slowest.square,
+            "cost/predicted_s": plan_seconds(model, mini_batch, padded_lengths(lengths, self.backend.rules.pad_multiple)),
+        }
 
 
 def total_rl_steps(config: Config) -> int:

@@ -14,13 +14,17 @@ The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_ste
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.cost import measured
 from megatron_rl.exchange import gather_json
 from megatron_rl.packing import PackedMicroBatch
 from megatron_rl.platform import HOST
@@ -28,10 +32,10 @@ from megatron_rl.topology import Topology
 from megatron_rl.types import LockstepError, MiniBatchPlan, StepKind
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # isort: skip
+from megatron.core.pipeline_parallel import schedules  # isort: skip
 
 LossFunction = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
-"""(micro-batch, logits [N, V/TP] at its loss positions) → (scalar loss sum, what to hand back)."""
+"""(micro-batch, hidden states [N, H] at its loss positions, what the output layer takes) → (scalar loss sum, what to hand back)."""
 
 
 def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topology) -> None:
@@ -56,13 +60,57 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
     )
 
 
+class _Laps:
+    """Device seconds of what ran between ``start`` and ``stop``, read only when asked: on CUDA by events, which wait for nothing."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple] = []
+
+    @contextlib.contextmanager
+    def lap(self) -> Iterator[None]:
+        begun = _mark()
+        yield
+        self.marks.append((begun, _mark()))
+
+    def take(self) -> np.ndarray:
+        """float64, seconds of each lap since the last ``take``; the device must have come past them."""
+        taken, self.marks = self.marks, []
+        if HOST.is_cuda:
+            return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in taken])
+        return np.array([ended - begun for begun, ended in taken])
+
+
+def _mark():
+    if not HOST.is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+_BACKWARD = _Laps()
+_true_backward_step = schedules.backward_step
+
+
+@functools.wraps(_true_backward_step)
+def _measured_backward_step(*args, **kwargs):
+    with _BACKWARD.lap():
+        return _true_backward_step(*args, **kwargs)
+
+
+# Every schedule (0.16.1, 0.19.2) calls it by this name, once per micro-batch and chunk, communication apart.
+schedules.backward_step = _measured_backward_step
+
+
 class Schedule:
     """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], topology: Topology):
         self.chunks = list(chunks)
         self.topology = topology
-        self.run_schedule = get_forward_backward_func()
+        self.run_schedule = schedules.get_forward_backward_func()
+        self._forward = _Laps()
+        self._forwarded: list[PackedMicroBatch] = []
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = None
             chunk.config.no_sync_func = None
@@ -90,7 +138,7 @@ class Schedule:
             if forward_only:
                 held.enter_context(torch.no_grad())
             return self.run_schedule(
-                forward_step_func=partial(_forward_step, loss=loss),
+                forward_step_func=partial(self._forward_step, loss=loss, trains=not forward_only),
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
@@ -99,13 +147,38 @@ class Schedule:
                 forward_only=forward_only,
             )
 
+    def _forward_step(self, iterator, model, *, loss: LossFunction, trains: bool):
+        microbatch: PackedMicroBatch = next(iterator)
+        clock = self._forward if trains else _Laps()
+        with clock.lap():
+            output = model(microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed)
+        if trains:
+            self._forwarded.append(microbatch)
 
-def _forward_step(iterator, model, *, loss: LossFunction):
-    microbatch: PackedMicroBatch = next(iterator)
-    output = model(microbatch.tokens, microbatch.position_ids, None, packed_seq_params=microbatch.packed)
+        def loss_sum(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            with clock.lap():
+                total, kept = loss(microbatch, hidden[0].index_select(0, microbatch.loss_positions))
+            if trains:
+                self._forwarded.append(microbatch)
+            return total, torch.ones((), dtype=torch.int32, device=total.device), kept
 
-    def loss_sum(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        total, kept = loss(microbatch, logits[0].index_select(0, microbatch.loss_positions))
-        return total, torch.ones((), dtype=torch.int32, device=total.device), kept
+        return output, loss_sum
 
-    return output, loss_sum
+    def forget_measured(self) -> None:
+        """Drops what was measured since the last ``take_measured``; asks the device nothing."""
+        self._forwarded = []
+        self._forward.marks, _BACKWARD.marks = [], []
+
+    def take_measured(self) -> np.ndarray:
+        """float64 [cost.NUM_SUMS]: this stage's micro-batches since the last call, all chunks of one and its loss taken together.
+
+        To be called where the device has come past them (a step's end reads the gradient norm).
+        """
+        seconds, microbatches = self._forward.take(), self._forwarded
+        self._forwarded = []
+        of = {id(x): i for i, x in enumerate(dict.fromkeys(microbatches))}
+        forward_s = np.zeros(len(of))
+        np.add.at(forward_s, [of[id(x)] for x in microbatches], seconds)
+        lengths = [np.array(x.packed.lengths, dtype=np.float64) for x in dict.fromkeys(microbatches)]
+        tokens, squares = np.array([x.sum() for x in lengths]), np.array([(x**2).sum() for x in lengths])
+        return measured(tokens, squares, forward_s, float(_BACKWARD.take().sum()))

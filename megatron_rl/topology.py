@@ -123,7 +123,7 @@ def initialize(
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
     expert_tensor = expert_tensor or tensor
-    _check_degrees(dist.get_world_size(), tensor, context, pipeline, expert, expert_tensor)
+    check_degrees(dist.get_world_size(), tensor, context, pipeline, expert, expert_tensor)
     # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
@@ -145,7 +145,7 @@ def initialize(
     return current()
 
 
-def _check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:
+def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:
     """ConfigError where the dense grid or the experts' grid does not fill the world, or the two do not nest."""
     dense, sparse = tensor * context, expert * expert_tensor
     if world % (dense * pipeline):

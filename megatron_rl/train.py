@@ -22,6 +22,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.metrics import divide, skip_metrics
 from megatron_rl.plan import plan_steps
 from megatron_rl.signal import has_signal, signal_rule
+from megatron_rl.simulate.command import add_arguments, simulate_job
 from megatron_rl.types import ConfigError, LockstepError, LossInputs, NonFiniteGradient, PeerError, RewardError, StepPlan
 
 log = logging.getLogger("megatron_rl")
@@ -155,7 +156,7 @@ def _quiet_logs(is_main: bool) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
 
 
-def _parse(arguments: Sequence[str] | None) -> Config:
+def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.train",
         description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
@@ -163,12 +164,14 @@ def _parse(arguments: Sequence[str] | None) -> Config:
     )
     parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
     parser.add_argument("--run-dir", help="folder of the run instead of runs/<run.name>")
+    parser.add_argument("--dry-run", action="store_true", help="print what the job would take, join no world, and end")
+    add_arguments(parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)"))
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     config = load_config(given.config, given.overrides)
     if given.run_dir:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=given.run_dir))
-    return config
+    return config, given
 
 
 def _stages_import(is_main: bool) -> bool:
@@ -188,10 +191,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     _quiet_logs(is_main)
     try:
-        config = _parse(arguments)
+        config, given = _parse(arguments)
         check_relations(config)
         if not _stages_import(is_main):
             return EXIT_FAILED
+        if given.dry_run:
+            if is_main:
+                simulate_job(config, given)
+            return 0
         train(config)
         return 0
     except (ConfigError, FileNotFoundError) as error:

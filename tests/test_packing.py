@@ -51,7 +51,7 @@ def run_pack(samples: list[Sample], chosen: list[int], *, pad_multiple: int = 1,
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_pack_equals_naive(lengths: list[int]) -> None:
     """Bounds by adding up; each sequence gathered once, in order, pads repeating its own last; scatter undoes it."""
-    packed = pack(tuple(lengths), CPU)
+    packed = pack(tuple(lengths), CPU, for_transformer_engine=True)
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds and packed.cu_seqlens_q.dtype == torch.int32
     assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
@@ -170,11 +170,11 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
     chosen = np.random.default_rng(seed).permutation(count).tolist()
     whole = run_pack(samples, chosen, pad_multiple=2 * size, filler=filler)
     parts = [run_pack(samples, chosen, pad_multiple=2 * size, filler=filler, context=ContextShard(rank=r, size=size)) for r in range(size)]
-    tokens, places = torch.empty_like(whole.tokens[0]), torch.empty_like(whole.position_ids[0])
+    tokens, places = torch.empty_like(whole.tokens[0]), torch.empty_like(whole.packed.position_ids)
     for part in parts:
-        tokens[part.positions], places[part.positions] = part.tokens[0], part.position_ids[0]
-        assert part.packed.cu_seqlens_q.tolist() == whole.packed.cu_seqlens_q.tolist()  # Megatron-Core divides them by CP itself
-    assert torch.equal(tokens, whole.tokens[0]) and torch.equal(places, whole.position_ids[0])
+        tokens[part.positions], places[part.positions] = part.tokens[0], part.packed.position_ids
+        assert part.packed.lengths == whole.packed.lengths  # of whole sequences: Transformer Engine divides by CP itself
+    assert torch.equal(tokens, whole.tokens[0]) and torch.equal(places, whole.packed.position_ids)
     at = np.concatenate([part.positions[part.loss_positions.numpy()] for part in parts])
     order = np.concatenate([part.flat for part in parts]).argsort()
     wanted = whole.flat.argsort()
@@ -208,7 +208,7 @@ def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> No
                 place, flat = start + s.prompt_tokens + t, int(flat_starts[i]) + t
                 wanted.append((place - 1, tokens[place], flat, slot, i + 0.5, i + 1.0, -flat, -1000 - flat, s.logprobs[t].item()))
     assert found.packed.lengths == tuple(lengths) and isinstance(found.packed, PackedSequences)
-    assert found.tokens.tolist() == [tokens] and found.position_ids.tolist() == [position_ids] and found.num_sequences == count
+    assert found.tokens.tolist() == [tokens] and found.packed.position_ids.tolist() == position_ids and found.num_sequences == count
     names = ("loss_positions", "targets", "flat", "sequences", "advantages", "weights", "old_logprobs", "reference_logprobs")
     columns = [getattr(found, name).tolist() for name in (*names, "rollout_logprobs")]
     assert list(zip(*columns, strict=True)) == wanted
@@ -241,8 +241,7 @@ def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
 def test_filler_runs_the_same_tokens_and_has_no_loss_token() -> None:
     samples = make_samples(4, seed=2)
     real, filler = run_pack(samples, [1, 3]), run_pack(samples, [1, 3], filler=True)
-    for name in ("tokens", "position_ids"):
-        assert torch.equal(getattr(filler, name), getattr(real, name))
+    assert torch.equal(filler.tokens, real.tokens) and torch.equal(filler.packed.position_ids, real.packed.position_ids)
     for name in ("loss_positions", "targets", "sequences", "old_logprobs", "advantages", "weights"):
         assert len(getattr(filler, name)) == 0 < len(getattr(real, name))
 
@@ -266,7 +265,7 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
         found = pack_microbatch(
             microbatch, facts_of(samples), {}, None, pad_multiple=4, pad_token=0, needs_tokens=False, needs_loss=False, device=CPU
         )
-    assert torch.equal(found.position_ids, whole.position_ids) and found.packed.lengths == whole.packed.lengths
+    assert torch.equal(found.packed.position_ids, whole.packed.position_ids) and found.packed.lengths == whole.packed.lengths
     assert (found.tokens is not None) == first
     for name in ("loss_positions", "targets", "flat", "sequences", "advantages", "weights", "rollout_logprobs", "old_logprobs"):
         assert (getattr(found, name) is not None) == last

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.plan import PlanRules, _balance, _pipeline_microbatches, padded_lengths, plan_steps, split_mini_batches
+from megatron_rl.cost import CostModel, StageCost
+from megatron_rl.plan import PlanRules, _balance, padded_lengths, plan_steps, split_mini_batches
 from megatron_rl.types import ConfigError, MiniBatchPlan, StepKind, StepPlan
+
+
+def pipeline(stages: int, *, overhead: float = 256.0, square: float = 0.0, last: float = 1.0) -> CostModel:
+    """Equal stages, the last one's tokens ``last`` times as dear."""
+    inner, end = (StageCost(overhead=overhead, token=x, square=square) for x in (1.0, last))
+    return CostModel(stages=(inner,) * (stages - 1) + (end,))
+
 
 SETTINGS = settings(max_examples=120, deadline=None, derandomize=True, database=None)
 
@@ -47,9 +55,12 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     data_size = draw(st.integers(1, 8))
     rules = PlanRules(
         data_size=data_size, lockstep_ranks=draw(st.sampled_from([d for d in range(1, 9) if data_size % d == 0])),
-        pipeline_size=draw(st.integers(1, 8)), samples_per_microbatch=draw(sizes),
+        samples_per_microbatch=draw(sizes),
         max_tokens=draw(st.sampled_from([1, 33, 64, 257, 8192])), pad_multiple=draw(st.sampled_from([1, 2, 8])),
-        overhead_tokens=draw(st.sampled_from([0, 1, 20, 256])), repack=draw(st.booleans()) if repack is None else repack,
+        cost=pipeline(
+            draw(st.integers(1, 8)), overhead=draw(st.sampled_from([0.0, 1.0, 20.0, 256.0])), square=draw(st.sampled_from([0.0, 0.02])),
+            last=draw(st.sampled_from([1.0, 1.7])),
+        ), repack=draw(st.booleans()) if repack is None else repack,
         microbatch_multiple=draw(st.sampled_from([1, 1, 2, 4])),
     )  # fmt: skip
     samples = random.permutation(count) if draw(st.booleans()) else np.arange(count)
@@ -118,8 +129,9 @@ def assert_invariants(plan: StepPlan, case: Case) -> None:
             live = [[m for m in rank if case.signal[m].any()] for rank in dense_per_rank]
             assert per_rank == (live if case.drops else dense_per_rank)
         if rules.samples_per_microbatch is None and (rules.repack or len(ran) == len(members)):  # 8
-            loads = [sum(int(padded[i]) for m in rank for i in m) for rank in per_rank]
-            assert max(loads) - min(loads) <= max((int(padded[i]) for i in ran), default=0)
+            each = rules.cost.sample_costs(padded)
+            loads = [sum(float(each[i]) for m in rank for i in m) for rank in per_rank]
+            assert max(loads) - min(loads) <= max((float(each[i]) for i in ran), default=0.0) * (1 + 1e-9)
         assert planned.microbatches_dropped == dense_one.num_microbatches.sum() - planned.num_microbatches.sum()
         assert_lockstep(planned, rules, padded)
     assert_fingerprint_invariant(plan, case)  # 6
@@ -249,24 +261,22 @@ def test_json_carries_details() -> None:
     assert StepPlan.from_json(plan.to_json()).details == {"step": 3} and plan.fingerprints() == ()
 
 
-@SETTINGS
-@given(tokens=st.integers(1, 5000), stages=st.integers(1, 8), overhead=st.integers(0, 400))
-def test_pipeline_microbatches_minimise_the_formula(tokens: int, stages: int, overhead: int) -> None:
-    """(m + p − 1)·(o + tokens / m) over every m up to the number of tokens. o = 0 counts as 1: else more were always better."""
-    rules = PlanRules(pipeline_size=stages, overhead_tokens=overhead)
-    m = np.arange(1, tokens + 1, dtype=np.float64)
-    times = (m + stages - 1) * (max(overhead, 1) + tokens / m)
-    found = _pipeline_microbatches(tokens, rules)
-    # 1e-12: two neighbours may tie but for rounding. Above `tokens` micro-batches there are none that hold a token.
-    assert times[min(found, tokens) - 1] <= times.min() * (1 + 1e-12)
-
-
 def test_pipeline_takes_the_best_number_under_the_cap() -> None:
-    """64 equal samples, p = 4: the cap alone asks for 4 micro-batches, the formula for more, and the plan has as many."""
-    rules = PlanRules(pipeline_size=4, max_tokens=2048, overhead_tokens=64)
+    """64 equal samples, p = 4: the cap alone asks for 4 micro-batches, the cost for more, and the plan has as many."""
+    rules = PlanRules(cost=pipeline(4, overhead=64), max_tokens=2048)
     plan = plan_steps("train", [np.arange(64)], np.full(64, 128), np.ones(64, dtype=bool), rules, drops=True)
     sizes = np.diff(plan.mini_batches[0].microbatch_offsets)
-    assert len(sizes) == _pipeline_microbatches(64 * 128, rules) == 20 and sizes.max() - sizes.min() <= 1
+    assert len(sizes) == rules.cost.best_count(64 * 128, 64 * 128**2) == 20 and sizes.max() - sizes.min() <= 1
+
+
+def test_balance_counts_attention_too() -> None:
+    """One sample of 1,000 tokens costs as much as 2,000 tokens in short ones where a square costs 1/1000 of a token."""
+    lengths = np.array([1000, *[100] * 20])
+    plain, squared = (PlanRules(data_size=2, cost=pipeline(1, square=x)) for x in (0.0, 1e-3))
+    for rules, with_the_long_one in ((plain, 6), (squared, 2)):
+        (one,) = plan_steps("train", [np.arange(21)], lengths, np.ones(21, dtype=bool), rules, drops=True).mini_batches
+        ranks = [one.rank_samples(rank).tolist() for rank in range(2)]
+        assert len(next(rank for rank in ranks if 0 in rank)) == with_the_long_one
 
 
 @pytest.mark.parametrize("data_size", [1, 64])
@@ -275,7 +285,7 @@ def test_100_000_samples_plan(data_size: int) -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(50, 4000, 100_000)
     signal = random.random(100_000) < 0.4
-    rules = PlanRules(data_size=data_size, pipeline_size=8, max_tokens=8192)
+    rules = PlanRules(data_size=data_size, cost=pipeline(8), max_tokens=8192)
     (one,) = plan_steps("train", [np.arange(100_000)], lengths, signal, rules, drops=True).mini_batches
     assert np.array_equal(np.sort(one.order), np.flatnonzero(signal))
     tokens = np.add.reduceat(lengths[one.order], one.microbatch_offsets[:-1])

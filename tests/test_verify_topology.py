@@ -91,7 +91,7 @@ def test_a_right_topology_passes_with_every_check_compared(tmp_path, cell):
     assert max(found["measured"]["microbatches"]) >= 4, "with one micro-batch an average over micro-batches would hide"
     layers = found["topology"]["parallel"]["pipeline"] * found["topology"]["parallel"]["virtual_pipeline"]
     assert {x["layer"] for x in found["activations"]} == {-1, *range(layers)}
-    assert len(found["activations"]) == found["topology"]["world_size"] // model_ranks(found) * (3 + layers * points(family))
+    assert len(found["activations"]) == found["topology"]["world_size"] // model_ranks(found) * (2 + layers * points(family))
     assert "lm_head.weight" in found["gradient_tensors"] or "lm head" not in kinds
     assert str(tmp_path) not in json.dumps({k: v for k, v in found.items() if k != "topology"})
 

@@ -20,12 +20,12 @@ CLASSES = (
 # The order of the forward pass within one layer, and of what surrounds the layers.
 POINTS = (
     "embedding", "layer input", "attention core", "attention output", "router", "experts output", "mlp output", "layer output",
-    "final norm", "logits",
+    "final norm",
 )  # fmt: skip
 TENSOR_OF_POINT = {
     "embedding": "model.embed_tokens", "layer input": "", "attention core": "self_attn, before o_proj",
     "attention output": "self_attn.o_proj", "router": "gate", "experts output": "experts", "mlp output": "mlp.down_proj",
-    "layer output": "", "final norm": "model.norm", "logits": "lm_head",
+    "layer output": "", "final norm": "model.norm",
 }  # fmt: skip
 LOOK_AT = {
     "embedding": "the vocabulary-parallel embedding and its reduction over tensor ranks",
@@ -37,7 +37,6 @@ LOOK_AT = {
     "mlp output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under sequence parallelism)",
     "layer output": "the residual connection",
     "final norm": "the final norm's weight",
-    "logits": "the vocabulary-parallel head, tied to the embedding or not",
 }
 FACTOR_SLACK = 2.0  # a common factor is one where what it leaves unexplained is within so many tolerances
 FAINT = 0.1  # a tensor is named where its difference is also above this share of what its class may differ by
@@ -52,7 +51,7 @@ class Point:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        return (2 if self.name in ("final norm", "logits") else int(self.layer >= 0), self.layer, POINTS.index(self.name))
+        return (2 if self.name == "final norm" else int(self.layer >= 0), self.layer, POINTS.index(self.name))
 
     def __str__(self) -> str:
         place = f"model.layers.{self.layer}" if self.layer >= 0 else ""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.backend import MegatronBackend
+from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.types import ConfigError
 
 from megatron.core.models.common.embeddings import rope_utils  # isort: skip  (after platform)
@@ -88,8 +89,8 @@ def _microbatch_mean(backend: MegatronBackend, layer: int) -> Iterator[None]:
         if not forward_only and count == 1:
             raise _refuse("microbatch_mean", "a replica runs one micro-batch, and 1/1 is no fault", "lower plan.max_tokens_per_microbatch")
 
-        def mean(microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            total, kept = loss(microbatch, logits)
+        def mean(microbatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            total, kept = loss(microbatch, hidden)
             return total / count, kept
 
         return run(mini_batch, microbatches, loss if forward_only else mean, forward_only=forward_only)
@@ -108,11 +109,19 @@ def _context_offset(backend: MegatronBackend, layer: int) -> Iterator[None]:
     def one_further(rank, size, x, freqs, *rest):
         return original(rank, size, x, torch.roll(freqs, -1, dims=0) if rank == size - 1 else freqs, *rest)
 
+    true_angles = PackedRotary.forward
+
+    def angles_one_further(self, position_ids: torch.Tensor, *given, **named) -> torch.Tensor:
+        return true_angles(self, position_ids + (place.context_rank == place.context_size - 1), *given, **named)
+
+    # Transformer Engine's layers take their angles from Megatron-Core's table, torch's from model/rotary.py
     rope_utils._get_thd_freqs_on_this_cp_rank = one_further
+    PackedRotary.forward = angles_one_further
     try:
         yield
     finally:
         rope_utils._get_thd_freqs_on_this_cp_rank = original
+        PackedRotary.forward = true_angles
 
 
 @contextlib.contextmanager

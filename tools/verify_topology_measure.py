@@ -227,7 +227,6 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
             output(block, layer, "layer output")
         if model.post_process:
             output(model.decoder.final_layernorm, -1, "final norm")
-            output(model.output_layer, -1, "logits", columns=True)
     try:
         yield taken
     finally:
@@ -261,12 +260,9 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
             point = Point(layer=layer, name=name)
             pieces[said["replica"]].setdefault(point, {})[said["tensor"], said["context"]] = part.view(shape)
             columns[point] = split
-    vocab = backend.shape.vocab_size
     return [
         {
-            point: [
-                x[:num_tokens, :vocab] if point.name == "logits" else x[:num_tokens] for x in join(parts, columns[point], positions)
-            ]
+            point: [x[:num_tokens] for x in join(parts, columns[point], positions)]
             for point, parts in replica.items()
         }
         for replica in pieces

@@ -236,6 +236,7 @@ class PlanConfig:
     """How survivors are cut into micro-batches. ``samples_per_microbatch`` (static) replaces the token cap.
 
     ``on_long_sample``: a sample above the cap gets a micro-batch of its own, or is an error (``fail``).
+    ``calibrate``: plans by what micro-batches were measured to take; without it by the prior, so that a run repeats to the bit.
     ``repack: false`` cuts before the drop and removes whole micro-batches only: bitwise the dense run's gradient.
     """
 
@@ -244,6 +245,7 @@ class PlanConfig:
     repack: bool = True
     microbatch_overhead_tokens: int = 256
     on_long_sample: str = "own_microbatch"
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         _at_least("plan.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)

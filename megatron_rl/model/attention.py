@@ -51,12 +51,14 @@ class PackedSequences(PackedSeqParams):
     """Megatron-Core's packed-sequence parameters with the lengths on the host, so that attention asks the device nothing.
 
     lengths: padded length of each whole sequence, in order; they sum to the micro-batch's tokens over all context ranks.
+    position_ids: int64 [T], each of this rank's tokens' place in its own sequence, for the rotary embedding.
     buckets: what attends to what, in few calls with little padding.
     scatter: int64 [T], where each of this rank's tokens stands in the concatenated bucket outputs.
     context: the ranks that share the sequences.
     """
 
     lengths: tuple[int, ...] = ()
+    position_ids: torch.Tensor | None = None
     buckets: tuple[Bucket, ...] = ()
     scatter: torch.Tensor | None = None
     context: ContextShard = WHOLE
@@ -83,19 +85,27 @@ def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndar
     return np.concatenate(parts)
 
 
-def pack(lengths: tuple[int, ...], device: torch.device, context: ContextShard = WHOLE) -> PackedSequences:
+def pack(
+    lengths: tuple[int, ...], device: torch.device, context: ContextShard = WHOLE, *, for_transformer_engine: bool = False
+) -> PackedSequences:
     """Packed-sequence parameters for sequences laid one after the other.
+
+    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read. Without them Megatron-Core applies rotary angles token by
+    token (model/rotary.py); with them it asks the device for the lengths, twice in every layer.
 
     Example: lengths (2, 3) make cu_seqlens [0, 2, 5] and one bucket [[0, 1, 1], [2, 3, 4]].
     """
-    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     buckets, scatter = _whole_buckets(lengths) if context.size == 1 else _split_buckets(lengths, context.rank, context.size)
-    longest = max(lengths)
-    cu_seqlens = bounds.to(device, non_blocking=True)
+    places = np.concatenate([np.arange(n) for n in lengths])[context_positions(lengths, context.rank, context.size)]
+    fields = {}
+    if for_transformer_engine:
+        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        cu_seqlens = bounds.to(device, non_blocking=True)
+        fields = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
     return PackedSequences(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest,
-        lengths=lengths, buckets=tuple(_on(x, device) for x in buckets), scatter=scatter.to(device), context=context,
+        qkv_format="thd", lengths=lengths, position_ids=torch.from_numpy(places).to(device, non_blocking=True),
+        buckets=tuple(_on(x, device) for x in buckets), scatter=scatter.to(device), context=context, **fields,
     )  # fmt: skip
 
 

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.config import Config
+from megatron_rl.model.head import hand_out_hidden
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
+from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.passthrough import resolve_fields
 from megatron_rl.platform import HOST
 from megatron_rl.signal import UNCOUNTED_FIELDS
@@ -100,17 +102,26 @@ class ModelShape:
     router_pre_softmax: bool
     layer_spec: str
 
-    def flops_per_token(self, mean_context: float) -> float:
-        """Forward and backward FLOPs of one token (6 per parameter it passes, plus attention over ``mean_context`` tokens).
-
-        Of a mixture's experts a token passes ``experts_per_token``.
-        """
-        attention = (
-            self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_heads * self.head_dim * self.hidden_size
-        )
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of one layer that a token passes: of a mixture's experts ``experts_per_token``."""
+        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         mlps = self.experts_per_token if self.num_experts else 1
-        layer = attention + 3 * self.hidden_size * self.ffn_hidden_size * mlps + self.hidden_size * self.num_experts
-        linear = self.num_layers * layer + self.vocab_size * self.hidden_size
+        return attention + 3 * self.hidden_size * self.ffn_hidden_size * mlps + self.hidden_size * self.num_experts
+
+    @property
+    def square_share(self) -> float:
+        """Attention's cost of one squared token of a causal sequence, over a token's cost in the matrices of its layer."""
+        return self.num_heads * self.head_dim / self.layer_parameters
+
+    @property
+    def head_layers(self) -> float:
+        """The LM head's cost in layers, were every token to pass it."""
+        return self.vocab_size * self.hidden_size / self.layer_parameters
+
+    def flops_per_token(self, mean_context: float) -> float:
+        """Forward and backward FLOPs of one token (6 per parameter it passes, plus attention over ``mean_context`` tokens)."""
+        linear = self.num_layers * self.layer_parameters + self.vocab_size * self.hidden_size
         return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
 
 
@@ -281,7 +292,12 @@ def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[lis
             vp_stage=chunk if topology.virtual_size > 1 else None,
         )
         model.model_type = ModelType.encoder_or_decoder
-        model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+        if kind == "torch":
+            model.rotary_pos_emb = PackedRotary(frequencies)
+        else:
+            model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+        if model.post_process:
+            hand_out_hidden(model)
         _mark_tensor_parallel(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)

@@ -1,17 +1,25 @@
-"""Log-probs and entropies from vocabulary-parallel logits; no rank ever holds a full row of the vocabulary.
+"""Log-probs and entropies over a vocabulary-parallel output; no rank ever holds a full row of the vocabulary.
 
 With x = logits / temperature, Z = Σ_v e^{x_v} over all tensor ranks: logprob_t = x_{t, target} − log Z_t and
 H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] − p_v, ∂H/∂x_v = −p_v (log p_v + H).
-Three all-reduces of [T] floats (the maximum, then sums); float32 throughout; tokens are taken in chunks, so that the extra
-memory is O(chunk · V/TP) in forward and backward.
+Two all-reduces of floats per token (the maximum, then three sums); float32 throughout; tokens are taken in chunks.
+
+``vocab_parallel_logprob`` takes the logits: extra memory O(T · V/TP), of which the chunks bound all but logits and gradient.
+``linear_logprob`` takes what the output layer takes and makes the logits chunk by chunk, in forward and again in backward:
+extra memory O(chunk · V/TP) for one more matrix product, four instead of three.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = 1024  # of vocab_parallel_logprob
+LINEAR_CHUNK_TOKENS = 512  # of linear_logprob; fewer spend more on adding up the weight's gradient, [V/TP, H] per chunk
+UNDERFLOW = -1e4  # e^x is 0 from there on, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
@@ -32,8 +40,8 @@ class _VocabParallelLogProb(torch.autograd.Function):
             weight = (x - peak[rows, None]).exp_()
             stats[0, rows] = weight.sum(-1)
             stats[2, rows] = x.gather(1, column[rows, None])[:, 0] * mine[rows]
-            # shifted by the maximum, or the two halves of the entropy cancel; 0·(−inf) of a masked logit is 0
-            stats[1, rows] = weight.mul_(x.sub_(peak[rows, None]).clamp_(min=torch.finfo(torch.float32).min)).sum(-1)
+            # shifted by the maximum, or the two halves of the entropy cancel
+            stats[1, rows] = weight.mul_(x.sub_(peak[rows, None]).clamp_(min=UNDERFLOW)).sum(-1)
         if parallel:
             dist.all_reduce(stats, group=group)
         log_z = peak + stats[0].log()
@@ -51,7 +59,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
         gradient = torch.zeros_like(logits)
         for start in range(0, logits.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
-            log_p = _scaled(logits[rows], ctx.temperature, ctx.num_valid) - log_z[rows, None]
+            log_p = (_scaled(logits[rows], ctx.temperature, ctx.num_valid) - log_z[rows, None]).clamp_(min=UNDERFLOW)
             p = log_p.exp()
             g = p * -grad_logprobs[rows, None]
             g.scatter_add_(1, column[rows, None], (grad_logprobs[rows] * mine[rows])[:, None])
@@ -64,6 +72,17 @@ class _VocabParallelLogProb(torch.autograd.Function):
 def _scaled(logits: torch.Tensor, temperature: float, num_valid: int) -> torch.Tensor:
     """Float32 logits over the temperature, without the columns that only pad the vocabulary."""
     return logits[:, :num_valid].float() / temperature
+
+
+def _columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
+    """(first column, number of true ones) of this tensor rank's ``width`` columns of the padded vocabulary."""
+    start = tensor_rank * width
+    num_valid = max(0, min(width, vocab_size - start))
+    if num_valid == 0:
+        raise ValueError(
+            f"tensor rank {tensor_rank} holds columns from {start} on, all past vocab_size={vocab_size}; lower parallel.tensor"
+        )
+    return start, num_valid
 
 
 def vocab_parallel_logprob(
@@ -83,11 +102,162 @@ def vocab_parallel_logprob(
     vocab_size: true size; columns past it are pads, take no probability and get no gradient.
     train_entropy: whether the entropy carries gradient; as a mere metric it costs the backward nothing.
     """
-    width = logits.shape[1]
-    start = tensor_rank * width
-    num_valid = max(0, min(width, vocab_size - start))
-    if num_valid == 0:
-        raise ValueError(
-            f"tensor rank {tensor_rank} holds columns from {start} on, all past vocab_size={vocab_size}; lower parallel.tensor"
-        )
+    start, num_valid = _columns(logits.shape[1], tensor_rank, vocab_size)
     return _VocabParallelLogProb.apply(logits, targets, temperature, start, num_valid, group, train_entropy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """What linear_logprob's forward and backward share besides tensors."""
+
+    temperature: float
+    start: int  # this rank's first column
+    num_valid: int  # its columns that are no pads
+    group: dist.ProcessGroup | None  # None: this rank has the whole vocabulary
+    train_entropy: bool
+    reduce_hidden_grad: bool
+    chunk_tokens: int
+
+    def slices(self, tokens: int) -> list[slice]:
+        return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
+
+    def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[chunk, num_valid], used by every chunk: fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential."""
+        return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
+
+    def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] the target's column here, 0 where it is another rank's; [N] whether it is here."""
+        local = targets - self.start
+        mine = (local >= 0) & (local < self.num_valid)
+        return torch.where(mine, local, 0), mine
+
+    def scaled_logits(self, hidden: torch.Tensor, weight: torch.Tensor, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """One chunk's logits over the temperature, in ``x``. The product is rounded to hidden's dtype, as the output layer's is."""
+        logits = torch.mm(hidden, weight[: self.num_valid].t(), out=product[: hidden.shape[0]])
+        x = logits if product is x else x[: hidden.shape[0]].copy_(logits)
+        return x if self.temperature == 1.0 else x.div_(self.temperature)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, head: _Head):
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        tokens = hidden.shape[0]
+        column, mine = head.own(targets)
+        peak = hidden.new_empty(tokens, dtype=precise)
+        stats = hidden.new_empty((3, tokens), dtype=precise)  # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
+        x_buffer, e_buffer = head.buffer(hidden, precise), head.buffer(hidden, precise)
+        product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+        for rows in head.slices(tokens):
+            x = head.scaled_logits(hidden[rows], weight, product, x_buffer)
+            stats[2, rows] = x.gather(1, column[rows, None])[:, 0].masked_fill_(~mine[rows], 0)
+            # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
+            peak[rows] = x.amax(-1).clamp_(min=torch.finfo(precise).min)
+            x.sub_(peak[rows, None])
+            e = torch.exp(x, out=e_buffer[: x.shape[0]])
+            stats[0, rows] = e.sum(-1)
+            stats[1, rows] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)
+        if head.group is not None and tokens:
+            _combine(peak, stats, head.group)
+        log_sum = stats[0].log()
+        log_z = peak + log_sum
+        logprobs = stats[2] - log_z
+        entropy = log_sum - stats[1] / stats[0]
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.head = head
+        if not head.train_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable  # the chunks are written in place: no second derivative
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        head, (needs_hidden, needs_weight) = ctx.head, ctx.needs_input_grad[:2]
+        precise = log_z.dtype
+        column, mine = head.own(targets)
+        x_buffer = head.buffer(hidden, precise)
+        e_buffer = head.buffer(hidden, precise) if head.train_entropy else x_buffer
+        product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
+        true_weight = weight[: head.num_valid]
+        at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature
+        for rows in head.slices(hidden.shape[0]):
+            x = head.scaled_logits(hidden[rows], weight, product, x_buffer).sub_(log_z[rows, None])
+            e = torch.exp(x, out=e_buffer[: x.shape[0]])
+            if head.train_entropy:  # −p (a + b (log p + H))
+                x.clamp_(min=UNDERFLOW).add_(entropy[rows, None]).mul_(at_entropy[rows, None])
+                x.add_(at_logprob[rows, None]).mul_(e).neg_()
+            else:
+                x = e.mul_(-at_logprob[rows, None])
+            x.scatter_add_(1, column[rows, None], (at_logprob[rows] * mine[rows])[:, None])
+            gradient = x if product is x_buffer else product[: x.shape[0]].copy_(x)
+            if needs_hidden:
+                torch.mm(gradient, true_weight, out=grad_hidden[rows])
+            if needs_weight:
+                _add_product(grad_weight[: head.num_valid], gradient, hidden[rows])
+        if needs_hidden and head.reduce_hidden_grad and head.group is not None and hidden.shape[0]:
+            dist.all_reduce(grad_hidden, group=head.group)
+        return grad_hidden, grad_weight.to(weight.dtype) if needs_weight else None, None, None
+
+
+def _combine(peak: torch.Tensor, stats: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Statistics relative to this rank's maximum become, in place, those of all tensor ranks relative to the greatest."""
+    own_peak = peak.clone()
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    shift = own_peak - peak
+    # Σ (x−m') e^{x−m'} = e^{m−m'} (Σ (x−m) e^{x−m} + (m−m') Σ e^{x−m})
+    stats[1] += shift * stats[0]
+    stats[:2] *= shift.exp()
+    dist.all_reduce(stats, group=group)
+
+
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    """total += gradientᵀ hidden. In bfloat16 each chunk's product is rounded, the sum over chunks is not."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(gradient.t(), hidden)
+    else:
+        total.add_(gradient.t() @ hidden)
+
+
+def linear_logprob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int,
+    tensor_rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+    train_entropy: bool = False,
+    reduce_hidden_grad: bool = True,
+    chunk_tokens: int = LINEAR_CHUNK_TOKENS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``vocab_parallel_logprob`` of ``hidden @ weight.T`` without ever holding those logits: (log-probs, entropies), each [N].
+
+    hidden:     [N, H] what the output layer takes; under sequence parallelism already gathered. All N rows are the same on all
+                tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is float64 too).
+    weight:     [V/TP, H] this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up over the
+                chunks in float32 and cast at the end.
+    targets:    [N] int64, global token ids below ``vocab_size``.
+    vocab_size: true size; rows of ``weight`` past it are pads, take no probability and get a gradient of exactly zero.
+    train_entropy: whether the entropy carries gradient.
+    reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's ``allreduce_dgrad``
+                does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's gather of a sequence-parallel
+                hidden sums it by reduce-scatter.
+    chunk_tokens: rows of logits that exist at a time. Peak extra memory is two float32 [chunk_tokens, V/TP] (and one more in
+                hidden's dtype where that is not float32), beside the gradients themselves.
+
+    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0, where all
+    tensor ranks, having the same N, skip them together.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    start, num_valid = _columns(weight.shape[0], tensor_rank, vocab_size)
+    parallel = group is not None and dist.get_world_size(group) > 1
+    head = _Head(
+        temperature=temperature, start=start, num_valid=num_valid, group=group if parallel else None, train_entropy=train_entropy,
+        reduce_hidden_grad=reduce_hidden_grad, chunk_tokens=chunk_tokens,
+    )  # fmt: skip
+    return _LinearLogProb.apply(hidden, weight, targets, head)

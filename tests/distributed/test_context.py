@@ -73,7 +73,7 @@ def beside(rank: int, world: int, extra: tuple[str, ...]) -> bool:
             if disturbed:
                 samples[1] = dataclasses.replace(samples[1], token_ids=(samples[1].token_ids + 7) % 97 + 2)
             rig.take(samples)
-            rig.rules(max_tokens=1000, pipeline_size=1)
+            rig.rules(max_tokens=1000)
             found.append(rig.backend.logprobs(rig.batch, np.ones(4, dtype=bool)).flat)
             (mini_batch,) = rig.backend.plan("logprob", rig.batch, np.ones(4, dtype=bool), drops=True).mini_batches
             assert mini_batch.num_microbatches.max() == 1, "the neighbours must be in one micro-batch"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.cost import CostModel, StageCost
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.reference import make_samples, near_policy, reference_gradient, relative_error, tiny_model
@@ -27,8 +28,8 @@ CUTS = (
     dict(samples_per_microbatch=3),
     dict(max_tokens=25, repack=False),
     dict(samples_per_microbatch=2, repack=False),
-    dict(overhead_tokens=0),
-    dict(overhead_tokens=1_000_000),
+    dict(cost=CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),) * 2)),
+    dict(cost=CostModel(stages=(StageCost(overhead=1e6, token=1.0, square=0.1),) * 2)),
 )
 SP = ("parallel.sequence_parallel=true",)
 RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))

@@ -29,7 +29,7 @@ def run_advantages(rollout: int) -> np.ndarray:
 
 
 class ForwardedLengths:
-    """Sequence lengths that this stage's first layer was given, by torch's own hook, from the cu_seqlens that attention reads."""
+    """Sequence lengths that this stage's first layer was given, by torch's own hook, from the packed sequences that attention reads."""
 
     def __init__(self, rig: Rig):
         self.lengths: list[int] = []
@@ -37,7 +37,7 @@ class ForwardedLengths:
         layer.register_forward_pre_hook(self._record, with_kwargs=True)
 
     def _record(self, module, positional, named) -> None:
-        self.lengths += named["packed_seq_params"].cu_seqlens_q.diff().tolist()
+        self.lengths += list(named["packed_seq_params"].lengths)
 
     def take(self) -> list[int]:
         taken, self.lengths = sorted(self.lengths), []

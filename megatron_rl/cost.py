@@ -1,0 +1,201 @@
+"""Predicted time of micro-batches on a pipeline, and its coefficients fitted to what was measured. Pure numpy.
+
+A micro-batch of T tokens in sequences of lengths l takes on one stage, forward and backward,
+
+    t = overhead + token · T + square · Σ l²
+
+and a rank whose micro-batches take t_1 … t_m on its slowest stage takes Σ t_i there, and once, while the pipeline fills and drains, a
+mean micro-batch on each other stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠ slowest} mean(t) / v (1F1B: Narayanan et al.,
+arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p − 1 slots).
+
+Invariants (tests/test_cost.py):
+
+1. Coefficients are never negative, whatever was measured; without measurements they are the prior's.
+2. More tokens, longer sequences or a micro-batch more never predict less time on a stage.
+3. ``best_count`` is the count of least predicted time for equal micro-batches, against brute force.
+4. Equal measurements give equal coefficients: every rank derives the same plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl.types import MiniBatchPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Seconds (or any one unit) of a micro-batch, forward and backward, on one stage: per micro-batch, per token, per token²."""
+
+    overhead: float
+    token: float
+    square: float
+
+    def __post_init__(self) -> None:
+        if min(self.overhead, self.token, self.square) < 0 or self.token + self.square <= 0:
+            raise ValueError(f"{self} must have no negative coefficient, and tokens must cost something")
+
+    def seconds(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
+        """[M] of micro-batches of ``tokens`` [M] with Σ l² ``squares`` [M]."""
+        return self.overhead + self.token * tokens + self.square * squares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """A stage's cost each, first to last; ``virtual``: chunks that each stage interleaves.
+
+    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and 1006 to fill and drain, 3018 in all.
+    """
+
+    stages: tuple[StageCost, ...]
+    virtual: int = 1
+
+    def sample_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """float64 [S]: what each sample costs on the stage that costs most for all of them together; what balance is about."""
+        slowest = self._slowest(float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), 0)
+        return slowest.token * lengths + slowest.square * lengths.astype(np.float64) ** 2
+
+    def best_count(self, tokens: float, squares: float) -> int:
+        """How many equal micro-batches a rank's share should be cut in: the count of least predicted time, of at most MOST_MICROBATCHES.
+
+        Without a pipeline 1; with equal stages about √((p − 1) · work / (v · overhead)), the bubble against the fixed costs.
+        """
+        if tokens <= 0 or len(self.stages) == 1:
+            return 1
+        counts = np.arange(1, min(int(tokens), MOST_MICROBATCHES) + 1)
+        overheads = np.array([s.overhead for s in self.stages])[:, None]
+        work = np.array([s.token * tokens + s.square * squares for s in self.stages])[:, None]
+        each = overheads + work / counts
+        slowest = each.argmax(0)
+        seconds = each.max(0) * counts + (each.sum(0) - each[slowest, np.arange(len(counts))]) / self.virtual
+        return int(seconds.argmin()) + 1
+
+    def equal_microbatches(self, count: int, tokens: float, squares: float) -> float:
+        """Seconds of a rank that runs ``count`` equal ones."""
+        each = np.full(count, 1 / count)
+        return self.rank_seconds(each * tokens, each * squares)
+
+    def rank_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> float:
+        """Seconds of a data-parallel rank's pipeline over its micro-batches [M]; 0.0 without any."""
+        if len(tokens) == 0:
+            return 0.0
+        each = np.array([s.seconds(tokens, squares) for s in self.stages])
+        totals = each.sum(1)
+        slowest = int(totals.argmax())
+        return float(totals[slowest] + (each.mean(1).sum() - each[slowest].mean()) / self.virtual)
+
+    def _slowest(self, tokens: float, squares: float, count: int) -> StageCost:
+        return max(self.stages, key=lambda s: s.overhead * count + s.token * tokens + s.square * squares)
+
+
+def plan_seconds(model: CostModel, mini_batch: MiniBatchPlan, padded: np.ndarray) -> float:
+    """Predicted forward and backward of a mini-batch: the slowest data-parallel rank's. ``padded`` int64 [S], tokens with pads."""
+    if len(mini_batch.order) == 0:
+        return 0.0
+    lengths = padded[mini_batch.order].astype(np.float64)
+    tokens = np.add.reduceat(lengths, mini_batch.microbatch_offsets[:-1])
+    squares = np.add.reduceat(lengths**2, mini_batch.microbatch_offsets[:-1])
+    bounds = mini_batch.rank_offsets
+    return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def prior(
+    *, stages: int, virtual: int, overhead_tokens: float, square_share: float, head_layers: float, layers_per_stage: float
+) -> CostModel:
+    """What is assumed before anything was measured, in tokens of a stage without the LM head.
+
+    square_share: of a squared token, over a token (ModelShape.square_share). head_layers: the LM head's cost in layers, which the last
+    stage carries.
+    """
+    inner = StageCost(overhead=overhead_tokens, token=1.0, square=square_share)
+    last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, square=square_share)
+    return CostModel(stages=(inner,) * (stages - 1) + (last,), virtual=virtual)
+
+
+MOST_MICROBATCHES = 4096  # that the pipeline asks for; a token cap may ask for more
+NUM_SUMS = 11  # of CostFit.sums, per stage
+
+
+@dataclass(slots=True)
+class CostFit:
+    """Least squares over every measured micro-batch, with forgetting: the sums that it needs, one row of NUM_SUMS per stage.
+
+    Row: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward seconds; X = (1, T, Σ l²), y = forward seconds. Rows of ranks
+    and steps add, so that an all-reduce of them is all that ranks exchange.
+    """
+
+    prior: CostModel
+    forget: float = 0.98
+    sums: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sums = np.zeros((len(self.prior.stages), NUM_SUMS))
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether every stage was measured at all."""
+        return bool((self.sums[:, 0] > 0).all())
+
+    def add(self, step: np.ndarray) -> None:
+        """One step's sums over all ranks, float64 [stages, NUM_SUMS]."""
+        if step.shape != self.sums.shape:
+            raise ValueError(f"a step's sums have shape {step.shape} and {self.sums.shape} are needed: one row per pipeline stage")
+        if step.any():  # a ghost step measures nothing, and forgets nothing
+            self.sums = self.forget * self.sums + step
+
+    def model(self) -> CostModel:
+        """The fitted costs in seconds where every stage was measured, else the prior."""
+        if not self.is_fitted:
+            return self.prior
+        stages = tuple(self._stage(row, shape) for row, shape in zip(self.sums, self.prior.stages, strict=True))
+        return CostModel(stages=stages, virtual=self.prior.virtual)
+
+    def _stage(self, row: np.ndarray, shape: StageCost) -> StageCost:
+        """Least squares of one stage, drawn to the prior's proportions by a weight of one mean micro-batch."""
+        gram, moment = _unpack(row)
+        count = gram[0, 0]
+        direction = np.array([shape.overhead, shape.token, shape.square])
+        scale = float(moment[0] / max(direction @ gram[0], 1e-300))  # the prior's shape, at the measured seconds in all
+        ridge = np.diag(np.diag(gram) / count)
+        forward = _nonnegative(gram + ridge, moment + ridge @ (direction * scale))
+        both = 1.0 + row[10] / max(row[9], 1e-300)
+        overhead, token, square = (float(x) for x in forward * both)
+        if token + square > 0:
+            return StageCost(overhead=overhead, token=token, square=square)
+        least = max(scale * both, 1e-300)  # measured as nothing at all: the prior's proportions, in the measured unit
+        return StageCost(overhead=shape.overhead * least, token=shape.token * least, square=shape.square * least)
+
+
+def measured(tokens: np.ndarray, squares: np.ndarray, forward_s: np.ndarray, backward_s: float) -> np.ndarray:
+    """float64 [NUM_SUMS] of one rank's step: micro-batches [M] with their forward seconds [M], and all their backward seconds."""
+    x = np.stack([np.ones(len(tokens)), tokens, squares]).astype(np.float64)
+    gram = x @ x.T
+    return np.concatenate([gram[np.triu_indices(3)], x @ forward_s, [forward_s.sum(), backward_s]])
+
+
+def _unpack(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    gram = np.zeros((3, 3))
+    gram[np.triu_indices(3)] = row[:6]
+    return gram + np.triu(gram, 1).T, row[6:9]
+
+
+def _nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """argmin over x ≥ 0 of xᵀ G x − 2 mᵀ x, by trying every set of zeros: three unknowns have eight."""
+    best, least = np.zeros(3), np.inf
+    scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+    for size in (3, 2, 1):
+        for kept in itertools.combinations(range(3), size):
+            index = list(kept)
+            scaled = gram[np.ix_(index, index)] / np.outer(scale[index], scale[index])
+            x = np.linalg.lstsq(scaled, moment[index] / scale[index], rcond=1e-12)[0] / scale[index]
+            if (x < 0).any():
+                continue
+            whole = np.zeros(3)
+            whole[index] = x
+            value = float(whole @ gram @ whole - 2 * moment @ whole)
+            if value < least:
+                best, least = whole, value
+    return best

@@ -1,0 +1,154 @@
+"""When each stage runs each micro-batch under Megatron-Core's 1F1B and interleaved schedules: an exact event simulation. Pure numpy.
+
+The order on each pipeline rank is read from Megatron-Core 0.16.1, ``pipeline_parallel/schedules.py``: get_pp_rank_microbatches (how
+many forwards warm up), get_schedule_table (the interleaved order) and the loops of forward_backward_pipelining_with_interleaving and
+_without_interleaving. An operation starts when its rank has ended the one before it and the tensor that it needs has arrived,
+``transfer_s`` after the other stage ended. Sending costs the sender nothing; nothing else is modelled.
+
+Stages are counted in the order of the layers: stage s is chunk s // P of pipeline rank s % P, of P ranks with V chunks each.
+
+Invariants (tests/test_timeline.py):
+
+1. Each stage runs each micro-batch once forward and once backward, for the seconds given.
+2. No two operations overlap on a rank, and each rank runs them in Megatron-Core's order.
+3. A forward follows the forward of the stage before, a backward that of the stage after and its own forward.
+4. An operation starts at once when the last of what it waits for has ended: no rank idles without a reason.
+5. With equal times f and b of a stage, the makespan is (M·V + P − 1) · (f + b) (Narayanan et al., arXiv:2104.04473, §2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Operation = tuple[int, int, bool]
+"""(stage in the order of the layers, micro-batch, True for its backward)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """Seconds since the first forward began, float64 [stages, M] each; ``pipeline``: ranks that the stages lie on.
+
+    Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]], backward_start=[[1]], makespan=3``.
+    """
+
+    pipeline: int
+    forward_start: np.ndarray
+    forward_end: np.ndarray
+    backward_start: np.ndarray
+    backward_end: np.ndarray
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first forward's start to the last backward's end; 0.0 without micro-batches."""
+        return float(self.backward_end.max(initial=0.0))
+
+    @property
+    def busy_s(self) -> np.ndarray:
+        """[P] seconds that each pipeline rank computes."""
+        spent = (self.forward_end - self.forward_start + self.backward_end - self.backward_start).sum(1)
+        return spent.reshape(-1, self.pipeline).sum(0)
+
+    @property
+    def bubble_share(self) -> np.ndarray:
+        """[P] share of the makespan in which each pipeline rank idles; 0 without micro-batches."""
+        return 1.0 - self.busy_s / self.makespan if self.makespan else np.zeros(self.pipeline)
+
+
+def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, group: int) -> int:
+    """Forwards (of one chunk each) that a rank runs before its first backward in turn."""
+    count = pipeline - rank - 1 if virtual == 1 else (pipeline - rank - 1) * 2 + (virtual - 1) * group
+    return min(count, microbatches * virtual)
+
+
+def schedule_table(microbatches: int, virtual: int, group: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of each forward of a rank: ``group`` micro-batches through a chunk, then through the next chunk."""
+    groups = [range(first, min(first + group, microbatches)) for first in range(0, microbatches, group)]
+    return [(microbatch, chunk) for members in groups for chunk in range(virtual) for microbatch in members]
+
+
+def rank_order(rank: int, pipeline: int, virtual: int, microbatches: int, group: int | None = None) -> list[Operation]:
+    """What a pipeline rank runs, in order: warm-up forwards, one forward and one backward in turn, cool-down backwards.
+
+    group: ``microbatch_group_size_per_vp_stage``, by default ``pipeline``. Backwards go through the chunks in reverse.
+    """
+    group = group or pipeline
+    _check_group(pipeline, virtual, microbatches, group)
+    table = schedule_table(microbatches, virtual, group)
+    forwards = [(chunk * pipeline + rank, m, False) for m, chunk in table]
+    backwards = [((virtual - 1 - chunk) * pipeline + rank, m, True) for m, chunk in table]
+    warm = warmup_forwards(rank, pipeline, virtual, microbatches, group)
+    turns = [step for pair in zip(forwards[warm:], backwards, strict=False) for step in pair]
+    return forwards[:warm] + turns + backwards[len(forwards) - warm :]
+
+
+def _check_group(pipeline: int, virtual: int, microbatches: int, group: int) -> None:
+    if virtual == 1 or microbatches == 0:
+        return
+    if not pipeline <= group <= microbatches:
+        raise ValueError(
+            f"{microbatches} micro-batches in groups of {group} over {pipeline} pipeline ranks: Megatron-Core's interleaved schedule "
+            f"wants a group of {pipeline} to {microbatches}; run a multiple of {pipeline} micro-batches"
+        )
+    if 0 < microbatches % group < pipeline:
+        raise ValueError(
+            f"{microbatches} micro-batches leave {microbatches % group} after groups of {group}, fewer than the {pipeline} pipeline "
+            f"ranks, and Megatron-Core's interleaved schedule refuses that; run a multiple of {group}"
+        )
+
+
+def simulate(
+    forward_s: np.ndarray, backward_s: np.ndarray, *, pipeline: int, group: int | None = None, transfer_s: float = 0.0
+) -> Timeline:
+    """Runs the schedule of one data-parallel rank on a clock of its own.
+
+    forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the order of the layers: predicted, or
+    measured where processes had no core of their own. transfer_s: between two stages.
+
+    Example: two stages, two micro-batches, forward 1 and backward 2 everywhere: (2 + 2 − 1) · 3 = 9.
+    """
+    if forward_s.shape != backward_s.shape or forward_s.ndim != 2 or forward_s.shape[0] % pipeline:
+        raise ValueError(
+            f"forward seconds {forward_s.shape} and backward seconds {backward_s.shape} must both be [stages, micro-batches], with a "
+            f"multiple of pipeline={pipeline} stages"
+        )
+    stages, microbatches = forward_s.shape
+    orders = [rank_order(rank, pipeline, stages // pipeline, microbatches, group) for rank in range(pipeline)]
+    seconds = (forward_s.tolist(), backward_s.tolist())
+    ends = ([[-1.0] * microbatches for _ in range(stages)], [[-1.0] * microbatches for _ in range(stages)])
+    starts = ([[0.0] * microbatches for _ in range(stages)], [[0.0] * microbatches for _ in range(stages)])
+    free, reached = [0.0] * pipeline, [0] * pipeline
+    waiting = True
+    while waiting:
+        waiting = moved = False
+        for rank, order in enumerate(orders):
+            while reached[rank] < len(order):
+                stage, microbatch, backward = order[reached[rank]]
+                arrived = _arrival(stage, microbatch, backward, ends, stages, transfer_s)
+                if arrived < 0:
+                    waiting = True
+                    break
+                start = max(free[rank], arrived)
+                starts[backward][stage][microbatch] = start
+                ends[backward][stage][microbatch] = free[rank] = start + seconds[backward][stage][microbatch]
+                reached[rank] += 1
+                moved = True
+        assert moved or not waiting, "the schedule waits for itself"  # _check_group refuses the orders that would
+    shape = (stages, microbatches)
+    arrays = [np.array(x, dtype=np.float64).reshape(shape) for x in (starts[0], ends[0], starts[1], ends[1])]
+    return Timeline(pipeline=pipeline, forward_start=arrays[0], forward_end=arrays[1], backward_start=arrays[2], backward_end=arrays[3])
+
+
+def _arrival(stage: int, microbatch: int, backward: bool, ends: tuple, stages: int, transfer_s: float) -> float:
+    """When the tensor that an operation needs is there; below 0 where that is not known yet."""
+    if not backward:
+        if stage == 0:
+            return 0.0
+        end = ends[0][stage - 1][microbatch]
+        return end + transfer_s if end >= 0 else end
+    own = ends[0][stage][microbatch]
+    if stage == stages - 1 or own < 0:
+        return own
+    end = ends[1][stage + 1][microbatch]
+    return max(own, end + transfer_s) if end >= 0 else end

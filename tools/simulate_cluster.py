@@ -1,0 +1,37 @@
+"""What a configuration would do on N nodes, on a laptop: the real planner on a trace or stated lengths, predicted times, memory, gain.
+
+    python tools/simulate_cluster.py --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --pass-rate beta:0.5,0.5 --svg pipeline.svg
+
+Joins no world, builds no model, needs no GPU; of model.hf_path only config.json is read. See docs/simulate-cluster.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_rl.config import load_config
+from megatron_rl.simulate.command import add_arguments, simulate_job
+from megatron_rl.types import ConfigError
+
+EXIT_CONFIG = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog="example: simulate_cluster.py --config my.yaml --nodes 512 --svg pipeline.svg"
+    )
+    parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
+    add_arguments(parser)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        simulate_job(load_config(given.config, given.overrides), given)
+        return 0
+    except (ConfigError, FileNotFoundError) as error:
+        print(f"simulate_cluster: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Predicted against measured update times: benchmark_skip.py over a dozen configurations, each predicted from rates fitted to the others.
+
+    python tools/simulate_cluster_check.py --json check.json            # measures (some minutes, on an idle machine), then checks
+    python tools/simulate_cluster_check.py --measured check.json        # checks again what was measured
+
+Each launch is torchrun with one or two processes of one thread; measured are the dense update and the skip's at each dead share. For
+every launch simulate/machine.py's six rates are fitted by least squares of relative errors to all launches but that one, and its updates
+are predicted by the real planner and the clock of timeline.py. The median of the relative errors is to be at most 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import benchmark_skip
+import numpy as np
+
+from megatron_rl.config import load_config
+from megatron_rl.model.build import model_shape
+from megatron_rl.plan import plan_rules
+from megatron_rl.simulate.degrees import degrees_of
+from megatron_rl.simulate.forecast import Job, run_plan
+from megatron_rl.simulate.machine import Machine, machine_costs
+from megatron_rl.simulate.workload import Workload
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ALLOWED_MEDIAN = 0.15
+ROUNDS = 8  # of the fit: the makespan is piecewise linear in the rates
+LAUNCHES = tuple(
+    dict(zip(("dp", "pp", "hidden", "layers", "max_tokens_per_microbatch"), given, strict=True))
+    for given in (
+        (1, 1, 256, 4, 1024), (1, 1, 128, 4, 512), (1, 1, 256, 8, 512), (1, 1, 384, 4, 1024),
+        (2, 1, 256, 4, 1024), (2, 1, 128, 8, 512), (2, 1, 384, 4, 512), (2, 1, 256, 4, 256),
+        (1, 2, 256, 4, 1024), (1, 2, 128, 8, 512), (1, 2, 384, 4, 512), (1, 2, 256, 8, 256),
+    )
+)  # fmt: skip
+
+
+def arguments_of(launch: dict, given: argparse.Namespace) -> list[str]:
+    """benchmark_skip.py's, for one launch."""
+    options = launch | {"groups": given.groups, "mean_tokens": given.mean_tokens, "repeats": given.repeats}
+    flat = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return [*flat, "--dead-share", *map(str, given.dead_share)]
+
+
+def measure(launch: dict, given: argparse.Namespace) -> dict:
+    """One launch's settings and rows, as benchmark_skip.py writes them; RuntimeError with its output where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "skip.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(launch["dp"] * launch["pp"])]
+        command += [str(ROOT / "tools/benchmark_skip.py"), *arguments_of(launch, given), "--json", str(out)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=given.timeout_s, check=False)
+        if not out.exists():
+            said = (done.stdout + done.stderr)[-3000:]
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode} and wrote nothing:\n{said}")
+        return json.loads(out.read_text())
+
+
+def case_of(settings: dict, share: float) -> tuple[Job, np.ndarray]:
+    """The job that benchmark_skip.py ran (without costs), and its signal [S]."""
+    from transformers import Qwen2Config
+
+    named = argparse.Namespace(**settings)
+    world = named.tp * named.pp * named.dp
+    overrides = [f"parallel.tensor={named.tp}", f"parallel.pipeline={named.pp}", f"model.dtype={named.dtype}"]
+    config = load_config(None, [*overrides, f"plan.max_tokens_per_microbatch={named.max_tokens_per_microbatch}"])
+    degrees = degrees_of(config, world)
+    heads = named.hidden // 64
+    hf_config = Qwen2Config(
+        vocab_size=named.vocab, hidden_size=named.hidden, num_hidden_layers=named.layers, num_attention_heads=heads,
+        num_key_value_heads=heads, intermediate_size=named.hidden * 3, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    shape = model_shape(hf_config, config, degrees, layer_spec="torch")
+    alone = SimpleNamespace(shape=shape, topology=SimpleNamespace(rank=0, world_size=1), gather=lambda samples, groups, order: samples)
+    samples = benchmark_skip.make_batch(alone, named)
+    prompt = np.array([s.prompt_tokens for s in samples])
+    response = np.array([len(s.token_ids) for s in samples]) - prompt
+    values = benchmark_skip.make_advantages(share, named)
+    groups = np.arange(len(samples)) // named.group_size
+    workload = Workload(prompt_tokens=prompt, response_tokens=response, loss_tokens=response, rewards=values, groups=groups)
+    return Job(config=config, shape=shape, degrees=degrees, workload=workload, costs=None), values != 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """One update or optimizer step: seconds, and how to predict them. kind: dense, skip or step."""
+
+    launch: int
+    name: str
+    kind: str
+    seconds: float
+    job: Job
+    signal: np.ndarray
+
+    def predict(self, theta: np.ndarray) -> float:
+        """theta [6]: seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced parameter, per update."""
+        linear, scores, *others = (max(float(x), 1e-30) for x in theta)
+        names = ("layer_overhead_s", "adam_s", "reduce_s", "update_overhead_s")
+        rates = Machine(flops_per_s=1 / linear, attention_flops_per_s=1 / scores, **dict(zip(names, others, strict=True)))
+        job = self.job
+        share = float(job.workload.loss_tokens.sum() / job.workload.lengths.sum())
+        costs = machine_costs(rates, job.shape, job.config, job.degrees, loss_share=share, source="fitted")
+        if self.kind == "step":
+            return costs.optimizer_s
+        rules = plan_rules(job.config, job.degrees, job.shape)
+        return run_plan(dataclasses.replace(job, costs=costs), rules, self.signal, drops=self.kind == "skip").update_s
+
+
+def cases(records: list[dict]) -> list[Measured]:
+    """Every dense and skip update and every optimizer step that was measured; the same dense update once."""
+    found = []
+    for number, record in enumerate(records):
+        settings = record["settings"]
+        parts = (("DP", "dp"), ("PP", "pp"), ("h", "hidden"), ("l", "layers"), ("cap", "max_tokens_per_microbatch"))
+        name = " ".join(f"{short}{settings[key]}" for short, key in parts)
+        for position, row in enumerate(record["rows"]):
+            job, signal = case_of(settings, row["dead_share"])
+            common = dict(launch=number, job=job, signal=signal)
+            if position == 0:
+                found.append(Measured(name=f"{name} dense", kind="dense", seconds=row["dense_s"], **common))
+                found.append(Measured(name=f"{name} step", kind="step", seconds=row["optimizer_step_s"], **common))
+            found.append(Measured(name=f"{name} skip {row['dead_share']:g}", kind="skip", seconds=row["skip_s"], **common))
+    return found
+
+
+def fit(measured: list[Measured]) -> np.ndarray:
+    """theta [6] ≥ 0 of least relative error: the prediction is piecewise linear in it, so a few linear problems in turn."""
+    theta = np.array([1e-10, 1e-10, 1e-4, 1e-9, 1e-9, 1e-4])
+    for _ in range(ROUNDS):
+        rows = []
+        for each in measured:
+            base = each.predict(theta)
+            slopes = [(each.predict(theta + np.eye(6)[k] * step) - base) / step for k, step in enumerate(theta * 1e-4 + 1e-16)]
+            rows.append(np.array(slopes) / each.seconds)
+        theta = nonnegative_least_squares(np.stack(rows), np.ones(len(rows)))
+    return theta
+
+
+def nonnegative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 5000) -> np.ndarray:
+    """argmin over x ≥ 0 of ‖a x − b‖, coordinate by coordinate, columns scaled to length 1."""
+    scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
+    gram, moment = (a / scale).T @ (a / scale), (a / scale).T @ b
+    x = np.zeros(len(moment))
+    for _ in range(sweeps):
+        before = x.copy()
+        for k in range(len(x)):
+            x[k] = max(0.0, x[k] + (moment[k] - gram[k] @ x) / max(gram[k, k], 1e-12))
+        if np.abs(x - before).max() < 1e-12:
+            break
+    return x / scale
+
+
+def check(records: list[dict]) -> dict:
+    """Every update predicted from rates fitted without its launch."""
+    measured, rows = cases(records), []
+    for launch in range(len(records)):
+        theta = fit([x for x in measured if x.launch != launch])
+        for each in (x for x in measured if x.launch == launch and x.kind != "step"):
+            predicted = each.predict(theta)
+            rows.append({"name": each.name, "measured_s": each.seconds, "predicted_s": predicted, "error": predicted / each.seconds - 1})
+    return {"rows": rows, "median_error": statistics.median(abs(row["error"]) for row in rows), "theta": fit(measured).tolist()}
+
+
+def show(checked: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"update times predicted from the other launches' rates: median error {100 * checked['median_error']:.1f} %")
+    for name in ("configuration", "measured s", "predicted s", "error"):
+        table.add_column(name, justify="left" if name == "configuration" else "right")
+    for row in checked["rows"]:
+        table.add_row(row["name"], f"{row['measured_s']:.4f}", f"{row['predicted_s']:.4f}", f"{100 * row['error']:+.1f} %")
+    Console(width=110).print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--measured", type=pathlib.Path, help="what an earlier run wrote by --json: nothing is measured")
+    parser.add_argument("--json", type=pathlib.Path, help="write measurements and predictions there")
+    parser.add_argument("--launches", type=int, default=len(LAUNCHES), help="only the first so many, evenly over the layouts")
+    parser.add_argument("--groups", type=int, default=20)
+    parser.add_argument("--mean-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dead-share", type=float, nargs="+", default=[0.5, 0.75])
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="of one launch")
+    given = parser.parse_args(arguments)
+    if given.measured:
+        records = json.loads(given.measured.read_text())["records"]
+    else:
+        order = [LAUNCHES[i + j] for i in range(4) for j in (0, 4, 8)]
+        records = []
+        for number, launch in enumerate(order[: given.launches], start=1):
+            records.append(measure(launch, given))
+            print(f"measured {number} of {given.launches}: {launch}", flush=True)
+    checked = check(records)
+    show(checked)
+    if given.json:
+        given.json.write_text(json.dumps({"records": records, **checked}, indent=1) + "\n")
+        print(f"written: {given.json}")
+    return 0 if checked["median_error"] <= ALLOWED_MEDIAN else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
