@@ -353,9 +353,13 @@ class MegatronBackend:
             for _ in self.export():
                 pass
 
-    def close(self) -> None:
+    def close(self, *, leave_world: bool = True) -> None:
         """Takes the groups down. The process may build another backend after it."""
-        topology.destroy(leave_world=True)
+        for chunk in self.chunks:
+            chunk.grad_accs.clear()  # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        topology.destroy(leave_world=leave_world)
 
 
 @torch.no_grad()

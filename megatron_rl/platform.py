@@ -149,6 +149,29 @@ def _exchange_parts(received, sent, group) -> None:
         target.copy_(part)
 
 
+@contextlib.contextmanager
+def _one_by_one(group=None, device=None, async_ops=False):
+    """Stands for ``torch.distributed._coalescing_manager``, and issues what was collected one collective at a time.
+
+    gloo's coalesced all-gather corrupts the heap: torch 2.13, two ranks, a bare loop of nothing else dies within 5000 rounds in
+    ``AsyncAllgatherCoalescedWork``; the plain one does not.
+    """
+    c10d = torch.distributed.distributed_c10d
+    state, group = c10d._world.pg_coalesce_state, group or c10d._get_default_group()
+    collected = state[group] = []
+    manager = c10d._CoalescingManager()
+    try:
+        yield manager
+    finally:
+        del state[group]
+    for each in collected:
+        arguments = [each.tensor] if each.dst_tensor is None else [each.dst_tensor, each.tensor]
+        reduction = {} if each.redop is None else {"op": each.redop}
+        work = each.op(*arguments, **reduction, group=group, async_op=async_ops)
+        if async_ops:
+            manager.append(work)
+
+
 def _present_cpu_as_cuda() -> None:
     # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13 ``utils/_device.py``): built after
     # the replacement it would know none, and transformers' from_pretrained would leave rotary frequencies uninitialised.
@@ -174,6 +197,7 @@ def _present_cpu_as_cuda() -> None:
     torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
     torch.distributed.all_gather = _all_gather_uneven(torch.distributed.all_gather)
     torch.distributed.reduce_scatter = _reduce_scatter_uneven(torch.distributed.reduce_scatter)
+    torch.distributed._coalescing_manager = _one_by_one
     # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error. None here makes
     # its import fail and find_spec answer that there is none.
     sys.modules["transformer_engine"] = None

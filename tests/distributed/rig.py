@@ -119,14 +119,15 @@ def open_rig(
     """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it."""
     hf_config, model = tiny_model(family, layers=layers)
     config = load_config(None, [*DEFAULTS, *overrides])
-    try:
+    with contextlib.ExitStack() as held:
+        held.callback(topology.destroy)  # of a backend that could not be built
         backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model), total_steps=total_steps)
         rig = Rig(backend=backend, model=model)
         if samples:
             rig.take(near_policy(model, make_samples(samples, unique_lengths=unique_lengths)))
+        held.pop_all()
+        held.callback(backend.close, leave_world=False)
         yield rig
-    finally:
-        topology.destroy()
 
 
 def ragged_advantages(count: int) -> np.ndarray:
