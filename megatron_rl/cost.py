@@ -4,15 +4,17 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
     t = overhead + token · T + square · Σ l²
 
-and a rank whose micro-batches take t_1 … t_m on its slowest stage takes Σ t_i there, and once, while the pipeline fills and drains, a
-mean micro-batch on each other stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠ slowest} mean(t) / v (1F1B: Narayanan et al.,
-arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p − 1 slots).
+and a rank whose micro-batches take t_1 … t_m on its slowest stage takes Σ t_i there, and once, while the pipeline fills and drains or
+waits for it, its longest micro-batch on each other stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠ slowest} max(t) / v. For equal
+micro-batches that is 1F1B's own (Narayanan et al., arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p − 1 slots), for others a
+flow shop's whose jobs take equally long on every machine.
 
 Invariants (tests/test_cost.py):
 
 1. Coefficients are never negative, whatever was measured; without measurements they are the prior's.
 2. More tokens, longer sequences or a micro-batch more never predict less time on a stage.
-3. ``best_count`` is the count of least predicted time for equal micro-batches, against brute force.
+3. ``best_count`` is the count of least predicted time for equal micro-batches, one of them as long as the longest sample, against
+   brute force.
 4. Equal measurements give equal coefficients: every rank derives the same plan.
 """
 
@@ -47,7 +49,7 @@ class StageCost:
 class CostModel:
     """A stage's cost each, first to last; ``virtual``: chunks that each stage interleaves.
 
-    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and 1006 to fill and drain, 3018 in all.
+    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and 1256 to fill and drain, 3268 in all.
     """
 
     stages: tuple[StageCost, ...]
@@ -58,34 +60,33 @@ class CostModel:
         slowest = self._slowest(float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), 0)
         return slowest.token * lengths + slowest.square * lengths.astype(np.float64) ** 2
 
-    def best_count(self, tokens: float, squares: float) -> int:
-        """How many equal micro-batches a rank's share should be cut in: the count of least predicted time, of at most MOST_MICROBATCHES.
+    def best_count(self, tokens: float, squares: float, longest: float = 0.0) -> int:
+        """How many micro-batches a rank's share should be cut in: the count of least predicted time, of at most MOST_MICROBATCHES.
 
-        Without a pipeline 1; with equal stages about √((p − 1) · work / (v · overhead)), the bubble against the fixed costs.
+        longest: tokens of the longest sample, which no cut makes shorter. Without a pipeline 1; with equal stages about
+        √((p − 1) · work / (v · overhead)), the bubble against the fixed costs.
         """
         if tokens <= 0 or len(self.stages) == 1:
             return 1
-        counts = np.arange(1, min(int(tokens), MOST_MICROBATCHES) + 1)
+        return int(self.count_seconds(np.arange(1, min(int(tokens), MOST_MICROBATCHES) + 1), tokens, squares, longest).argmin()) + 1
+
+    def count_seconds(self, counts: np.ndarray, tokens: float, squares: float, longest: float = 0.0) -> np.ndarray:
+        """[C] seconds of a rank that runs ``counts`` [C] equal micro-batches, but for one that holds the longest sample."""
         overheads = np.array([s.overhead for s in self.stages])[:, None]
         work = np.array([s.token * tokens + s.square * squares for s in self.stages])[:, None]
-        each = overheads + work / counts
+        least = np.array([s.token * longest + s.square * longest**2 for s in self.stages])[:, None]
+        each, most = overheads + work / counts, overheads + np.maximum(work / counts, least)
         slowest = each.argmax(0)
-        seconds = each.max(0) * counts + (each.sum(0) - each[slowest, np.arange(len(counts))]) / self.virtual
-        return int(seconds.argmin()) + 1
-
-    def equal_microbatches(self, count: int, tokens: float, squares: float) -> float:
-        """Seconds of a rank that runs ``count`` equal ones."""
-        each = np.full(count, 1 / count)
-        return self.rank_seconds(each * tokens, each * squares)
+        return each.max(0) * counts + (most.sum(0) - most[slowest, np.arange(len(counts))]) / self.virtual
 
     def rank_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> float:
         """Seconds of a data-parallel rank's pipeline over its micro-batches [M]; 0.0 without any."""
         if len(tokens) == 0:
             return 0.0
         each = np.array([s.seconds(tokens, squares) for s in self.stages])
-        totals = each.sum(1)
+        totals, most = each.sum(1), each.max(1)
         slowest = int(totals.argmax())
-        return float(totals[slowest] + (each.mean(1).sum() - each[slowest].mean()) / self.virtual)
+        return float(totals[slowest] + (most.sum() - most[slowest]) / self.virtual)
 
     def _slowest(self, tokens: float, squares: float, count: int) -> StageCost:
         return max(self.stages, key=lambda s: s.overhead * count + s.token * tokens + s.square * squares)

@@ -140,7 +140,7 @@ def test_pure_stages_run_without_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("stage", ["advantage", "signal", "plan"])
+@pytest.mark.parametrize("stage", ["advantage", "signal", "plan", "cost", "timeline"])
 def test_pure_stages_number_their_invariants(stage: str) -> None:
     """In their docstring, counted from 1; the tests' ``assert_invariants`` carries a mark for each."""
     docstring = ast.get_docstring(tree_of(ROOT / "megatron_rl" / f"{stage}.py"))

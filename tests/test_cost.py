@@ -83,14 +83,29 @@ def test_more_work_never_takes_less_on_a_stage(model, seed, count) -> None:
 
 
 @SETTINGS
-@given(models(), st.integers(1, 20_000), st.integers(0, 2_000_000))
-def test_best_count_is_the_least_predicted_time(model, tokens, squares) -> None:
+@given(models(), st.integers(1, 20_000), st.integers(0, 2_000_000), st.floats(0, 1))
+def test_best_count_is_the_least_predicted_time(model, tokens, squares, share) -> None:
     """Invariant 3, against every count to 4 above it and powers of two beyond."""
-    found = model.best_count(tokens, squares)
-    least = model.equal_microbatches(found, tokens, squares)
+    longest = float(int(share * tokens))
+    found = model.best_count(tokens, squares, longest)
     possible = min(tokens, MOST_MICROBATCHES)
-    others = {m for m in (*range(1, min(found + 5, 400)), *(2**k for k in range(13))) if m <= possible}
-    assert all(least <= model.equal_microbatches(m, tokens, squares) * (1 + 1e-12) for m in others)  # 3
+    others = np.array(sorted({m for m in (*range(1, min(found + 5, 400)), *(2**k for k in range(13))) if m <= possible}))
+    least = model.count_seconds(np.array([found]), tokens, squares, longest)
+    assert (least <= model.count_seconds(others, tokens, squares, longest) * (1 + 1e-12)).all()  # 3
+
+
+@SETTINGS
+@given(models(), st.integers(1, 40), st.integers(1, 20_000), st.integers(0, 2_000_000))
+def test_seconds_of_a_count_equal_the_ranks_that_runs_so_many(model, count, tokens, squares) -> None:
+    each = np.full(count, 1 / count)
+    (found,) = model.count_seconds(np.array([count]), tokens, squares)
+    assert found == pytest.approx(model.rank_seconds(each * tokens, each * squares), rel=1e-12)
+
+
+def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
+    """Four equal stages: beyond the count at which all others are as short, more micro-batches only cost their overhead."""
+    model = CostModel(stages=(StageCost(overhead=10, token=1, square=0),) * 4)
+    assert model.best_count(10_000, 0) == 55 and model.best_count(10_000, 0, longest=2_500) == 4
 
 
 @SETTINGS
@@ -158,14 +173,14 @@ def test_rank_seconds_equals_the_clock_for_equal_microbatches(virtual, heavier) 
             assert model.rank_seconds(tokens, squares) == pytest.approx(clock_seconds(model, tokens, squares), rel=1e-12)
 
 
-@pytest.mark.parametrize(("spread", "median", "worst"), [(0.05, 0.05, 0.10), (0.2, 0.15, 0.30), (0.5, 0.35, 0.55)])
-def test_rank_seconds_is_low_for_ragged_microbatches(spread, median, worst) -> None:
-    """How far the closed form is off on 1F1B with equal stages: it counts no stall behind a longer micro-batch, so it is low, by a
-    tenth where micro-batches are within ±20 % of each other and by a quarter at ±50 % (measured medians 0.03, 0.10 and 0.27)."""
+@pytest.mark.parametrize(("spread", "median", "worst"), [(0.05, 0.03, 0.10), (0.2, 0.08, 0.20), (0.5, 0.12, 0.30)])
+def test_rank_seconds_is_near_the_clock_for_ragged_microbatches(spread, median, worst) -> None:
+    """How far the closed form is off on 1F1B with equal stages and the costliest micro-batch in the middle, as the planner orders them."""
     random, inner, errors = np.random.default_rng(0), StageCost(overhead=10, token=1, square=1e-3), []
     for _ in range(40):
         pipeline, count = int(random.choice([2, 4, 8])), int(random.integers(1, 33))
-        tokens = 1000.0 * np.exp(random.normal(0, spread, count))
+        rising = np.sort(1000.0 * np.exp(random.normal(0, spread, count)))
+        tokens = np.concatenate([rising[::2], rising[1::2][::-1]])
         model = CostModel(stages=(inner,) * pipeline)
         errors.append(model.rank_seconds(tokens, tokens * 200) / clock_seconds(model, tokens, tokens * 200) - 1)
-    assert max(errors) < 0.05 and np.median(np.abs(errors)) < median and min(errors) > -worst
+    assert np.median(np.abs(errors)) < median and np.abs(errors).max() < worst, (np.median(np.abs(errors)), min(errors), max(errors))
