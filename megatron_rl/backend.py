@@ -18,7 +18,9 @@ import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
 from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
-from megatron_rl.packing import PackedMicroBatch, pack_microbatch
+from megatron_rl.packing import PackedAhead, PackedMicroBatch, pack_microbatch
 from megatron_rl.passthrough import resolve_fields
 from megatron_rl.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
@@ -116,6 +118,8 @@ class MegatronBackend:
         self.step_index = 0
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
         self._accumulated = False
+        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
+        self._copies = torch.cuda.Stream() if HOST.is_cuda else None
         self._reference: list[torch.Tensor] | None = None
         self.zero_grad()
 
@@ -189,18 +193,16 @@ class MegatronBackend:
         needed = exchange.needed_rows(plan, self.topology)
         batch.rows = exchange.bring_rows(batch.facts, batch.local, needed, self.topology)
 
-    def _pack(self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs | None) -> list[PackedMicroBatch]:
+    def _pack(self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs | None) -> PackedAhead:
         place = self.topology
         context = ContextShard(rank=place.context_rank, size=place.context_size, group=place.context_group)
         pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
-        return [
-            pack_microbatch(
-                microbatch, batch.facts, batch.rows, inputs, pad_multiple=self.rules.pad_multiple, pad_token=max(pad, 0),
-                needs_tokens=self.topology.is_first_stage, needs_loss=self.topology.is_last_stage, device=HOST.device, context=context,
-                for_transformer_engine=self.shape.layer_spec == "transformer_engine",
-            )
-            for microbatch in mini_batch.microbatches(self.topology.data_rank)
-        ]  # fmt: skip
+        pack = partial(
+            pack_microbatch, facts=batch.facts, rows=batch.rows, inputs=inputs, pad_multiple=self.rules.pad_multiple,
+            pad_token=max(pad, 0), needs_tokens=place.is_first_stage, needs_loss=place.is_last_stage, device=HOST.device,
+            context=context, for_transformer_engine=self.shape.layer_spec == "transformer_engine",
+        )  # fmt: skip
+        return PackedAhead(list(mini_batch.microbatches(place.data_rank)), pack, self._packer, self._copies)
 
     def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_logprob(
@@ -359,6 +361,7 @@ class MegatronBackend:
             chunk.grad_accs.clear()  # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=False)
+        self._packer.shutdown(cancel_futures=True)
         topology.destroy(leave_world=leave_world)
 
 

@@ -5,13 +5,15 @@ Under context parallelism a rank holds its own chunks of every sequence, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatron_rl.model.attention import WHOLE, ContextShard, PackedSequences, context_positions, pack
+from megatron_rl.platform import HOST, send
 from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 
 
@@ -65,7 +67,7 @@ def pack_microbatch(
         tokens = np.full(starts[-1], pad_token, dtype=np.int64)
         for start, i in zip(starts[:-1], samples.tolist(), strict=True):
             tokens[start : start + len(rows[i].token_ids)] = rows[i].token_ids
-        fields["tokens"] = torch.from_numpy(tokens[held])[None].to(device, non_blocking=True)
+        fields["tokens"] = send(torch.from_numpy(tokens[held])[None], device)
     if needs_loss:
         local = np.full(starts[-1], -1)
         local[held] = np.arange(len(held))
@@ -105,12 +107,12 @@ def _loss_fields(
     sequence_index = np.concatenate(sequences)
 
     def floats(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(device, non_blocking=True)
+        return send(torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)), device)
 
     fields: dict[str, object] = {
-        "loss_positions": torch.from_numpy(np.concatenate(positions)).to(device, non_blocking=True),
-        "targets": torch.from_numpy(np.concatenate(targets)).to(device, non_blocking=True),
-        "sequences": torch.from_numpy(sequence_index).to(device, non_blocking=True),
+        "loss_positions": send(torch.from_numpy(np.concatenate(positions)), device),
+        "targets": send(torch.from_numpy(np.concatenate(targets)), device),
+        "sequences": send(torch.from_numpy(sequence_index), device),
         "rollout_logprobs": floats(np.concatenate(rollout)),
         "flat": flat_index,
     }
@@ -123,3 +125,47 @@ def _loss_fields(
         if inputs.reference_logprobs is not None:
             fields["reference_logprobs"] = floats(inputs.reference_logprobs[flat_index])
     return fields
+
+
+class PackedAhead(Sequence[PackedMicroBatch]):
+    """A step's micro-batches, each packed and sent to the device while the one before it runs: by ``packer``'s one thread, on ``stream``.
+
+    Every micro-batch is kept until the whole step is given up, so that none of its memory is written again while the device may still
+    read it; ``stream`` first waits for all that was launched before. An error of packing arrives where the micro-batch is asked for.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[MicroBatch],
+        pack: Callable[[MicroBatch], PackedMicroBatch],
+        packer: ThreadPoolExecutor,
+        stream: torch.cuda.Stream | None = None,
+    ):
+        self._microbatches, self._pack_one, self._packer, self._stream = microbatches, pack, packer, stream
+        self._coming: list[Future] = []
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        self._ask_for(1)
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __getitem__(self, index: int) -> PackedMicroBatch:
+        if index >= len(self):
+            raise IndexError(index)
+        self._ask_for(index + 2)
+        packed, sent = self._coming[index].result()
+        if sent is not None:
+            torch.cuda.current_stream().wait_event(sent)
+        return packed
+
+    def _ask_for(self, count: int) -> None:
+        for microbatch in self._microbatches[len(self._coming) : count]:
+            self._coming.append(self._packer.submit(self._pack, microbatch))
+
+    def _pack(self, microbatch: MicroBatch) -> tuple[PackedMicroBatch, torch.cuda.Event | None]:
+        if self._stream is None:
+            return self._pack_one(microbatch), None
+        with torch.cuda.device(HOST.device), torch.cuda.stream(self._stream):
+            packed = self._pack_one(microbatch)
+            return packed, self._stream.record_event()

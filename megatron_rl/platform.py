@@ -61,6 +61,13 @@ class Host:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device. To a GPU through pinned memory, so that the host does not wait for the copy."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class _NoStream:
     """Stands for a CUDA stream or event: all work on the CPU is already in order."""
 

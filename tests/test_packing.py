@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.model import attention
 from megatron_rl.model.attention import ContextShard, PackedSequences, TorchAttention, context_positions, pack
-from megatron_rl.packing import pack_microbatch
+from megatron_rl.packing import PackedAhead, pack_microbatch
 from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 from tests.reference import make_samples
 
@@ -274,3 +275,36 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
 def test_logprob_pass_has_no_loss_inputs() -> None:
     found = run_pack(make_samples(2), [0, 1], inputs=None)
     assert found.advantages is found.weights is found.old_logprobs is None and len(found.targets) > 0
+
+
+# ---- ahead of their use ---------------------------------------------------------------------------------------------
+
+
+def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
+    """While micro-batch k runs, k + 1 is packed and k + 2 is not; a second pass (another chunk of the pipeline) gets the same objects."""
+    asked: list[int] = []
+    plans = [MicroBatch(samples=np.array([i]), filler=False) for i in range(4)]
+    with ThreadPoolExecutor(max_workers=1) as packer:
+        ahead = PackedAhead(plans, lambda m: asked.append(int(m.samples[0])) or object(), packer)
+        first = []
+        for k, packed in enumerate(ahead):
+            first.append(packed)
+            packer.submit(int).result()  # the thread has done all it was asked for
+            assert asked == list(range(min(k + 2, 4)))
+        assert len(ahead) == 4 and [a is b for a, b in zip(first, ahead, strict=True)] == [True] * 4 and asked == [0, 1, 2, 3]
+
+
+def test_packed_ahead_raises_where_the_microbatch_is_asked_for() -> None:
+    plans = [MicroBatch(samples=np.array([i]), filler=False) for i in range(2)]
+
+    def pack(microbatch: MicroBatch) -> object:
+        if microbatch.samples[0] == 1:
+            raise KeyError("row 1")
+        return object()
+
+    with ThreadPoolExecutor(max_workers=1) as packer:
+        ahead = iter(PackedAhead(plans, pack, packer))
+        next(ahead)
+        with pytest.raises(KeyError, match="row 1"):
+            next(ahead)
+        assert not PackedAhead([], pack, packer)

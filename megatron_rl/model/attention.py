@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.platform import send  # (before megatron.core)
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -101,18 +101,18 @@ def pack(
     if for_transformer_engine:
         bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        cu_seqlens = bounds.to(device, non_blocking=True)
+        cu_seqlens = send(bounds, device)
         fields = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
     return PackedSequences(
-        qkv_format="thd", lengths=lengths, position_ids=torch.from_numpy(places).to(device, non_blocking=True),
-        buckets=tuple(_on(x, device) for x in buckets), scatter=scatter.to(device), context=context, **fields,
+        qkv_format="thd", lengths=lengths, position_ids=send(torch.from_numpy(places), device),
+        buckets=tuple(_on(x, device) for x in buckets), scatter=send(scatter, device), context=context, **fields,
     )  # fmt: skip
 
 
 def _on(bucket: Bucket, device: torch.device) -> Bucket:
     if device.type == "cpu":
         return bucket
-    queries, keys, mask = (x if x is None else x.to(device) for x in (bucket.queries, bucket.keys, bucket.mask))
+    queries, keys, mask = (x if x is None else send(x, device) for x in (bucket.queries, bucket.keys, bucket.mask))
     return Bucket(queries=queries, keys=keys, mask=mask)
 
 
