@@ -30,7 +30,7 @@ def sleeping_reward(**columns) -> list[float]:
 
 
 def break_forward(fault: str) -> None:
-    forward = schedule._forward_step
+    forward = schedule.Schedule._forward_step
 
     def broken(*args, **kwargs):
         if torch.is_grad_enabled():  # not a log-prob pass
@@ -44,7 +44,7 @@ def break_forward(fault: str) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
         return forward(*args, **kwargs)
 
-    schedule._forward_step = broken
+    schedule.Schedule._forward_step = broken
 
 
 def break_plan() -> None:
