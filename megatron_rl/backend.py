@@ -39,7 +39,7 @@ from megatron_rl.packing import PackedAhead, PackedMicroBatch, pack_microbatch
 from megatron_rl.passthrough import resolve_fields
 from megatron_rl.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.platform import HOST
-from megatron_rl.schedule import Schedule, check_lockstep
+from megatron_rl.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.signal import refuse_uncounted_losses
 from megatron_rl.types import BatchFacts, ConfigError, LossInputs, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.export import (
@@ -292,7 +292,7 @@ class MegatronBackend:
         sums = dict.fromkeys(SUMS, 0.0)
         if kind is StepKind.REAL:
             measured = np.zeros_like(self.fit.sums)
-            measured[self.topology.pipeline_rank] = self.schedule.take_measured()
+            measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
             total = torch.cat([self._sums, torch.from_numpy(measured).flatten()]).to(HOST.device)
             dist.all_reduce(total)
             reduced = total.cpu()

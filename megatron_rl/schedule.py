@@ -18,16 +18,18 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.cost import measured
+from megatron_rl.cost import NUM_SUMS, measured
 from megatron_rl.exchange import gather_json
 from megatron_rl.packing import PackedMicroBatch
 from megatron_rl.platform import HOST
+from megatron_rl.timeline import rank_order
 from megatron_rl.topology import Topology
 from megatron_rl.types import LockstepError, MiniBatchPlan, StepKind
 
@@ -61,7 +63,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
 
 
 class _Laps:
-    """Device seconds of what ran between ``start`` and ``stop``, read only when asked: on CUDA by events, which wait for nothing."""
+    """Device seconds of what ran within ``lap()``, read only when asked: on CUDA by events, which wait for nothing."""
 
     def __init__(self) -> None:
         self.marks: list[tuple] = []
@@ -72,17 +74,21 @@ class _Laps:
         yield
         self.marks.append((begun, _mark()))
 
-    def take(self) -> np.ndarray:
-        """float64, seconds of each lap since the last ``take``; the device must have come past them."""
-        taken, self.marks = self.marks, []
-        if HOST.is_cuda:
-            return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in taken])
-        return np.array([ended - begun for begun, ended in taken])
+
+def _seconds(marks: Sequence[tuple]) -> np.ndarray:
+    """float64, of each lap; the device must have come past them."""
+    if HOST.is_cuda:
+        return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in marks])
+    return np.array([ended - begun for begun, ended in marks], dtype=np.float64)
+
+
+HOST_CLOCK = time.perf_counter
+"""What times a lap on the CPU. A benchmark whose processes share cores puts ``time.thread_time`` here."""
 
 
 def _mark():
     if not HOST.is_cuda:
-        return time.perf_counter()
+        return HOST_CLOCK()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -102,6 +108,42 @@ def _measured_backward_step(*args, **kwargs):
 schedules.backward_step = _measured_backward_step
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageLaps:
+    """What one ``run`` took on this rank: float64 [chunks, M] seconds of each micro-batch, forward (the loss with it) and backward, and
+    each one's Σ l and Σ l² [M]."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    tokens: np.ndarray
+    squares: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """Marks that may not have been passed yet. forwarded: of each forward lap, its chunk and its micro-batch."""
+
+    forwarded: list[tuple[int, PackedMicroBatch]]
+    forward: list[tuple]
+    backward: list[tuple]
+
+    def laps(self, topology: Topology) -> StageLaps:
+        packed = list(dict.fromkeys(microbatch for _, microbatch in self.forwarded))
+        of = {id(x): i for i, x in enumerate(packed)}
+        shape = (topology.virtual_size, len(packed))
+        forward_s, backward_s = np.zeros(shape), np.zeros(shape)
+        places = [(chunk, of[id(microbatch)]) for chunk, microbatch in self.forwarded]
+        np.add.at(forward_s, tuple(np.array(places).T), _seconds(self.forward))
+        order = rank_order(topology.pipeline_rank, topology.pipeline_size, topology.virtual_size, len(packed))
+        backwards = [(stage // topology.pipeline_size, microbatch) for stage, microbatch, backward in order if backward]
+        backward_s[tuple(np.array(backwards).T)] = _seconds(self.backward)
+        lengths = [np.array(x.packed.lengths, dtype=np.float64) for x in packed]
+        return StageLaps(
+            forward_s=forward_s, backward_s=backward_s, tokens=np.array([x.sum() for x in lengths]),
+            squares=np.array([(x**2).sum() for x in lengths]),
+        )  # fmt: skip
+
+
 class Schedule:
     """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward."""
 
@@ -110,7 +152,8 @@ class Schedule:
         self.topology = topology
         self.run_schedule = schedules.get_forward_backward_func()
         self._forward = _Laps()
-        self._forwarded: list[PackedMicroBatch] = []
+        self._forwarded: list[tuple[int, PackedMicroBatch]] = []
+        self._runs: list[_Run] = []
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = None
             chunk.config.no_sync_func = None
@@ -137,8 +180,9 @@ class Schedule:
                 held.enter_context(chunk.no_sync())
             if forward_only:
                 held.enter_context(torch.no_grad())
-            return self.run_schedule(
-                forward_step_func=partial(self._forward_step, loss=loss, trains=not forward_only),
+            self._forwarded, self._forward.marks, _BACKWARD.marks = [], [], []
+            kept = self.run_schedule(
+                forward_step_func=partial(self._forward_step, loss=loss),
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
@@ -146,39 +190,41 @@ class Schedule:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+        if not forward_only:
+            self._runs.append(_Run(forwarded=self._forwarded, forward=self._forward.marks, backward=_BACKWARD.marks))
+        self._forwarded = []
+        return kept
 
-    def _forward_step(self, iterator, model, *, loss: LossFunction, trains: bool):
+    def _forward_step(self, iterator, model, *, loss: LossFunction):
         microbatch: PackedMicroBatch = next(iterator)
-        clock = self._forward if trains else _Laps()
-        with clock.lap():
+        place = next(i for i, chunk in enumerate(self.chunks) if chunk is model), microbatch
+        with self._forward.lap():
             output = model(microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed)
-        if trains:
-            self._forwarded.append(microbatch)
+        self._forwarded.append(place)
 
         def loss_sum(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            with clock.lap():
+            with self._forward.lap():
                 total, kept = loss(microbatch, hidden[0].index_select(0, microbatch.loss_positions))
-            if trains:
-                self._forwarded.append(microbatch)
+            self._forwarded.append(place)
             return total, torch.ones((), dtype=torch.int32, device=total.device), kept
 
         return output, loss_sum
 
     def forget_measured(self) -> None:
-        """Drops what was measured since the last ``take_measured``; asks the device nothing."""
-        self._forwarded = []
-        self._forward.marks, _BACKWARD.marks = [], []
+        """Drops what was measured since the last ``take_laps``; asks the device nothing."""
+        self._runs = []
 
-    def take_measured(self) -> np.ndarray:
-        """float64 [cost.NUM_SUMS]: this stage's micro-batches since the last call, all chunks of one and its loss taken together.
+    def take_laps(self) -> list[StageLaps]:
+        """Of each training ``run`` since the last call. To be called where the device has come past them (a step's end reads the
+        gradient norm)."""
+        runs, self._runs = self._runs, []
+        return [run.laps(self.topology) for run in runs]
 
-        To be called where the device has come past them (a step's end reads the gradient norm).
-        """
-        seconds, microbatches = self._forward.take(), self._forwarded
-        self._forwarded = []
-        of = {id(x): i for i, x in enumerate(dict.fromkeys(microbatches))}
-        forward_s = np.zeros(len(of))
-        np.add.at(forward_s, [of[id(x)] for x in microbatches], seconds)
-        lengths = [np.array(x.packed.lengths, dtype=np.float64) for x in dict.fromkeys(microbatches)]
-        tokens, squares = np.array([x.sum() for x in lengths]), np.array([(x**2).sum() for x in lengths])
-        return measured(tokens, squares, forward_s, float(_BACKWARD.take().sum()))
+
+def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
+    """float64 [cost.NUM_SUMS]: this stage's micro-batches, all chunks of one taken together."""
+    if not runs:
+        return np.zeros(NUM_SUMS)
+    forward_s = np.concatenate([run.forward_s.sum(0) for run in runs])
+    tokens, squares = (np.concatenate([getattr(run, name) for run in runs]) for name in ("tokens", "squares"))
+    return measured(tokens, squares, forward_s, float(sum(run.backward_s.sum() for run in runs)))
