@@ -27,6 +27,8 @@ import numpy as np
 
 from megatron_rl.types import MiniBatchPlan
 
+MOST_MICROBATCHES = 4096  # that the pipeline asks for; a token cap may ask for more
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
@@ -60,15 +62,15 @@ class CostModel:
         slowest = self._slowest(float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), 0)
         return slowest.token * lengths + slowest.square * lengths.astype(np.float64) ** 2
 
-    def best_count(self, tokens: float, squares: float, longest: float = 0.0) -> int:
-        """How many micro-batches a rank's share should be cut in: the count of least predicted time, of at most MOST_MICROBATCHES.
+    def best_count(self, tokens: float, squares: float, longest: float = 0.0, most: int = MOST_MICROBATCHES) -> int:
+        """How many micro-batches a rank's share should be cut in: the count of least predicted time, of at most ``most``.
 
         longest: tokens of the longest sample, which no cut makes shorter. Without a pipeline 1; with equal stages about
         √((p − 1) · work / (v · overhead)), the bubble against the fixed costs.
         """
         if tokens <= 0 or len(self.stages) == 1:
             return 1
-        return int(self.count_seconds(np.arange(1, min(int(tokens), MOST_MICROBATCHES) + 1), tokens, squares, longest).argmin()) + 1
+        return int(self.count_seconds(np.arange(1, min(int(tokens), most, MOST_MICROBATCHES) + 1), tokens, squares, longest).argmin()) + 1
 
     def count_seconds(self, counts: np.ndarray, tokens: float, squares: float, longest: float = 0.0) -> np.ndarray:
         """[C] seconds of a rank that runs ``counts`` [C] equal micro-batches, but for one that holds the longest sample."""
@@ -116,7 +118,6 @@ def prior(
     return CostModel(stages=(inner,) * (stages - 1) + (last,), virtual=virtual)
 
 
-MOST_MICROBATCHES = 4096  # that the pipeline asks for; a token cap may ask for more
 NUM_SUMS = 11  # of CostFit.sums, per stage
 
 

@@ -259,7 +259,8 @@ def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules
         return 0
     total, squares = float(tokens[share].sum()), float((tokens[share].astype(np.float64) ** 2).sum())
     low = max(1, -(-int(total) // rules.max_tokens))
-    return min(_rounded_up(max(low, rules.cost.best_count(total, squares, float(tokens[share].max()))), rules), len(share))
+    best = rules.cost.best_count(total, squares, float(tokens[share].max()), most=len(share))
+    return min(_rounded_up(max(low, best), rules), len(share))
 
 
 def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) -> list[np.ndarray]:

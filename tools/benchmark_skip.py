@@ -1,11 +1,17 @@
-"""Dense and skip updates, alternately, in one process group on one set of samples: the ratio of medians and its share of the ideal.
+"""Dense and skip updates, alternately, in one process group on the same samples: the ratio of medians and its share of the ideal.
 
     torchrun --nproc_per_node 2 tools/benchmark_skip.py --dp 2 --dead-share 0.75
+    torchrun --nproc_per_node 4 tools/benchmark_skip.py --pp 4 --layers 8 --virtual-clock --dead-share 0.75
 
-The update phase runs from zeroing the gradients to the end of the parameter gather. The ideal is dense tokens over surviving
-tokens. The fixed part f is the optimizer step (reduction, norm, AdamW, gather) over the dense update: with it no skip can pass
-ideal / (1 + f · (ideal − 1)), which at 75 % is a share of 1 / (1 + 3f). At 100 % there is no ideal: the ghost step is set against
-an optimizer step.
+The update phase runs from zeroing the gradients to the end of the parameter gather; the whole phase has the pass for old log-probs before
+it. The ideal is dense tokens over surviving tokens; the planned ideal is what the dense plan takes over what the skip's plan takes when a
+micro-batch costs nothing but its tokens, on timeline.py's clock: the pipeline's bubble and uneven ranks are in both, its fixed costs in
+neither. The fixed part f is the optimizer step (reduction, norm, AdamW, gather) over the dense update: with it no skip can pass
+ideal / (1 + f · (ideal − 1)), which at 75 % is a share of 1 / (1 + 3f). At 100 % there is no ideal: the ghost step is set against an
+optimizer step. The spread is the standard deviation of measured over predicted seconds, over their mean, among batches and repeats.
+
+With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are measured and laid on timeline.py's
+clock, and no optimizer step runs.
 """
 
 from __future__ import annotations
@@ -15,11 +21,12 @@ import json
 import os
 import pathlib
 import platform as host_platform
-import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
+from benchmark_skip_table import replay, show, summarise
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -33,6 +40,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
     parser.add_argument("--dp", type=int, default=1, help="data parallel degree; tp x pp x dp processes must have been started")
     parser.add_argument("--dead-share", type=float, nargs="+", default=list(SHARES), help="shares of groups without signal, 0 to 1")
+    parser.add_argument("--virtual-pipeline", type=int, default=1, help="chunks of layers per pipeline rank")
+    parser.add_argument("--virtual-clock", action="store_true", help="lay measured CPU seconds per stage on a clock of its own")
+    parser.add_argument("--calibrate", action="store_true", help="plan by costs fitted in a first pass (plan.calibrate), not by the prior")
+    parser.add_argument("--batches", type=int, default=1, help="batches of samples, each measured at every share; medians over them")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of dense and skip updates per share, after one to warm up")
     parser.add_argument("--groups", type=int, default=40, help="prompt groups in the batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
@@ -75,15 +86,16 @@ def build_backend(given: argparse.Namespace):
     overrides = [
         f"parallel.tensor={given.tp}", f"parallel.pipeline={given.pp}", f"model.dtype={given.dtype}", "model.init=random",
         f"plan.max_tokens_per_microbatch={given.max_tokens_per_microbatch}", "optimizer.lr=1e-6", f"run.seed={given.seed}",
+        f"parallel.virtual_pipeline={given.virtual_pipeline}", f"plan.calibrate={str(given.calibrate).lower()}",
     ]  # fmt: skip
     return MegatronBackend(load_config(None, overrides), hf_config=hf_config, total_steps=10_000)
 
 
-def make_batch(backend, given: argparse.Namespace):
-    """The same ragged samples on every rank; each hands in its own share."""
+def make_batch(backend, given: argparse.Namespace, number: int = 0):
+    """The same ragged samples on every rank; each hands in its own share. Another ``number``, other samples."""
     from megatron_rl.types import Sample
 
-    random = np.random.default_rng(given.seed)
+    random = np.random.default_rng(given.seed + 1000 * number)
     count = given.groups * given.group_size
     lengths = np.clip(random.lognormal(np.log(given.mean_tokens), 0.4, count).astype(int), 8, given.max_tokens_per_microbatch)
     samples = []
@@ -131,8 +143,35 @@ def update(backend, batch, mini_batch, fingerprint: bytes, inputs) -> tuple[floa
     return ended - started, ended - stepped
 
 
-def measure(backend, batch, share: float, given: argparse.Namespace) -> dict:
-    """One row of the table: medians over alternating dense and skip updates on the same samples."""
+def logprob_pass(backend, batch, plan) -> float:
+    """Seconds of the pass for old log-probs."""
+    import torch.distributed as dist
+
+    from megatron_rl.platform import HOST
+
+    dist.barrier()
+    HOST.synchronize()
+    started = time.perf_counter()
+    backend.forward(batch, plan)
+    HOST.synchronize()
+    return time.perf_counter() - started
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """One batch at one share: its inputs; its plans and their rows by ("train" or "logprob", "dense" or "skip"); what was measured."""
+
+    batch: object
+    inputs: object
+    plans: dict[tuple[str, str], object]
+    rows: dict[tuple[str, str], object]
+    planning_s: float
+    updates: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"dense": [], "skip": []})
+    passes: dict[str, list[float]] = field(default_factory=lambda: {"dense": [], "skip": []})
+    clocks: dict[str, list[float]] = field(default_factory=lambda: {"dense": [], "skip": []})
+
+
+def make_case(backend, batch, share: float, given: argparse.Namespace) -> Case:
     from megatron_rl.advantage import reduction_weights
     from megatron_rl.signal import has_signal
     from megatron_rl.types import LossInputs
@@ -140,19 +179,16 @@ def measure(backend, batch, share: float, given: argparse.Namespace) -> dict:
     values = make_advantages(share, given)
     signal = has_signal(values, batch.facts.loss_tokens)
     weights = reduction_weights("token_mean", batch.facts, np.arange(batch.facts.num_samples), max_response_tokens=1)
+    seconds, plans = {}, {}
+    for purpose in ("train", "logprob"):
+        for name in ("dense", "skip"):
+            started = time.perf_counter()
+            chosen = signal if name == "skip" else np.ones_like(signal)
+            plans[purpose, name] = backend.plan(purpose, batch, chosen, drops=name == "skip")
+            seconds[purpose, name] = time.perf_counter() - started
+    rows = {key: _rows(backend, batch, plan) for key, plan in plans.items()}
     inputs = LossInputs(advantages=values * weights, weights=weights)
-    planned = time.perf_counter()
-    plans = {"dense": backend.plan("train", batch, signal, drops=False), "skip": backend.plan("train", batch, signal, drops=True)}
-    plan_s = (time.perf_counter() - planned) / 2
-    needs = {name: _rows(backend, batch, plan) for name, plan in plans.items()}
-    seconds: dict[str, list[tuple[float, float]]] = {"dense": [], "skip": []}
-    for repeat in range(given.repeats + 1):
-        for name, plan in plans.items():
-            batch.rows = needs[name]
-            timed = update(backend, batch, plan.mini_batches[0], plan.fingerprints()[0], inputs)
-            if repeat:
-                seconds[name].append(timed)
-    return summarise(share, batch, plans, seconds, plan_s)
+    return Case(batch=batch, inputs=inputs, plans=plans, rows=rows, planning_s=seconds["train", "skip"])
 
 
 def _rows(backend, batch, plan):
@@ -160,50 +196,60 @@ def _rows(backend, batch, plan):
     return batch.rows
 
 
-def summarise(share: float, batch, plans: dict, seconds: dict, plan_s: float) -> dict:
-    dense_s, skip_s = (statistics.median(x for x, _ in seconds[name]) for name in ("dense", "skip"))
-    step_s = statistics.median(x for _, x in seconds["dense"])
-    tokens = batch.facts.total_tokens
-    survivors = int(tokens[plans["skip"].mini_batches[0].order].sum())
-    dense_tokens, fixed = int(tokens.sum()), step_s / dense_s
-    row = {
-        "dead_share": share, "dense_s": dense_s, "skip_s": skip_s, "ratio": dense_s / skip_s, "dense_tokens": dense_tokens,
-        "surviving_tokens": survivors, "optimizer_step_s": step_s, "fixed_fraction": fixed, "planning_s": plan_s,
-        "dense_microbatches": plans["dense"].mini_batches[0].num_microbatches.tolist(),
-        "skip_microbatches": plans["skip"].mini_batches[0].num_microbatches.tolist(),
-    }  # fmt: skip
-    if survivors:
-        ideal = dense_tokens / survivors
-        row |= {"ideal": ideal, "share_of_ideal": dense_s / skip_s / ideal, "reachable_share": 1 / (1 + fixed * (ideal - 1))}
-    else:
-        row |= {"ghost_over_optimizer_step": statistics.median(x for _, x in seconds["skip"]) / step_s}
-    return row
+def measure(backend, batches: list, share: float, given: argparse.Namespace) -> dict:
+    """One row of the table: medians over batches of medians over alternating dense and skip updates on the same samples."""
+    cases = [make_case(backend, batch, share, given) for batch in batches]
+    for repeat in range(given.repeats + 1):
+        for case in cases:
+            for name in ("dense", "skip"):
+                measured = clock_once if given.virtual_clock else update_once
+                measured(backend, case, name, keep=repeat > 0)
+    return summarise(share, cases, backend)
 
 
-def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def update_once(backend, case: Case, name: str, *, keep: bool) -> None:
+    case.batch.rows = case.rows["logprob", name]
+    passed = logprob_pass(backend, case.batch, case.plans["logprob", name])
+    case.batch.rows = case.rows["train", name]
+    plan = case.plans["train", name]
+    updated = update(backend, case.batch, plan.mini_batches[0], plan.fingerprints()[0], case.inputs)
+    if keep:
+        case.passes[name].append(passed)
+        case.updates[name].append(updated)
 
-    table = Table(title=f"skip against dense: TP {given.tp}, PP {given.pp}, DP {given.dp}; {machine}")
-    for name in ("dead", "dense s", "skip s", "ratio", "ideal", "share of ideal", "fixed part f", "reachable share", "ghost / step"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        alive = "ideal" in row
-        table.add_row(
-            f"{100 * row['dead_share']:.0f} %", f"{row['dense_s']:.3f}", f"{row['skip_s']:.4f}", f"{row['ratio']:.2f}",
-            f"{row['ideal']:.2f}" if alive else "-", f"{row['share_of_ideal']:.3f}" if alive else "-", f"{row['fixed_fraction']:.4f}",
-            f"{row['reachable_share']:.3f}" if alive else "-", "-" if alive else f"{row['ghost_over_optimizer_step']:.2f}",
-        )  # fmt: skip
-    Console(width=130).print(table)
+
+def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
+    """CPU seconds of every stage's micro-batches, laid on the schedule's clock."""
+    case.batch.rows = case.rows["train", name]
+    plan = case.plans["train", name]
+    backend.zero_grad()
+    backend.forward_backward(case.batch, plan.mini_batches[0], case.inputs, fingerprint=plan.fingerprints()[0])
+    seconds = replay(backend)
+    backend.zero_grad()
+    if keep:
+        case.clocks[name].append(seconds)
+
+
+def calibrate(backend, batches: list, given: argparse.Namespace) -> None:
+    """Dense and skip updates on each batch, so that the costs are fitted before the first plan that counts."""
+    for batch in batches:
+        case = make_case(backend, batch, 0.5, given)
+        for name in ("dense", "skip"):
+            update_once(backend, case, name, keep=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     import torch
 
+    from megatron_rl import schedule
+
+    if given.virtual_clock:
+        schedule.HOST_CLOCK = time.thread_time  # autograd's backward runs in the thread that called it, on the CPU
     backend = build_backend(given)
-    batch = make_batch(backend, given)
-    rows = [measure(backend, batch, share, given) for share in given.dead_share]
+    batches = [make_batch(backend, given, number) for number in range(given.batches)]
+    calibrate(backend, batches, given)
+    rows = [measure(backend, batches, share, given) for share in given.dead_share]
     if backend.topology.is_main:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{host_platform.machine()} CPU, {os.cpu_count()} cores"
         machine = f"{device}, torch {torch.__version__}"
