@@ -129,7 +129,7 @@ def _plain(key: str, value: object) -> object:
     raise TypeError(f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value")
 
 
-def _set_aside(path: pathlib.Path) -> None:
+def set_aside(path: pathlib.Path) -> None:
     """Renames what an earlier run left at ``path`` to the first free ``path.1``, ``path.2`` ..., and says so."""
     number = 1
     while (kept := path.with_name(f"{path.name}.{number}")).exists():
@@ -144,7 +144,7 @@ def _open_tensorboard(run_dir: pathlib.Path):
     except ImportError as error:
         raise ConfigError("metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off") from error
     if (run_dir / "tensorboard").exists():
-        _set_aside(run_dir / "tensorboard")
+        set_aside(run_dir / "tensorboard")
     return SummaryWriter(log_dir=str(run_dir / "tensorboard"))
 
 
@@ -180,7 +180,7 @@ class MetricsWriter:
             self._tensorboard = _open_tensorboard(run_dir)
         path = run_dir / "metrics.jsonl"
         if path.exists():
-            _set_aside(path)
+            set_aside(path)
         self._file = path.open("x", encoding="utf-8")
 
     def write(self, row: Mapping[str, object]) -> Row:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl import exchange
 from megatron_rl.advantage import advantages, reduction_weights
-from megatron_rl.backend import Batch, MegatronBackend
+from megatron_rl.backend import Batch
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.cost import plan_seconds
 from megatron_rl.metrics import MetricsWriter, read_metrics, step_metrics
@@ -28,6 +28,7 @@ from megatron_rl.reward.function import Reward
 from megatron_rl.rollout.producer import Produced, Producer, to_sample
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.signal import signal_rule
+from megatron_rl.simulate.record import Recorder, TimedBackend
 from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, Score, StepKind, StepPlan, StepResult
 from megatron_rl.watch import Watch, open_watch
 
@@ -89,7 +90,7 @@ class OldLogProbs:
 class Run:
     """Everything a run holds. Methods are collectives unless they say otherwise."""
 
-    def __init__(self, config: Config, backend: MegatronBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch):
+    def __init__(self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch):
         self.config = config
         self.backend = backend
         self.tokenizer = tokenizer
@@ -112,6 +113,7 @@ class Run:
         place = backend.topology
         self.producer = Producer(self.engine, self._score if self.reward else None, place.rank, place.world_size)
         self.total_steps = total_rl_steps(config)
+        self.recorder = Recorder(config, backend)
 
     def _eval_prompts(self) -> list[Prompt]:
         given = self.config.eval
@@ -140,11 +142,12 @@ class Run:
         return produced
 
     def score_batch(self, produced: Produced) -> Scored:
-        """Rewards to everyone, then advantages by the same arithmetic on every rank."""
+        """Rewards to everyone, the rollout to trace.jsonl, then advantages by the same arithmetic on every rank."""
         config, group_size = self.config, self.config.rollout.samples_per_prompt
         batch = self.backend.gather(produced.samples(), [place // group_size for place in produced.places], produced.places)
         totals, by_function = exchange.gather_scores(produced.scores, produced.places, len(config.reward.functions))
         facts, included = batch.facts, ~np.isnan(totals)
+        self.recorder.rollout(facts, totals, by_function)
         values = advantages(
             totals, facts.groups, included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,
             whiten=config.advantage.whiten, rewards_by_function=by_function, function_weights=config.reward.resolved_weights,
@@ -253,7 +256,7 @@ class Run:
     # ---- what is written -------------------------------------------------------------------------------------------
 
     def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
-        """One row of metrics.jsonl per optimizer step."""
+        """One row of metrics.jsonl per optimizer step, and coefficients.json as of it."""
         row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result), **values}
         row["weight_version"] = self.backend.weight_version
         unmeasured = ["train/clip_ratio", "train/ratio", "train/kl"] if phase == "warmup" else []
@@ -261,6 +264,7 @@ class Run:
             unmeasured.append("train/kl")
         row = {name: value for name, value in row.items() if name not in unmeasured}
         self.progress.update(self.writer.write(row))
+        self.recorder.fit()
 
     def save_plan(self, plan: StepPlan, index: int) -> None:
         if self.config.metrics.save_plans and self.backend.topology.is_main:
@@ -356,7 +360,7 @@ def open_run(config: Config) -> Iterator[Run]:
     hf_config = AutoConfig.from_pretrained(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     tokenizer = load_tokenizer(config)
-    backend = MegatronBackend(config, hf_config=hf_config, total_steps=total_rl_steps(config))
+    backend = TimedBackend(config, hf_config=hf_config, total_steps=total_rl_steps(config))
     is_main, folder = backend.topology.is_main, config.run.path
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)

@@ -216,6 +216,49 @@ def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:
             np.testing.assert_array_equal(getattr(found, field.name), getattr(wanted, field.name))
 
 
+def test_a_trace_by_samples_equals_one_by_rollouts(tmp_path: pathlib.Path, caplog) -> None:
+    """Tokens with loss default to the response's; a line that was cut off while it was written is left out, and said."""
+    wanted = equal_samples(4, 20)
+    rows = zip(wanted.prompt_tokens.tolist(), wanted.response_tokens.tolist(), wanted.rewards.tolist(), wanted.groups.tolist(), strict=True)
+    lines = [json.dumps(dict(zip(("prompt_tokens", "response_tokens", "reward", "group"), row, strict=True))) for row in rows]
+    (tmp_path / "by_sample.jsonl").write_text("\n".join([*lines, lines[0][:20]]))
+    append_trace(tmp_path / "trace.jsonl", 7, wanted)
+    assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == 1
+    for name in ("by_sample.jsonl", "trace.jsonl"):
+        (found,) = read_trace(tmp_path / name)
+        for field in dataclasses.fields(Workload):
+            np.testing.assert_array_equal(getattr(found, field.name), getattr(wanted, field.name))
+    assert "by_sample.jsonl:5 is cut off and was left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [
+        ({}, "trace.jsonl:2: rollout 1 came before"),
+        ({"rollout": 2, "reward": [1.0]}, "lists of different lengths: .*'reward': 1"),
+        ({"rollout": 2, "group": ["x"] * 4}, "ValueError"),
+        ({"rollout": 2, "prompt_tokens": [None] * 4}, "cannot convert float NaN to integer"),
+    ],
+)
+def test_a_line_that_is_no_rollout_is_named(tmp_path: pathlib.Path, again: dict, message: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    append_trace(file, 1, equal_samples(4, 20))
+    file.write_text(file.read_text() + json.dumps(json.loads(file.read_text()) | again) + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_trace(file)
+
+
+def test_gdpo_reads_each_functions_rewards(tmp_path: pathlib.Path) -> None:
+    """Two functions that disagree and whose weighted sum is the same: signal under gdpo alone."""
+    by_function = {"a:f": np.array([1.0, 0.0]), "b:g": np.array([0.0, 2.0])}
+    append_trace(tmp_path / "trace.jsonl", 1, dataclasses.replace(equal_samples(2, 20), rewards=np.ones(2), by_function=by_function))
+    (found,) = read_trace(tmp_path)
+    given = ["reward.functions=[a:f,b:g]", "reward.weights=[1.0,0.5]"]
+    assert found.signal(load_config(None, [*given, "advantage.estimator=gdpo"])).all() and not found.signal(load_config(None, given)).any()
+    with pytest.raises(ConfigError, match=r"reward.functions=\['a:h'\] and the trace has those of \['a:f', 'b:g'\]"):
+        found.signal(load_config(None, ["reward.functions=[a:h]", "advantage.estimator=gdpo"]))
+
+
 def test_draws_have_the_stated_means() -> None:
     """Of 40,000 lengths and 10,000 prompts: within 2 %, four standard errors."""
     config = load_config(None, ["train.prompts_per_step=10000", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=100000"])
@@ -326,3 +369,6 @@ def test_a_trace_forecasts_as_its_samples_do(arguments, tmp_path: pathlib.Path, 
     trace.write_text('{"prompt_tokens": 3}\n')
     assert simulate_cluster.main(command) == simulate_cluster.EXIT_CONFIG
     assert "trace.jsonl:1: " in capsys.readouterr().err
+    for option in ("--trace", "--coefficients", "--from-run"):
+        assert simulate_cluster.main([*arguments, "--nodes", "1", option, str(tmp_path / "none")]) == simulate_cluster.EXIT_CONFIG
+        assert f"{option} {tmp_path / 'none'}" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What a configuration would do on N nodes, on a laptop: the real planner on a trace or stated lengths, predicted times, memory, gain.
 
     python tools/simulate_cluster.py --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --pass-rate beta:0.5,0.5 --svg pipeline.svg
+    python tools/simulate_cluster.py --from-run runs/my-run --nodes 4            # its config.yaml, samples and measured costs
 
 Joins no world, builds no model, needs no GPU; of model.hf_path only config.json is read. See docs/simulate-cluster.md.
 """
@@ -8,6 +9,7 @@ Joins no world, builds no model, needs no GPU; of model.hf_path only config.json
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 
 from megatron_rl.config import load_config
@@ -21,12 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], epilog="example: simulate_cluster.py --config my.yaml --nodes 512 --svg pipeline.svg"
     )
-    parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
+    parser.add_argument("--config", help="YAML file; everything it leaves out has a default; with --from-run by default that run's")
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     given = parser.parse_intermixed_args(arguments)
     try:
-        simulate_job(load_config(given.config, given.overrides), given)
+        path = given.config
+        if path is None and given.from_run is not None and pathlib.Path(given.from_run).is_dir():
+            path = pathlib.Path(given.from_run) / "config.yaml"
+        simulate_job(load_config(path, given.overrides), given)
         return 0
     except (ConfigError, FileNotFoundError) as error:
         print(f"simulate_cluster: {error}", file=sys.stderr)

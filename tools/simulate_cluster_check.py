@@ -5,7 +5,8 @@
 
 Each launch is torchrun with one or two processes of one thread; measured are the dense update and the skip's at each dead share. For
 every launch simulate/machine.py's six rates are fitted by least squares of relative errors to all launches but that one, and its updates
-are predicted by the real planner and the clock of timeline.py. The median of the relative errors is to be at most 15 %.
+are predicted by the real planner and the clock of timeline.py. The median of the relative errors is to be at most 15 %: above it the
+exit code is 1. The table goes to stdout as Markdown, progress to stderr.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron_rl.simulate.degrees import degrees_of
 from megatron_rl.simulate.forecast import Job, run_plan
 from megatron_rl.simulate.machine import Machine, machine_costs
 from megatron_rl.simulate.workload import Workload
+from megatron_rl.types import StepPlan
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ALLOWED_MEDIAN = 0.15
@@ -93,7 +95,7 @@ def case_of(settings: dict, share: float) -> tuple[Job, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """One update or optimizer step: seconds, and how to predict them. kind: dense, skip or step."""
+    """One update or optimizer step: seconds, and how to predict them. kind: dense, skip or step; plan: of the first two."""
 
     launch: int
     name: str
@@ -101,6 +103,7 @@ class Measured:
     seconds: float
     job: Job
     signal: np.ndarray
+    plan: StepPlan | None
 
     def predict(self, theta: np.ndarray) -> float:
         """theta [6]: seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced parameter, per update."""
@@ -113,11 +116,12 @@ class Measured:
         if self.kind == "step":
             return costs.optimizer_s
         rules = plan_rules(job.config, job.degrees, job.shape)
-        return run_plan(dataclasses.replace(job, costs=costs), rules, self.signal, drops=self.kind == "skip").update_s
+        job = dataclasses.replace(job, costs=costs)
+        return run_plan(job, rules, self.signal, drops=self.kind == "skip", plan=self.plan).update_s
 
 
 def cases(records: list[dict]) -> list[Measured]:
-    """Every dense and skip update and every optimizer step that was measured; the same dense update once."""
+    """Every skip update that was measured, and each launch's dense update and optimizer step, once, as medians over its rows."""
     found = []
     for number, record in enumerate(records):
         settings = record["settings"]
@@ -125,12 +129,30 @@ def cases(records: list[dict]) -> list[Measured]:
         name = " ".join(f"{short}{settings[key]}" for short, key in parts)
         for position, row in enumerate(record["rows"]):
             job, signal = case_of(settings, row["dead_share"])
+            plans = plans_of(name, row, job, signal)
             common = dict(launch=number, job=job, signal=signal)
             if position == 0:
-                found.append(Measured(name=f"{name} dense", kind="dense", seconds=row["dense_s"], **common))
-                found.append(Measured(name=f"{name} step", kind="step", seconds=row["optimizer_step_s"], **common))
-            found.append(Measured(name=f"{name} skip {row['dead_share']:g}", kind="skip", seconds=row["skip_s"], **common))
+                dense_s, step_s = (statistics.median(x[key] for x in record["rows"]) for key in ("dense_s", "optimizer_step_s"))
+                found.append(Measured(name=f"{name} dense", kind="dense", seconds=dense_s, plan=plans["dense"], **common))
+                found.append(Measured(name=f"{name} step", kind="step", seconds=step_s, plan=None, **common))
+            found.append(
+                Measured(name=f"{name} skip {row['dead_share']:g}", kind="skip", seconds=row["skip_s"], plan=plans["skip"], **common)
+            )
     return found
+
+
+def plans_of(name: str, row: dict, job: Job, signal: np.ndarray) -> dict[str, StepPlan]:
+    """The dense and the skip plan; ValueError where the planner, now, cuts otherwise than it did when they were measured."""
+    rules, plans = plan_rules(job.config, job.degrees, job.shape), {}
+    for kind in ("dense", "skip"):
+        plans[kind] = job.plan(rules, signal, drops=kind == "skip")
+        planned, measured = plans[kind].mini_batches[0].num_microbatches.tolist(), row[f"{kind}_microbatches"]
+        if planned != measured:
+            raise ValueError(
+                f"{name}, dead share {row['dead_share']:g}: the {kind} update was measured with {measured} micro-batches per rank and "
+                f"the planner now makes {planned}; measure again, without --measured"
+            )
+    return plans
 
 
 def fit(measured: list[Measured]) -> np.ndarray:
@@ -161,32 +183,51 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 5000) 
 
 
 def check(records: list[dict]) -> dict:
-    """Every update predicted from rates fitted without its launch."""
+    """Every update predicted from rates fitted without its launch. Seconds; gains are the launch's dense update over this one."""
+    if len(records) < 2:
+        raise ValueError(f"{len(records)} launch(es) were measured and each is predicted from the others; measure at least 2")
     measured, rows = cases(records), []
     for launch in range(len(records)):
         theta = fit([x for x in measured if x.launch != launch])
+        dense: tuple[float, float] | None = None
         for each in (x for x in measured if x.launch == launch and x.kind != "step"):
             predicted = each.predict(theta)
-            rows.append({"name": each.name, "measured_s": each.seconds, "predicted_s": predicted, "error": predicted / each.seconds - 1})
-    return {"rows": rows, "median_error": statistics.median(abs(row["error"]) for row in rows), "theta": fit(measured).tolist()}
+            row = {"name": each.name, "measured_s": each.seconds, "predicted_s": predicted, "error": predicted / each.seconds - 1}
+            if each.kind == "dense":
+                dense = (each.seconds, predicted)
+            else:
+                row |= {"measured_gain": dense[0] / each.seconds, "predicted_gain": dense[1] / predicted}
+            rows.append(row)
+    errors = [abs(row["error"]) for row in rows]
+    return {
+        "machine": "; ".join(sorted({record["machine"] for record in records})), "launches": len(records), "rows": rows,
+        "median_error": statistics.median(errors), "largest_error": max(errors), "theta": fit(measured).tolist(),
+    }  # fmt: skip
 
 
-def show(checked: dict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"update times predicted from the other launches' rates: median error {100 * checked['median_error']:.1f} %")
-    for name in ("configuration", "measured s", "predicted s", "error"):
-        table.add_column(name, justify="left" if name == "configuration" else "right")
+def markdown(checked: dict) -> str:
+    """The table for docs/simulate-cluster.md."""
+    lines = [
+        f"{checked['machine']}: {len(checked['rows'])} predictions of {checked['launches']} launches, each from rates fitted to the other "
+        f"launches; relative error in the median **{100 * checked['median_error']:.1f} %** (allowed: {100 * ALLOWED_MEDIAN:.0f} %), "
+        f"at most {100 * checked['largest_error']:.1f} %.",
+        "",
+        "| update | measured s | predicted s | error | gain measured | gain predicted |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in checked["rows"]:
-        table.add_row(row["name"], f"{row['measured_s']:.4f}", f"{row['predicted_s']:.4f}", f"{100 * row['error']:+.1f} %")
-    Console(width=110).print(table)
+        gains = [f"{row[key]:.2f}" if key in row else "" for key in ("measured_gain", "predicted_gain")]
+        cells = (row["name"], f"{row['measured_s']:.4f}", f"{row['predicted_s']:.4f}", f"{100 * row['error']:+.1f} %", *gains)
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog="example: simulate_cluster_check.py --json check.json > table.md"
+    )
     parser.add_argument("--measured", type=pathlib.Path, help="what an earlier run wrote by --json: nothing is measured")
-    parser.add_argument("--json", type=pathlib.Path, help="write measurements and predictions there")
+    parser.add_argument("--json", type=pathlib.Path, help="write measurements (after each launch) and predictions there")
     parser.add_argument("--launches", type=int, default=len(LAUNCHES), help="only the first so many, evenly over the layouts")
     parser.add_argument("--groups", type=int, default=20)
     parser.add_argument("--mean-tokens", type=int, default=64)
@@ -194,6 +235,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dead-share", type=float, nargs="+", default=[0.5, 0.75])
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of one launch")
     given = parser.parse_args(arguments)
+    if not 2 <= given.launches <= len(LAUNCHES):
+        parser.error(f"--launches {given.launches} must be 2 to {len(LAUNCHES)}: each is predicted from the others")
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+
+    def keep(content: dict) -> None:
+        if given.json:
+            given.json.write_text(json.dumps(content, indent=1) + "\n")
+
     if given.measured:
         records = json.loads(given.measured.read_text())["records"]
     else:
@@ -201,12 +254,11 @@ def main(arguments: list[str] | None = None) -> int:
         records = []
         for number, launch in enumerate(order[: given.launches], start=1):
             records.append(measure(launch, given))
-            print(f"measured {number} of {given.launches}: {launch}", flush=True)
+            keep({"records": records})
+            print(f"measured {number} of {given.launches}: {launch}", file=sys.stderr, flush=True)
     checked = check(records)
-    show(checked)
-    if given.json:
-        given.json.write_text(json.dumps({"records": records, **checked}, indent=1) + "\n")
-        print(f"written: {given.json}")
+    print(markdown(checked))
+    keep({"records": records, **checked})
     return 0 if checked["median_error"] <= ALLOWED_MEDIAN else 1
 
 

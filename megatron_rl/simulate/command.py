@@ -12,16 +12,19 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.types import ConfigError
 
+MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned some times over
+
 
 def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """What is simulated besides the configuration."""
     parser.add_argument("--nodes", type=int, help="nodes of the job; without it WORLD_SIZE or SLURM's variables say how many GPUs")
     parser.add_argument("--gpus-per-node", type=int, help="default 8, or SLURM_GPUS_ON_NODE")
+    parser.add_argument("--from-run", metavar="FOLDER", help="a run's folder: --trace and --coefficients by the files that it wrote")
     parser.add_argument("--trace", help="lengths and rewards per sample: a JSONL file, or a run's folder with trace.jsonl")
     parser.add_argument("--lengths", help="lognormal:MEAN,SIGMA of response tokens, without --trace; default half the limit, 0.5")
     parser.add_argument("--pass-rate", help="beta:A,B of each prompt's chance of reward 1, without --trace; default beta:0.5,0.5")
     parser.add_argument("--prompt-tokens", type=int, help="of each prompt, without --trace; default half of data.max_prompt_tokens")
-    parser.add_argument("--coefficients", help="JSON: a run's fitted stages or a machine's rates; without it --flops")
+    parser.add_argument("--coefficients", help="JSON, or a run's folder: its fitted stages, or a machine's rates; without it --flops")
     parser.add_argument("--flops", type=float, default=4e14, help="FLOP/s of one GPU in matrix products, stated; default 4e14")
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU; default 80")
     parser.add_argument("--svg", type=pathlib.Path, help="write a picture of the pipeline, dense and skip, there")
@@ -34,6 +37,7 @@ def simulate_job(config: Config, given: argparse.Namespace) -> None:
     from megatron_rl.simulate.forecast import Job, forecast
     from megatron_rl.simulate.picture import picture
 
+    given = _from_run(given)
     degrees = degrees_of(config, world_size(given.nodes, given.gpus_per_node, os.environ))
     shape = read_shape(config, degrees)
     workloads, source = _workloads(config, given)
@@ -52,6 +56,20 @@ def simulate_job(config: Config, given: argparse.Namespace) -> None:
     if given.svg:
         given.svg.write_text(picture(shown, title), encoding="utf-8")
         print(f"written: {given.svg}")
+
+
+def _from_run(given: argparse.Namespace) -> argparse.Namespace:
+    """With ``--from-run`` as the two options that it stands for."""
+    if given.from_run is None:
+        return given
+    twice = [option for option, value in {"--trace": given.trace, "--coefficients": given.coefficients}.items() if value]
+    if twice:
+        raise ConfigError(
+            f"--from-run {given.from_run} stands for --trace and --coefficients, and {' and '.join(twice)} is given too; drop one"
+        )
+    if not os.path.isdir(given.from_run):
+        raise ConfigError(f"--from-run {given.from_run} is no folder; give the one that holds the run's trace.jsonl and coefficients.json")
+    return argparse.Namespace(**vars(given) | {"trace": given.from_run, "coefficients": given.from_run})
 
 
 def read_shape(config: Config, degrees):
@@ -86,9 +104,12 @@ def _workloads(config: Config, given: argparse.Namespace):
     chosen = [option for option, value in drawn.items() if value]
     if chosen:
         raise ConfigError(f"--trace {given.trace} and {' and '.join(chosen)} both say what the samples are; give one of them")
-    workloads = read_trace(given.trace)
+    recorded = read_trace(given.trace)
+    chosen = np.unique(np.linspace(0, len(recorded) - 1, min(len(recorded), MAX_ROLLOUTS)).round().astype(int))
+    workloads = [recorded[i] for i in chosen]
     count = config.train.prompts_per_step * config.rollout.samples_per_prompt
-    source = f"recorded: {len(workloads)} rollout(s) of {len(workloads[0].rewards)} samples, from {pathlib.Path(given.trace).name}"
+    some = f"{len(workloads)} of " if len(workloads) < len(recorded) else ""
+    source = f"recorded: {some}{len(recorded)} rollout(s) of {len(workloads[0].rewards)} samples, from {pathlib.Path(given.trace).name}"
     return workloads, source + (f" (the configuration asks for {count})" if count != len(workloads[0].rewards) else "")
 
 

@@ -136,9 +136,12 @@ def forecast(job: Job) -> Forecast:
     )  # fmt: skip
 
 
-def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> Outcome:
-    """Plans and puts every mini-batch on the clock. A ghost step takes the optimizer step's local part, at most; it counts as one."""
-    plan = job.plan(rules, signal, drops=drops)
+def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: StepPlan | None = None) -> Outcome:
+    """Plans and puts every mini-batch on the clock. A ghost step takes the optimizer step's local part, at most; it counts as one.
+
+    plan: what ``job.plan`` made of the same arguments before, whose costs do not depend on the job's.
+    """
+    plan = plan or job.plan(rules, signal, drops=drops)
     padded = padded_lengths(job.workload.lengths, rules.pad_multiple).astype(np.float64)
     epochs = job.config.train.epochs_per_rollout
     pipeline_s = busiest_s = mean_s = optimizer_s = 0.0

@@ -18,6 +18,7 @@ from megatron_rl.cost import CostModel, StageCost
 from megatron_rl.model.build import ModelShape
 from megatron_rl.simulate.degrees import Degrees
 from megatron_rl.simulate.memory import full_recompute, stage_parameters
+from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError
 
 # Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16 weights back)
@@ -115,31 +116,52 @@ def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degree
     )  # fmt: skip
 
 
+def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, int | str]:
+    """What a stage's seconds per token belong to besides the machine; the number of replicas is not among it."""
+    return {
+        "num_layers": shape.num_layers, "hidden_size": shape.hidden_size, "dtype": config.model.dtype, "tensor": degrees.tensor_size,
+        "context": degrees.context_size, "expert": degrees.expert_size, "expert_tensor": degrees.expert_tensor_size,
+    }  # fmt: skip
+
+
 def load_coefficients(path: str | pathlib.Path, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float) -> Costs:
-    """A JSON file with a ``machine`` (Machine's fields) or with a run's ``stages``.
+    """A JSON file with a ``machine`` (Machine's fields) or with a run's ``stages``, or a run's folder with such a coefficients.json.
 
     ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, one per
-    pipeline stage; ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
+    pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see there), which then must be this configuration's;
+    ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
     """
     path = pathlib.Path(path)
+    path = path / "coefficients.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"--coefficients {path} does not exist; give a file, or the folder of a run that has taken an optimizer step")
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         source = f"coefficients of {path.name}: {given.get('measured_on', 'not said where measured')}"
         if "machine" in given:
             machine = Machine(**given["machine"])
             return machine_costs(machine, shape, config, degrees, loss_share=loss_share, source=source)
-        stages = tuple(StageCost(**stage) for stage in given["stages"])
-        model = CostModel(stages=stages, virtual=given.get("virtual", 1))
-        optimizer_s = float(given["optimizer_s"])
+        model = CostModel(stages=tuple(StageCost(**stage) for stage in given["stages"]), virtual=given.get("virtual", 1))
+        forward_share = float(given.get("forward_share", 1 / 4 if full_recompute(config) else 1 / 3))
+        costs = Costs(model=model, forward_share=forward_share, optimizer_s=float(given["optimizer_s"]), source=source, from_run=True)
+        fitted = dict(given.get("fitted_with", {}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--coefficients {path} cannot be read ({type(error).__name__}: {error}); it holds JSON with stages, virtual and optimizer_s, "
             "or with machine (see docs/simulate-cluster.md)"
         ) from error
-    if (len(stages), model.virtual) != (degrees.pipeline_size, degrees.virtual_size):
+    _check_fitted(path, costs.model, fitted, degrees, fitted_with(shape, config, degrees))
+    return costs
+
+
+def _check_fitted(path: pathlib.Path, model: CostModel, fitted: dict, degrees: Degrees, wanted: dict) -> None:
+    way = "give a file fitted there, one with machine rates, or --flops (with --trace for a run's samples alone)"
+    if (len(model.stages), model.virtual) != (degrees.pipeline_size, degrees.virtual_size):
         raise ConfigError(
-            f"--coefficients {path} was fitted with {len(stages)} pipeline stages of {model.virtual} chunks and this configuration has "
-            f"{degrees.pipeline_size} of {degrees.virtual_size}; give a file fitted there, one with machine rates, or --flops"
+            f"--coefficients {path} was fitted with {len(model.stages)} pipeline stages of {model.virtual} chunks and this configuration "
+            f"has {degrees.pipeline_size} of {degrees.virtual_size}; {way}"
         )
-    share = 1 / 4 if full_recompute(config) else 1 / 3
-    return Costs(model=model, forward_share=share, optimizer_s=optimizer_s, source=source, from_run=True)
+    odd = {name: (fitted[name], value) for name, value in wanted.items() if name in fitted and fitted[name] != value}
+    if odd:
+        said = ", ".join(f"{name}={was} where this configuration has {value}" for name, (was, value) in odd.items())
+        raise ConfigError(f"--coefficients {path} was fitted with {said}; {way}")

@@ -1,14 +1,21 @@
 """What a simulated job trains on: lengths and rewards per sample, recorded by a run or drawn from a stated distribution.
 
-A trace is JSON lines, one sample each: ``{"prompt_tokens": 90, "response_tokens": 412, "reward": 1.0, "group": 17}``; optional
-``"rollout"`` (which batch it belongs to; one batch without it) and ``"loss_tokens"`` (response tokens with loss; all without it).
-``reward: null`` is a sample that was taken out of its group. Other keys are ignored.
+A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder`` in record.py):
+
+    {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97], "loss_tokens": [41, 97], "reward": [1, null]}
+
+A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch without it). ``loss_tokens`` (response tokens
+with loss) may be left out: all. ``reward: null`` is a sample that was taken out of its group. ``reward_functions``, a list for each
+function by name, is what ``advantage.estimator=gdpo`` needs where there are several. Other keys are ignored.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import pathlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +25,16 @@ from megatron_rl.config import Config
 from megatron_rl.signal import has_signal, signal_rule
 from megatron_rl.types import ConfigError
 
+log = logging.getLogger(__name__)
+
+TOKENS = ("group", "prompt_tokens", "response_tokens", "loss_tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
     """One rollout's samples, struct of arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
+
+    by_function: float64 [S] of each reward function by name, NaN where it did not apply; {} where only their weighted sum is known.
 
     Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12], rewards=[1, 0], groups=[0, 0]``.
     """
@@ -31,6 +44,7 @@ class Workload:
     loss_tokens: np.ndarray
     rewards: np.ndarray
     groups: np.ndarray
+    by_function: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -40,53 +54,99 @@ class Workload:
     def signal(self, config: Config) -> np.ndarray:
         """[S] bool, by the run's own advantages and rule."""
         given, rewards = config.advantage, self.rewards
+        columns, weights = rewards[:, None], ()
+        if given.estimator == "gdpo" and self.by_function:
+            names, weights = config.reward.functions, config.reward.resolved_weights
+            unknown = [name for name in names if name not in self.by_function]
+            if unknown or not names:
+                raise ConfigError(
+                    f"advantage.estimator=gdpo needs each function's rewards: reward.functions={list(names)} and the trace has those of "
+                    f"{list(self.by_function)}; name these in reward.functions, or choose another estimator"
+                )
+            columns = np.stack([self.by_function[name] for name in names], axis=1)
         values = advantages(
             rewards, self.groups, ~np.isnan(rewards), estimator=given.estimator, epsilon=given.epsilon, whiten=given.whiten,
-            rewards_by_function=rewards[:, None], loss_tokens=self.loss_tokens,
+            rewards_by_function=columns, function_weights=weights, loss_tokens=self.loss_tokens,
         )  # fmt: skip
         return has_signal(values, self.loss_tokens, advantage_epsilon=signal_rule(config).advantage_epsilon)
 
 
 def read_trace(path: str | pathlib.Path) -> list[Workload]:
-    """One Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder. ConfigError ``<file>:<line>: ...``."""
+    """One Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder. ConfigError ``<file>:<line>: ...``.
+
+    A last line without its newline is what an interrupted write leaves: it is left out, with a warning in the log.
+    """
     path = pathlib.Path(path)
     file = path / "trace.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"--trace {file} does not exist; give a file of JSON lines, or the folder of a run that has trained a rollout")
     rollouts: dict[int, list[dict]] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            row = _row(line, f"{file}:{number}")
-            rollouts.setdefault(row["rollout"], []).append(row)
+    *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate([*lines, rest], start=1):
+        if not line.strip():
+            continue
+        try:
+            _add(rollouts, line, f"{file}:{number}")
+        except ConfigError:
+            if number <= len(lines):
+                raise
+            log.warning("%s:%d is cut off and was left out; the run was interrupted while writing it", file, number)
     if not rollouts:
         raise ConfigError(f"--trace {file} holds no sample; give a file of JSON lines")
-    return [_workload(rows) for _, rows in sorted(rollouts.items())]
+    return [_workload(parts) for _, parts in sorted(rollouts.items())]
 
 
-def _row(line: str, where: str) -> dict:
+def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
+    """A line's samples, as columns, to their rollout's."""
     try:
         given = json.loads(line)
-        row = {name: int(given[name]) for name in ("prompt_tokens", "response_tokens", "group")}
-        row |= {"rollout": int(given.get("rollout", 0)), "loss_tokens": int(given.get("loss_tokens", row["response_tokens"]))}
-        return row | {"reward": np.nan if given["reward"] is None else float(given["reward"])}
-    except (ValueError, KeyError, TypeError) as error:
+        whole = isinstance(given["reward"], list)
+        given.setdefault("loss_tokens", given["response_tokens"])
+        columns = {name: _column(given[name], np.int64) for name in TOKENS} | {"reward": _column(given["reward"], np.float64)}
+        columns |= {f"of {name}": _column(x, np.float64) for name, x in given.get("reward_functions", {}).items()}
+        sizes = {name: len(x) for name, x in columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"lists of different lengths: {sizes}")
+        rollout = int(given.get("rollout", 0))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{where}: {line[:80]!r} is no sample of a trace ({type(error).__name__}: {error}); each line needs prompt_tokens, "
-            "response_tokens, reward and group"
+            "response_tokens, reward and group, a number or a list over a rollout's samples each"
         ) from error
+    parts = rollouts.setdefault(rollout, [])
+    if parts and (whole or columns.keys() != parts[0].keys()):
+        raise ConfigError(
+            f"{where}: rollout {rollout} came before, and its groups would mix with these; number rollouts over the whole file"
+        )
+    parts.append(columns)
 
 
-def _workload(rows: list[dict]) -> Workload:
-    arrays = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in ("prompt_tokens", "response_tokens", "loss_tokens")}
-    groups = np.array([row["group"] for row in rows], dtype=np.int64)
-    return Workload(**arrays, groups=groups, rewards=np.array([row["reward"] for row in rows], dtype=np.float64))
+def _column(given: object, kind: type) -> np.ndarray:
+    values = given if isinstance(given, list) else [given]
+    return np.array([np.nan if value is None else value for value in values], dtype=kind).reshape(len(values))
+
+
+def _workload(parts: list[dict]) -> Workload:
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    by_function = {name.removeprefix("of "): x for name, x in columns.items() if name.startswith("of ")}
+    tokens = {name: columns[name] for name in TOKENS[1:]}
+    return Workload(**tokens, groups=columns["group"], rewards=columns["reward"], by_function=by_function)
 
 
 def append_trace(path: str | pathlib.Path, rollout: int, given: Workload) -> None:
-    """Adds one rollout to a trace; ``read_trace`` reads it back. With several reward functions the reward is their weighted sum."""
-    columns = (given.prompt_tokens, given.response_tokens, given.loss_tokens, given.groups, given.rewards)
+    """Adds one rollout to a trace, in one write; ``read_trace`` reads it back. With several functions the reward is their weighted sum."""
+
+    def plain(values: np.ndarray) -> list[float | None]:
+        return [None if np.isnan(x) else x for x in values.tolist()]
+
+    row = {
+        "rollout": rollout, "group": given.groups.tolist(), "prompt_tokens": given.prompt_tokens.tolist(),
+        "response_tokens": given.response_tokens.tolist(), "loss_tokens": given.loss_tokens.tolist(), "reward": plain(given.rewards),
+    }  # fmt: skip
+    if given.by_function:
+        row["reward_functions"] = {name: plain(x) for name, x in given.by_function.items()}
     with pathlib.Path(path).open("a", encoding="utf-8") as file:
-        for prompt, response, loss, group, reward in zip(*(x.tolist() for x in columns), strict=True):
-            row = {"rollout": rollout, "group": group, "prompt_tokens": prompt, "response_tokens": response, "loss_tokens": loss}
-            file.write(json.dumps(row | {"reward": None if np.isnan(reward) else reward}) + "\n")
+        file.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
 
 
 def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, float]:
