@@ -30,6 +30,10 @@ class RewardError(RuntimeError):
     """A reward function failed on a sample; the message carries the sample's id and the traceback."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint that is damaged, of another model or format, or that could not be written; the message names the file."""
+
+
 class PeerError(RuntimeError):
     """Another rank stopped; the message carries its rank and its error."""
 

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: the whole of what decides its future, or nothing."""

@@ -1,0 +1,156 @@
+"""Where checkpoints lie, and when one is whole: folders, checksums, the newest good one. No tensors, no torch.
+
+    <run>/checkpoints/
+        latest_checkpointed_iteration.txt     "30", as Megatron-LM writes it
+        iter_0000030/                         a whole checkpoint
+            .metadata, *.distcp, common.pt    the tensors, in Megatron-Core's torch_dist format
+            state.json                        everything else that decides what comes next
+            manifest.json                     every other file's bytes and SHA-256; written last
+        iter_0000040.partial/                 being written, or what a killed run left of it; never read
+
+Invariants (tests/test_checkpoint_folder.py):
+
+1. A folder named iter_NNNNNNN is complete: it was renamed to that when every file in it, and the manifest, had been synced.
+2. ``verify`` passes iff every file of the manifest is there with the bytes that it had, and no other file is.
+3. Pruning never removes the newest whole checkpoint, and a folder that it removes is invisible before it is incomplete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.types import CheckpointError
+
+FORMAT, VERSION = "megatron_rl", 1
+MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_iteration.txt"
+BLOCK_BYTES = 1 << 22
+
+
+def name_of(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def whole_checkpoints(root: pathlib.Path) -> list[int]:
+    """Iterations of the whole checkpoints under ``root``, oldest first; [] where there is no such folder."""
+    if not root.is_dir():
+        return []
+    found = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.iterdir() if path.is_dir()]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def digest(path: pathlib.Path) -> dict[str, object]:
+    """``{"bytes": int, "sha256": hex}`` of a file."""
+    sha, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            sha.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": sha.hexdigest()}
+
+
+def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
+    """An empty folder to write into; removes what an earlier, killed attempt left anywhere under ``root``."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.iterdir():
+        if path.is_dir() and path.suffix in (".partial", ".deleting"):
+            shutil.rmtree(path)
+    folder = root / f"{name_of(iteration)}.partial"
+    folder.mkdir()
+    return folder
+
+
+def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) -> pathlib.Path:
+    """Makes a written folder a checkpoint, at once. files: ``digest`` of the files that were digested when they were written; the others
+    are digested here."""
+    iteration = int(folder.name.removeprefix("iter_").removesuffix(".partial"))
+    digests = {name: files.get(name) or digest(folder / name) for name in _files_in(folder) if name != MANIFEST}
+    for name in digests.keys() - files.keys():
+        _sync(folder / name)
+    content = {"format": FORMAT, "version": VERSION, "iteration": iteration, "files": digests}
+    write_synced(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    _sync(folder)
+    final = folder.with_name(name_of(iteration))
+    if final.exists():
+        remove(final)  # of the same iteration, of a run that was told to start before it
+    os.rename(folder, final)
+    write_synced(final.with_name(LATEST), f"{iteration}")
+    _sync(final.parent)
+    return final
+
+
+def write_synced(path: pathlib.Path, text: str) -> None:
+    """Replaces a small file: a reader, and a host that loses power, sees the old text or the new."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def read_manifest(folder: pathlib.Path) -> dict:
+    """Raises CheckpointError for a manifest that cannot be read, and for a format or version that this code does not know."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content["format"], content["version"]
+        content["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged") from error
+    if found != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this megatron_rl reads {FORMAT!r} version {VERSION}; "
+            "use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
+        )
+    return content
+
+
+def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
+    """Raises CheckpointError that names the first damaged file. share: (r, n) digests every n-th file from the r-th, so that n ranks
+    check a large one together; names and sizes are checked whole."""
+    files = read_manifest(folder)["files"]
+    present = set(_files_in(folder)) - {MANIFEST}
+    if missing := sorted(files.keys() - present):
+        raise CheckpointError(f"{folder / missing[0]} is missing ({len(missing)} of {len(files)} files are): the checkpoint is damaged")
+    if added := sorted(present - files.keys()):
+        raise CheckpointError(f"{folder / added[0]} is not in the manifest; remove it if it was put there by hand")
+    for number, (name, wanted) in enumerate(sorted(files.items())):
+        path = folder / name
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            raise CheckpointError(f"{path} has {size} bytes and its manifest says {wanted['bytes']}: the checkpoint is damaged")
+        if number % share[1] == share[0] and (found := digest(path)["sha256"]) != wanted["sha256"]:
+            raise CheckpointError(f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged")
+
+
+def prune(root: pathlib.Path, keep_last: int | None, *, spare: Sequence[int] = ()) -> list[int]:
+    """Removes all but the newest ``keep_last`` (None: keeps all) and those to ``spare``; the removed iterations."""
+    found = whole_checkpoints(root)
+    gone = [] if keep_last is None else [n for n in found[: max(len(found) - keep_last, 0)] if n not in spare]
+    for iteration in gone:
+        remove(root / name_of(iteration))
+    return gone
+
+
+def remove(folder: pathlib.Path) -> None:
+    doomed = folder.with_name(f"{folder.name}.deleting")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def _files_in(folder: pathlib.Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _sync(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

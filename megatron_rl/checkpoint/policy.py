@@ -1,0 +1,103 @@
+"""A backend's share of a checkpoint: its tensors and the numbers that belong to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from megatron_rl.backend import MegatronBackend
+from megatron_rl.checkpoint.tensors import AdamStates, adam_to_save, load_adam, load_weights, weight_entries, weights_to_save
+from megatron_rl.checkpoint.writer import PendingSave
+from megatron_rl.types import CheckpointError
+
+REFERENCE = "reference."
+OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens")  # of a ModelShape, may differ between a save and a load
+
+
+def identity(backend: MegatronBackend) -> dict[str, object]:
+    """What must be the same for a checkpoint's tensors to mean anything: the model's shape, as JSON-able values."""
+    shape = dataclasses.asdict(backend.shape)
+    return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
+
+
+def numbers(backend: MegatronBackend) -> dict[str, object]:
+    """Counters and sums that decide later steps. AdamW's own step count is the scheduler's: both move with every applied step."""
+    return {
+        "step_index": backend.step_index, "weight_version": backend.weight_version,
+        "optimizer_steps": int(backend.optimizer.scheduler.num_steps), "has_reference": backend._reference is not None,
+        "cost_sums": backend.fit.sums.tolist(), "distributed_optimizer": backend.config.optimizer.distributed,
+    }  # fmt: skip
+
+
+def save(backend: MegatronBackend, root: pathlib.Path, iteration: int, texts: Mapping[str, str]) -> PendingSave:
+    """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be accumulated."""
+    backend.schedule.gather_parameters()
+    entries = weight_entries(backend.chunks)
+    saved = weights_to_save(entries)
+    if backend._reference is not None:
+        values = {id(p): kept for p, kept in zip(backend._parameters(), backend._reference, strict=True)}
+        saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
+    if backend.optimizer.scheduler.num_steps:
+        saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))
+    return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main)
+
+
+def load(backend: MegatronBackend, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:
+    """Puts the backend where ``save`` found another of the same model, of any topology; a collective.
+
+    kept: what ``numbers`` gave. model: the other's ``identity``. Raises CheckpointError where the models differ.
+    """
+    own = identity(backend)
+    if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
+        said = ", ".join(f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in different.items())
+        raise CheckpointError(f"{folder} is of another model: {said}; give the model.hf_path it was trained from, or another run folder")
+    entries = weight_entries(backend.chunks)
+    if kept["has_reference"]:
+        _put(backend, load_weights(entries, folder, prefix=REFERENCE))
+        backend.keep_reference()
+    optimizer = backend.optimizer
+    if kept["optimizer_steps"]:
+        optimizer._ghost_step()  # AdamW makes its tensors in its first step; everything that this one moves is overwritten
+    _put(backend, load_weights(entries, folder))
+    optimizer.megatron.reload_model_params()  # float32 masters of half-precision weights, where no AdamW was saved
+    if kept["optimizer_steps"]:
+        load_adam(entries, AdamStates(optimizer.megatron), folder)
+        _set_steps(optimizer.megatron, kept["optimizer_steps"])
+    optimizer.scheduler.num_steps = kept["optimizer_steps"]
+    optimizer.scheduler.step(0)
+    backend.step_index, backend.weight_version = kept["step_index"], kept["weight_version"]
+    _restore_fit(backend, np.array(kept["cost_sums"]))
+    backend.zero_grad()
+
+
+@torch.no_grad()
+def _put(backend: MegatronBackend, values: Mapping[int, torch.Tensor]) -> None:
+    for chunk in backend.chunks:
+        for tensor in (*chunk.module.parameters(), *chunk.module.buffers()):
+            if id(tensor) in values:
+                tensor.copy_(values[id(tensor)])
+
+
+def _set_steps(optimizer, steps: int) -> None:
+    """AdamW's bias correction: torch keeps a step per parameter, Transformer Engine's and Apex's one per group."""
+    for each in optimizer.chained_optimizers:
+        if each.is_stub_optimizer:
+            continue
+        for state in each.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
+        for group in each.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = group["step"] * 0 + steps
+
+
+def _restore_fit(backend: MegatronBackend, sums: np.ndarray) -> None:
+    """What was measured holds for the pipeline that it was measured on."""
+    if sums.shape == backend.fit.sums.shape:
+        backend.fit.sums = sums
+        if backend.config.plan.calibrate:
+            backend.rules = dataclasses.replace(backend.rules, cost=backend.fit.model())

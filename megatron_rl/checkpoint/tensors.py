@@ -1,0 +1,187 @@
+"""Model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, whatever the topology and the kind of optimizer.
+
+Weights lie under the keys of ``GPTModel.sharded_state_dict``; AdamW's under ``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``,
+as Megatron-Core names them, each with its parameter's global shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
+between a save and a load. Not by the optimizers' own ``sharded_state_dict`` (read and run, 0.16.1): the distributed one's gathers every
+state on every rank, fails on loading under torch's AdamW (KeyError 'step'), and its nesting changes with EP.
+
+Of a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters' states; a parameter at a time is
+gathered. Loading asks for at most LOAD_BYTES at a time.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.platform import HOST
+
+from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory  # isort: skip
+from megatron.core.distributed import DistributedDataParallel  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
+
+LOAD_BYTES = 1 << 30
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "fp32_param"
+
+
+def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBase]:
+    """Of every tensor of this rank's chunks its sharded entry, whose ``data`` is the parameter itself."""
+    entries = [x for chunk in chunks for x in nested_values(chunk.module.sharded_state_dict())]
+    tensors = (ShardedTensor, ShardedTensorFactory)
+    extra = [x.key for x in entries if isinstance(x, ShardedBase) and not isinstance(x, tensors) and _bytes_of(x.data)]
+    assert not extra, f"{extra[:3]} are no tensors, and a checkpoint holds tensors and JSON alone"
+    return [x for x in entries if isinstance(x, tensors)]
+
+
+def _bytes_of(data: object) -> int:
+    """Of a ShardedObject's payload: Transformer Engine's ``_extra_state`` is an empty buffer outside FP8."""
+    return getattr(data, "nbytes", None) or (data.numel() if isinstance(data, torch.Tensor) else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterState:
+    """What AdamW holds of one parameter on this rank, in place. local: which part of the flat parameter; None where it is the whole."""
+
+    tensors: Mapping[str, torch.Tensor]
+    local: slice | None = None
+    group: dist.ProcessGroup | None = None
+
+
+class AdamStates:
+    """AdamW's tensors by parameter, of every optimizer that Megatron-Core chained."""
+
+    def __init__(self, optimizer) -> None:
+        self.of: dict[torch.nn.Parameter, ParameterState] = {}
+        for each in optimizer.chained_optimizers:
+            if each.is_stub_optimizer:
+                continue
+            states = _distributed_states(each) if isinstance(each, DistributedOptimizer) else _whole_states(each)
+            self.of.update(states)
+
+    def kinds(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+        """The same on every rank that holds the parameter, also where none of its states is local."""
+        return (*MOMENTS, MASTER) if parameter.dtype != torch.float32 else MOMENTS
+
+
+def _whole_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
+    for group in getattr(optimizer, "float16_groups", []):
+        for parameter in group:
+            yield parameter, _state(optimizer, parameter.main_param, parameter.dtype)
+    plain = optimizer.fp32_from_fp32_groups if hasattr(optimizer, "fp32_from_fp32_groups") else [optimizer.get_parameters()]
+    for parameter in [p for group in plain for p in group]:
+        yield parameter, _state(optimizer, parameter, torch.float32)
+
+
+def _state(optimizer, main: torch.Tensor, dtype: torch.dtype) -> ParameterState:
+    found = {kind: optimizer.optimizer.state[main][kind] for kind in MOMENTS}
+    return ParameterState(tensors=found if dtype == torch.float32 else {**found, MASTER: main})
+
+
+def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
+    group = optimizer.data_parallel_group
+    local = set(optimizer.model_param_group_index_map)
+    for buffer in optimizer.buffers:
+        for parameter in buffer.param_index_map:
+            if parameter not in local:
+                yield parameter, ParameterState(tensors={}, local=slice(0, 0), group=group)
+                continue
+            span = optimizer._get_model_param_range_map(parameter)["param"]
+            found = optimizer._get_main_param_and_optimizer_states(parameter)
+            tensors = {kind: found[kind] for kind in MOMENTS}
+            if parameter.dtype != torch.float32:
+                tensors[MASTER] = found["param"]
+            yield parameter, ParameterState(tensors=tensors, local=slice(span.start, span.end), group=group)
+
+
+def weights_to_save(entries: Sequence[ShardedBase], *, prefix: str = "", values: Mapping[int, torch.Tensor] | None = None) -> list[ShardedBase]:
+    """The entries under ``prefix``; values: by ``id`` of the parameter, what to save in its place."""
+    if not prefix and values is None:
+        return list(entries)
+    return [replace(x, key=prefix + x.key, data=x.data if values is None else values[id(x.data)]) for x in entries]
+
+
+def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[ShardedBase]:
+    """AdamW's sharded tensors on the host, as of now; a collective over each distributed optimizer's data-parallel group."""
+    saved: list[ShardedBase] = []
+    for number, entry in enumerate(x for x in entries if x.data in states.of):
+        state = states.of[entry.data]
+        for kind in states.kinds(entry.data):
+            whole, replica = _gathered(entry, state, kind, number)
+            if whole is not None:
+                saved.append(_slot(entry, kind, whole, replica))
+    return saved
+
+
+def _gathered(entry: ShardedBase, state: ParameterState, kind: str, number: int) -> tuple[torch.Tensor | None, tuple | int]:
+    """The parameter's whole state, on the rank that will write it (None on the others), and its replica id."""
+    if state.group is None:
+        return state.tensors[kind].detach().view(entry.data.shape), entry.replica_id
+    group, owner = state.group, number % state.group.size()
+    whole = torch.zeros(entry.data.numel(), dtype=torch.float32, device=HOST.device)
+    if kind in state.tensors:
+        whole[state.local] = state.tensors[kind].detach().flatten().float()
+    dist.reduce(whole, dist.get_global_rank(group, owner), group=group)  # zeros elsewhere: a sum of one term is that term
+    if group.rank() != owner:
+        return None, ()
+    return whole.view(entry.data.shape), (*entry.replica_id[:-1], 0)
+
+
+def _slot(entry: ShardedBase, kind: str, data: torch.Tensor, replica: tuple | int) -> ShardedBase:
+    fields: dict = {"key": f"optimizer.state.{kind}.{entry.key}", "data": data, "replica_id": replica}
+    if isinstance(entry, ShardedTensor):
+        fields["dtype"] = data.dtype
+    return replace(entry, **fields)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix: str = "") -> dict[int, torch.Tensor]:
+    """Reads every entry's tensor, on the host, by ``id`` of its parameter; a collective."""
+    found: dict[int, torch.Tensor] = {}
+    for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
+        asked = [replace(x, key=prefix + x.key, data=torch.empty_like(x.data, device="cpu", requires_grad=False)) for x in batch]
+        for entry, tensor in zip(batch, _read(asked, folder), strict=True):
+            found[id(entry.data)] = tensor
+    return found
+
+
+def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathlib.Path) -> None:
+    """Overwrites AdamW's tensors by the checkpoint's; they must exist (a step was taken). A collective."""
+    wanted = [(x, kind) for x in entries if x.data in states.of for kind in states.kinds(x.data)]
+    for batch in _batches(wanted, [4 * x.data.numel() for x, _ in wanted]):
+        asked = [_slot(x, kind, torch.empty(x.data.shape, dtype=torch.float32), x.replica_id) for x, kind in batch]
+        for (entry, kind), whole in zip(batch, _read(asked, folder), strict=True):
+            state = states.of[entry.data]
+            if kind in state.tensors:
+                part = whole if state.local is None else whole.flatten()[state.local]
+                with torch.no_grad():
+                    state.tensors[kind].copy_(part.view(state.tensors[kind].shape))
+
+
+def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
+    """In runs of at most LOAD_BYTES, or one item alone; as many on every rank, empty ones at the end where this rank has fewer."""
+    cut: list[list] = [[]]
+    held = 0
+    for item, size in zip(items, sizes, strict=True):
+        if cut[-1] and held + size > LOAD_BYTES:
+            cut.append([])
+            held = 0
+        cut[-1].append(item)
+        held += size
+    count = torch.tensor([len(cut)], device=HOST.device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    yield from cut + [[]] * (int(count.item()) - len(cut))
+
+
+def _read(asked: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
+    loaded = dist_checkpointing.load({"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False)
+    return [loaded["tensors"][i] for i in range(len(asked))]
