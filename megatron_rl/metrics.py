@@ -138,11 +138,14 @@ def set_aside(path: pathlib.Path) -> None:
     log.warning("%s is from an earlier run: kept as %s", path.name, kept.name)
 
 
-def _open_tensorboard(run_dir: pathlib.Path):
+def _open_tensorboard(run_dir: pathlib.Path, last_step: int | None):
+    """last_step: of the checkpoint that the run goes on from; later points of the events that are there are hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError("metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off") from error
+    if last_step is not None:
+        return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=last_step + 1)
     if (run_dir / "tensorboard").exists():
         set_aside(run_dir / "tensorboard")
     return SummaryWriter(log_dir=str(run_dir / "tensorboard"))
@@ -162,13 +165,17 @@ class MetricsWriter:
     """One row per optimizer step to ``<run_dir>/metrics.jsonl``, and to TensorBoard and W&B where the config has them.
 
     On ranks with ``is_main`` False it opens and writes nothing. What an earlier run left in the folder is renamed, never
-    appended to. Raises ConfigError where a configured sink cannot be imported.
+    appended to, but where the run goes on from a checkpoint: ``resumed`` is then what ``state`` gave. Raises ConfigError where a
+    configured sink cannot be imported.
     """
 
-    def __init__(self, run_dir: str | pathlib.Path, metrics_config: MetricsConfig, total_steps: int, is_main: bool) -> None:
+    def __init__(
+        self, run_dir: str | pathlib.Path, metrics_config: MetricsConfig, total_steps: int, is_main: bool,
+        resumed: Mapping[str, int | None] | None = None,
+    ) -> None:  # fmt: skip
         self._is_main = is_main
-        self._num_ghost_steps = 0
-        self._last_step: int | None = None
+        self._num_ghost_steps: int = resumed["ghost_steps"] if resumed else 0
+        self._last_step: int | None = resumed["last_step"] if resumed else None
         self._file = self._tensorboard = self._wandb = None
         if not is_main:
             return
@@ -177,11 +184,15 @@ class MetricsWriter:
         if metrics_config.wandb_project:
             self._wandb = _open_wandb(run_dir, metrics_config.wandb_project, total_steps)
         if metrics_config.tensorboard:
-            self._tensorboard = _open_tensorboard(run_dir)
+            self._tensorboard = _open_tensorboard(run_dir, resumed["last_step"] if resumed else None)
         path = run_dir / "metrics.jsonl"
-        if path.exists():
+        if path.exists() and not resumed:
             set_aside(path)
-        self._file = path.open("x", encoding="utf-8")
+        self._file = path.open("a" if resumed else "x", encoding="utf-8")
+
+    def state(self) -> dict[str, int | None]:
+        """What another writer needs to go on from here, as JSON-able values; the same on every rank."""
+        return {"ghost_steps": self._num_ghost_steps, "last_step": self._last_step}
 
     def write(self, row: Mapping[str, object]) -> Row:
         """Appends one step and returns the row as written, with ``skip/ghost_steps``, the ghost steps so far.

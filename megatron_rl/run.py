@@ -15,6 +15,7 @@ import numpy as np
 from megatron_rl import exchange
 from megatron_rl.advantage import advantages, reduction_weights
 from megatron_rl.backend import Batch
+from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.cost import plan_seconds
 from megatron_rl.metrics import MetricsWriter, read_metrics, step_metrics
@@ -90,7 +91,10 @@ class OldLogProbs:
 class Run:
     """Everything a run holds. Methods are collectives unless they say otherwise."""
 
-    def __init__(self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch):
+    def __init__(
+        self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch,
+        checkpoints: Checkpoints, found: Found | None,
+    ):  # fmt: skip
         self.config = config
         self.backend = backend
         self.tokenizer = tokenizer
@@ -113,7 +117,9 @@ class Run:
         place = backend.topology
         self.producer = Producer(self.engine, self._score if self.reward else None, place.rank, place.world_size)
         self.total_steps = total_rl_steps(config)
-        self.recorder = Recorder(config, backend)
+        self.recorder = Recorder(config, backend, resumed=found is not None)
+        self.checkpoints = checkpoints
+        self.rollouts_done = checkpoints.restore(self, found)
 
     def _eval_prompts(self) -> list[Prompt]:
         given = self.config.eval
@@ -365,17 +371,22 @@ def open_run(config: Config) -> Iterator[Run]:
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_to_yaml(config))
+    checkpoints = Checkpoints(config, backend)
+    found = checkpoints.find()
+    checkpoints.cut_back(found)
+    resumed = found.state["metrics"] if found else None
     steps = config.warmup.steps + total_rl_steps(config)
     metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
     with (
-        MetricsWriter(folder, config.metrics, steps, is_main) as writer,
-        Progress(steps, config.metrics.progress and is_main) as progress,
+        MetricsWriter(folder, config.metrics, steps, is_main, resumed) as writer,
+        Progress(steps - (found.state["backend"]["step_index"] if found else 0), config.metrics.progress and is_main) as progress,
     ):
         try:
             with open_watch(backend.topology, config.run.deadline_s) as watch:
-                run = Run(config, backend, tokenizer, writer, progress, watch)
+                run = Run(config, backend, tokenizer, writer, progress, watch, checkpoints, found)
                 announce(run)
                 yield run
+                checkpoints.close()
         finally:
             writer.close()
             if is_main and pathlib.Path(metrics_path).stat().st_size:

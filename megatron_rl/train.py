@@ -23,28 +23,38 @@ from megatron_rl.metrics import divide, skip_metrics
 from megatron_rl.plan import plan_steps
 from megatron_rl.signal import has_signal, signal_rule
 from megatron_rl.simulate.command import add_arguments, simulate_job
-from megatron_rl.types import ConfigError, LockstepError, LossInputs, NonFiniteGradient, PeerError, RewardError, StepPlan
+from megatron_rl.types import CheckpointError, ConfigError, LockstepError, LossInputs, NonFiniteGradient, PeerError, RewardError, StepPlan
 
 log = logging.getLogger("megatron_rl")
 EXIT_CONFIG, EXIT_FAILED = 2, 1
+EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: all is saved, start the same command again
 
 
-def train(config: Config) -> None:
-    """A whole run: supervised warm-up where asked for, then RL. Raises ConfigError before any weight is read."""
+def train(config: Config) -> bool:
+    """A whole run: supervised warm-up where asked for, then RL; or what a checkpoint has left of it. Whether it came to its end: a
+    preempted one has saved all and is to be started again. Raises ConfigError before any weight is read."""
     from megatron_rl.run import open_run
 
     with open_run(config) as run:
-        if config.warmup.steps:
+        if run.rollouts_done is None and config.warmup.steps:
             warm_up(run)
         run.sync_weights()
-        before = {} if config.warmup.steps else run.evaluate(suffix="_before")
-        if config.loss.kl_coefficient:
-            run.backend.keep_reference()
-        for index in range(config.train.steps):
+        done = run.rollouts_done or 0
+        before = {} if config.warmup.steps or done else run.evaluate(suffix="_before")
+        if run.rollouts_done is None:
+            if config.loss.kl_coefficient:
+                run.backend.keep_reference()
+            if run.checkpoints.after(run, 0):
+                return False
+        for index in range(done, config.train.steps):
             train_on_rollout(run, index, before if index == 0 else {})
-            run.export(index + 1, last=index + 1 == config.train.steps)
+            last = index + 1 == config.train.steps
+            run.export(index + 1, last=last)
+            if run.checkpoints.after(run, index + 1, last=last):
+                return False
         if not config.train.steps:  # a supervised run keeps its policy too
             run.export(0, last=True)
+    return True
 
 
 def warm_up(run) -> None:
@@ -199,13 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if is_main:
                 simulate_job(config, given)
             return 0
-        train(config)
-        return 0
+        return 0 if train(config) else EXIT_PREEMPTED
     except (ConfigError, FileNotFoundError) as error:
         if is_main:
             print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except (LockstepError, NonFiniteGradient, PeerError, RewardError) as error:
+    except (CheckpointError, LockstepError, NonFiniteGradient, PeerError, RewardError) as error:
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_FAILED
 

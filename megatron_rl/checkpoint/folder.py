@@ -32,6 +32,10 @@ MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_it
 BLOCK_BYTES = 1 << 22
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A file is missing, cut short or changed."""
+
+
 def name_of(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
@@ -95,38 +99,38 @@ def write_synced(path: pathlib.Path, text: str) -> None:
 
 
 def read_manifest(folder: pathlib.Path) -> dict:
-    """Raises CheckpointError for a manifest that cannot be read, and for a format or version that this code does not know."""
+    """Raises DamagedCheckpoint for a manifest that cannot be read, CheckpointError for a format or version that this code does not know."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = content["format"], content["version"]
         content["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged") from error
+        raise DamagedCheckpoint(f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged") from error
     if found != (FORMAT, VERSION):
         raise CheckpointError(
-            f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this megatron_rl reads {FORMAT!r} version {VERSION}; "
+            f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this release reads {FORMAT!r} version {VERSION}; "
             "use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
         )
     return content
 
 
 def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises CheckpointError that names the first damaged file. share: (r, n) digests every n-th file from the r-th, so that n ranks
+    """Raises DamagedCheckpoint that names the first damaged file. share: (r, n) digests every n-th file from the r-th, so that n ranks
     check a large one together; names and sizes are checked whole."""
     files = read_manifest(folder)["files"]
     present = set(_files_in(folder)) - {MANIFEST}
     if missing := sorted(files.keys() - present):
-        raise CheckpointError(f"{folder / missing[0]} is missing ({len(missing)} of {len(files)} files are): the checkpoint is damaged")
+        raise DamagedCheckpoint(f"{folder / missing[0]} is missing ({len(missing)} of {len(files)} files are): the checkpoint is damaged")
     if added := sorted(present - files.keys()):
-        raise CheckpointError(f"{folder / added[0]} is not in the manifest; remove it if it was put there by hand")
+        raise DamagedCheckpoint(f"{folder / added[0]} is not in the manifest; remove it if it was put there by hand")
     for number, (name, wanted) in enumerate(sorted(files.items())):
         path = folder / name
         size = path.stat().st_size
         if size != wanted["bytes"]:
-            raise CheckpointError(f"{path} has {size} bytes and its manifest says {wanted['bytes']}: the checkpoint is damaged")
+            raise DamagedCheckpoint(f"{path} has {size} bytes and its manifest says {wanted['bytes']}: the checkpoint is damaged")
         if number % share[1] == share[0] and (found := digest(path)["sha256"]) != wanted["sha256"]:
-            raise CheckpointError(f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged")
+            raise DamagedCheckpoint(f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged")
 
 
 def prune(root: pathlib.Path, keep_last: int | None, *, spare: Sequence[int] = ()) -> list[int]:

@@ -101,7 +101,9 @@ def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, Paramet
             yield parameter, ParameterState(tensors=tensors, local=slice(span.start, span.end), group=group)
 
 
-def weights_to_save(entries: Sequence[ShardedBase], *, prefix: str = "", values: Mapping[int, torch.Tensor] | None = None) -> list[ShardedBase]:
+def weights_to_save(
+    entries: Sequence[ShardedBase], *, prefix: str = "", values: Mapping[int, torch.Tensor] | None = None
+) -> list[ShardedBase]:
     """The entries under ``prefix``; values: by ``id`` of the parameter, what to save in its place."""
     if not prefix and values is None:
         return list(entries)

@@ -313,6 +313,31 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Under <run.dir>/checkpoints: every ``save_every`` rollouts (0: never), after the last one, and when SIGTERM or SIGUSR1 arrives.
+
+    ``keep_last``: so many are kept (null: all). ``asynchronous``: files are written while the run goes on. ``resume``: ``auto`` goes on
+    from the newest good one, ``never`` sets those of an earlier run aside. ``on_damage``: a damaged one is passed over for the one before
+    it (``previous``) or ends the run (``fail``). ``on_error``: a checkpoint that cannot be written ends the run (``fail``) or not
+    (``continue``).
+    """
+
+    save_every: int = 0
+    keep_last: int | None = 2
+    asynchronous: bool = True
+    resume: str = "auto"
+    on_damage: str = "previous"
+    on_error: str = "fail"
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.save_every", self.save_every, 0)
+        _at_least("checkpoint.keep_last", self.keep_last, 1)
+        _choose("checkpoint.resume", self.resume, ("auto", "never"))
+        _choose("checkpoint.on_damage", self.on_damage, ("previous", "fail"))
+        _choose("checkpoint.on_error", self.on_error, ("fail", "continue"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """``path``: a JSONL of held-out prompts, scored greedily every ``every`` rollouts and at the end (mean@1)."""
 
@@ -353,5 +378,6 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -49,16 +49,17 @@ class TimedBackend(MegatronBackend):
 
 
 class Recorder:
-    """Writes both files; on ranks that are not the main one it writes nothing. What an earlier run left in the folder is renamed."""
+    """Writes both files; on ranks that are not the main one it writes nothing. What an earlier run left in the folder is renamed,
+    unless this run goes on from a checkpoint (``resumed``)."""
 
-    def __init__(self, config: Config, backend: TimedBackend) -> None:
+    def __init__(self, config: Config, backend: TimedBackend, *, resumed: bool = False) -> None:
         self.config = config
         self.backend = backend
         self.is_main = backend.topology.is_main
         self.num_rollouts = 0
         folder = config.run.path
         self.trace, self.coefficients = folder / "trace.jsonl", folder / "coefficients.json"
-        if self.is_main:
+        if self.is_main and not resumed:
             for path in (self.trace, self.coefficients):
                 if path.exists():
                     set_aside(path)

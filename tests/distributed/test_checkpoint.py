@@ -155,4 +155,8 @@ def load_other_model(rank: int, world: int, root: str) -> str:
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: pathlib.Path) -> None:
     for message in pool.run(2, load_other_model, str(tmp_path), timeout_s=60):
-        assert "another model" in message and "family llama there and qwen2 here" in message and "tied_embeddings False there and True" in message
+        assert (
+            "another model" in message
+            and "family llama there and qwen2 here" in message
+            and "tied_embeddings False there and True" in message
+        )

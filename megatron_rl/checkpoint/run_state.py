@@ -1,0 +1,252 @@
+"""When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every`` rollouts, the end, a preemption.
+
+A checkpoint is taken between rollouts, where nothing is half done: no rollout waits to be trained, no gradient is accumulated. Its
+iteration is the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds what is not a tensor.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import pathlib
+import random
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from megatron_rl.checkpoint import policy
+from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, verify, whole_checkpoints
+from megatron_rl.checkpoint.pickled import check_pickle
+from megatron_rl.checkpoint.writer import PendingSave
+from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.exchange import gather_json
+from megatron_rl.platform import HOST
+from megatron_rl.types import CheckpointError
+
+log = logging.getLogger(__name__)
+APPENDED = ("metrics.jsonl", "trace.jsonl")  # in the run's folder; cut back to what they held when the checkpoint was taken
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint to go on from, verified. ``state``: its state.json."""
+
+    folder: pathlib.Path
+    state: Mapping
+
+    @property
+    def rollouts(self) -> int:
+        return self.state["rollouts"]
+
+
+class Checkpoints:
+    """A run's checkpoints. Methods are collectives unless they say otherwise."""
+
+    def __init__(self, config: Config, backend) -> None:
+        self.config, self.backend = config, backend
+        self.settings = config.checkpoint
+        self.root = config.run.path / "checkpoints"
+        self.is_main = backend.topology.is_main
+        self.pending: PendingSave | None = None
+        self.preempted = False
+        if self.settings.save_every:
+            for number in SIGNALS:
+                signal.signal(number, self._ask_to_leave)
+
+    def _ask_to_leave(self, number: int, _frame: object) -> None:
+        self.preempted = True
+        log.warning("%s: the step in progress is finished, a checkpoint saved, and the run leaves", signal.Signals(number).name)
+
+    # ---- on start --------------------------------------------------------------------------------------------------
+
+    def find(self) -> Found | None:
+        """The newest good checkpoint; None where there is none, or ``checkpoint.resume=never``.
+
+        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, and for an unknown format.
+        """
+        iterations, *others = gather_json(whole_checkpoints(self.root))
+        if any(theirs != iterations for theirs in others):
+            raise CheckpointError(f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share")
+        if not iterations or self.settings.resume == "never":
+            self._set_aside(bool(iterations))
+            return None
+        for iteration in reversed(iterations):
+            folder = self.root / name_of(iteration)
+            try:
+                self._verify(folder)
+            except DamagedCheckpoint as error:
+                if self.settings.on_damage == "fail":
+                    raise DamagedCheckpoint(f"{error}; remove that folder, or set checkpoint.on_damage=previous") from error
+                log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
+                continue
+            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            return Found(folder=folder, state=state)
+        raise CheckpointError(f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never")
+
+    def _verify(self, folder: pathlib.Path) -> None:
+        """Every rank digests its share of the files; the main rank looks at what torch will unpickle."""
+        place, error = self.backend.topology, None
+        try:
+            verify(folder, share=(place.rank, place.world_size))
+            if self.is_main:
+                check_pickle(folder / ".metadata")
+        except CheckpointError as met:
+            error = met
+        damaged = isinstance(error, DamagedCheckpoint)
+        said = [x for x in gather_json([str(error), damaged] if error else None) if x]
+        if said:
+            message, damaged = said[0]
+            raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
+
+    def _set_aside(self, exist: bool) -> None:
+        if exist and self.is_main:
+            number = next(n for n in range(1, 1_000_000) if not self.root.with_name(f"{self.root.name}.{n}").exists())
+            self.root.rename(self.root.with_name(f"{self.root.name}.{number}"))
+            log.warning("checkpoint.resume=never: the checkpoints of an earlier run are kept as %s.%d", self.root.name, number)
+
+    def cut_back(self, found: Found | None) -> None:
+        """Shortens the run's own files to what they held when the checkpoint was taken. Not a collective; the main rank's."""
+        if found is None or not self.is_main:
+            return
+        for name, size in found.state["bytes"].items():
+            path = self.config.run.path / name
+            held = path.stat().st_size if path.exists() else 0
+            if held < size:
+                log.error(
+                    "%s has %d bytes and had %d when %s was taken: the record of the steps between is lost", path, held, size, found.folder
+                )
+            elif held > size:
+                with path.open("r+b") as file:
+                    file.truncate(size)
+
+    def restore(self, run, found: Found | None) -> int | None:
+        """Puts the run where the checkpoint was taken; how many rollouts it had trained, None where it starts anew."""
+        if found is None:
+            return None
+        state = found.state
+        policy.load(self.backend, found.folder, state["backend"], state["model"])
+        run.prompts.load_state(state["prompts"])
+        run.recorder.num_rollouts = state["trace_rollouts"]
+        self._restore_random(state)
+        for key, (before, now) in _changed(state["config"], _plain(self.config)).items():
+            log.warning("resumed with %s=%s; it was %s when the checkpoint was taken", key, now, before)
+        log.info("resumed from %s: %d rollouts trained, %d optimizer steps", found.folder, found.rollouts, self.backend.step_index)
+        return found.rollouts
+
+    def _restore_random(self, state: Mapping) -> None:
+        place = self.backend.topology
+        if len(state["random"]) != place.world_size:
+            log.warning(
+                "the checkpoint's random states are of %d ranks and there are %d: left as they are", len(state["random"]), place.world_size
+            )
+            return
+        set_random_state(state["random"][place.rank])
+
+    # ---- in the run ------------------------------------------------------------------------------------------------
+
+    def after(self, run, rollouts: int, *, last: bool = False) -> bool:
+        """To be called between rollouts. Whether the run is to leave: a rank was told to by SIGTERM or SIGUSR1, and all is saved."""
+        every = self.settings.save_every
+        if not every:
+            return False
+        ended = self.pending is None or not self.pending.thread.is_alive()
+        votes = gather_json([ended, self.preempted])
+        leave = any(preempted for _, preempted in votes)
+        if self.pending is not None and all(ended for ended, _ in votes):
+            self._finish()
+        if leave or last or rollouts % every == 0:
+            self._finish()
+            self._save(run, rollouts)
+            if leave or last or not self.settings.asynchronous:
+                self._finish()
+        return leave and not last
+
+    def close(self) -> None:
+        """Ends what is still being written."""
+        self._finish()
+
+    def _save(self, run, rollouts: int) -> None:
+        state = {
+            "rollouts": rollouts, "model": policy.identity(self.backend), "backend": policy.numbers(self.backend),
+            "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
+            "bytes": {name: (self.config.run.path / name).stat().st_size for name in self._appended()},
+            "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": _plain(self.config),
+        }  # fmt: skip
+        try:
+            self.pending = policy.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"})
+        except CheckpointError as error:
+            self._failed(error)
+
+    def _appended(self) -> list[str]:
+        return [name for name in APPENDED if self.is_main and (self.config.run.path / name).exists()]
+
+    def _finish(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            folder = pending.finish()
+        except CheckpointError as error:
+            self._failed(error)
+            return
+        if self.is_main:
+            prune(self.root, self.settings.keep_last)
+            log.info("checkpoint %s", folder)
+
+    def _failed(self, error: CheckpointError) -> None:
+        if self.settings.on_error == "fail":
+            raise CheckpointError(f"{error}; the last good checkpoint stays, and checkpoint.on_error=continue goes on without") from error
+        log.error("%s; THE RUN GOES ON (checkpoint.on_error=continue), and the last good checkpoint stays", error)
+
+
+def random_state() -> dict[str, object]:
+    """Every global generator's state of this process, as JSON-able values."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, object] = {
+        "torch": _text(torch.get_rng_state()), "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+    }  # fmt: skip
+    if HOST.is_cuda:
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_random_state(state: Mapping) -> None:
+    torch.set_rng_state(_bytes(state["torch"]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    if HOST.is_cuda and "cuda" in state:
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _plain(config: Config) -> dict[str, dict]:
+    return OmegaConf.to_container(OmegaConf.create(config_to_yaml(config)))
+
+
+def _changed(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
+    """Dotted keys whose values differ."""
+    found: dict[str, tuple] = {}
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= _changed(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[prefix + key] = (old, new)
+    return found
