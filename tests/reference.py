@@ -13,13 +13,13 @@ import torch
 from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
-FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope")
+FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral")
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: int = 64):
     """A Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
-    from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     sizes = dict(
         vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -40,6 +40,8 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: i
                 original_max_position_embeddings=32,
             )  # fmt: skip
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
+        case "mistral":
+            return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
         case "mixtral":
             return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
         case "qwen3_moe" | "qwen3_moe_unnormalised":

@@ -27,9 +27,24 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mixtral", "qwen3_moe")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
+_SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
+# What a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py, dot_product_attention.py) or
+# the model built here has no place for; models as in transformers 5.19.
+MISSING = {
+    "gemma": _GEMMA,
+    "gemma2": f"soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), {_SANDWICH}, "
+    f"a sliding window in every second layer, {_GEMMA}",
+    "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
+    "gemma3": "a vision tower, and what gemma3_text misses",
+    "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
+    "deepseek_v3": "multi-latent attention, shared experts, a sigmoid router with groups and a correction bias",
+    "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
+    "phi3": "q, k, v in one tensor and gate, up in one, where the tables of weights/mapping.py name each",
+}
 
 _SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and schedule.py reduces once"
 _SHAPE = "it comes from the Hugging Face config in model.hf_path"
@@ -129,7 +144,8 @@ def _check_expressible(hf_config: Any) -> None:
     """ConfigError where a family's config asks for what the model built here would not do."""
     family = hf_config.model_type
     if family not in FAMILIES:
-        raise ConfigError(f"model.hf_path holds a {family!r} model; this version builds {', '.join(FAMILIES)}")
+        missing = f"; missing for {family}: {MISSING[family]}" if family in MISSING else ""
+        raise ConfigError(f"model.hf_path holds a {family!r} model; this version builds {', '.join(FAMILIES)}{missing}")
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
     if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
@@ -138,6 +154,12 @@ def _check_expressible(hf_config: Any) -> None:
         raise ConfigError(f"a {family} model with attention_bias is not supported: its output projection carries a bias too")
     if family.startswith("qwen") and hf_config.use_sliding_window:
         raise ConfigError(f"use_sliding_window=true of {family} is not supported; only full attention is")
+    if family == "mistral" and hf_config.sliding_window is not None and hf_config.sliding_window < hf_config.max_position_embeddings:
+        raise ConfigError(
+            f"sliding_window={hf_config.sliding_window} of mistral is below max_position_embeddings={hf_config.max_position_embeddings}, "
+            "and only full attention is supported; within the window the two are equal, so lower max_position_embeddings to it in "
+            "config.json if no sequence is longer"
+        )
     if family == "mixtral" and hf_config.sliding_window is not None:
         raise ConfigError(f"sliding_window={hf_config.sliding_window} of mixtral is not supported; only full attention (null) is")
     if family == "mixtral" and hf_config.router_jitter_noise:
@@ -184,17 +206,30 @@ def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spe
     A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (signal.py), and in transformers too it
     is added only where ``output_router_logits`` asks for it.
     """
+    shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size)
+    _check_divisible(hf_config, shape.ffn_hidden_size, _ffn_name(shape.family), config, topology)
+    return shape
+
+
+def _ffn_name(family: str) -> str:
+    """The config's field for the width of the MLP, or of one expert."""
+    return "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+
+
+def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> ModelShape:
+    """The shape whatever the topology; ConfigError names what Megatron-Core, or the model built here, cannot express.
+
+    vocab_multiple: the padded vocabulary is the next multiple of it.
+    """
     _check_expressible(hf_config)
     family, heads, vocab = hf_config.model_type, hf_config.num_attention_heads, hf_config.vocab_size
     mixture = family in MIXTURES
-    ffn_name = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
-    ffn = hf_config.to_dict()[ffn_name]
-    _check_divisible(hf_config, ffn, ffn_name, config, topology)
     head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
     return ModelShape(
-        family=family, num_layers=hf_config.num_hidden_layers, hidden_size=hf_config.hidden_size, ffn_hidden_size=ffn, num_heads=heads,
+        family=family, num_layers=hf_config.num_hidden_layers, hidden_size=hf_config.hidden_size,
+        ffn_hidden_size=hf_config.to_dict()[_ffn_name(family)], num_heads=heads,
         num_kv_heads=hf_config.num_key_value_heads, head_dim=head_dim, vocab_size=vocab,
-        padded_vocab_size=-(-vocab // topology.tensor_size) * topology.tensor_size,
+        padded_vocab_size=-(-vocab // vocab_multiple) * vocab_multiple,
         context_tokens=hf_config.max_position_embeddings, tied_embeddings=bool(hf_config.tie_word_embeddings),
         qkv_bias=family == "qwen2", qk_norm=family in ("qwen3", "qwen3_moe"),
         num_experts=hf_config.num_local_experts if mixture else 0,

@@ -19,6 +19,9 @@ from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError
 from megatron_rl.weights.mapping import TIED_HEAD, Entry, Shape, hf_size, load_shard, merge_shards, shard_size, stage_buckets
+from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
+
+DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class WeightReader(Protocol):
@@ -50,7 +53,7 @@ class HuggingFaceReader:
 
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
-        index = self.path / "model.safetensors.index.json"
+        index = self.path / INDEX
         single = self.path / "model.safetensors"
         if index.exists():
             self.files = {k: self.path / v for k, v in json.loads(index.read_text())["weight_map"].items()}
@@ -59,7 +62,7 @@ class HuggingFaceReader:
                 self.files = dict.fromkeys(file.keys(), single)
         else:
             raise ConfigError(
-                f"model.hf_path={self.path} holds neither model.safetensors nor model.safetensors.index.json; "
+                f"model.hf_path={self.path} holds neither model.safetensors nor {INDEX}; "
                 "save it with save_pretrained, or start from random weights with model.init=random"
             )
         self.open_files: dict[pathlib.Path, object] = {}
@@ -74,6 +77,16 @@ class HuggingFaceReader:
 
     def size(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        kind = self._slice(name).get_dtype()
+        if kind not in DTYPE_OF_NAME:
+            raise ConfigError(f"{name} in {self.path} is {kind}; only {', '.join(DTYPE_OF_NAME)} are read: it may be quantised")
+        return DTYPE_OF_NAME[kind]
+
+    def close(self) -> None:
+        """Unmaps the files, so that what was read of them is no longer resident; the next read maps them again."""
+        self.open_files.clear()
 
     def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
         tensor = self._slice(name)
