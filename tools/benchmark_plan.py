@@ -6,7 +6,9 @@ python tools/benchmark_plan.py --samples 1000000 --dp 1024 --pp 8
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import pathlib
 import platform
 import statistics
 import sys
@@ -19,7 +21,10 @@ from megatron_rl.plan import PlanRules, plan_steps
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="example: python tools/benchmark_plan.py --samples 1000000 --dp 1024 --json plan.json",
+    )
     parser.add_argument("--samples", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--dp", type=int, default=1024, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, default=8, help="pipeline stages")
@@ -28,6 +33,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mean-tokens", type=int, default=2000, help="lengths are log-normal around it")
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=16_384)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
     return parser.parse_args(arguments)
 
 
@@ -55,9 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     print(f"{given.dp} data-parallel ranks, {given.pp} stages, {given.mini_batches} mini-batch(es), {100 * given.dead_share:.0f} % dead")
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}")
+    rows = []
     for samples in given.samples:
         seconds = planning_seconds(samples, given)
+        rows.append({"samples": samples, **seconds})
         print(f"{samples:>10,} samples: dense {seconds['dense']:.3f} s, skip {seconds['skip']:.3f} s")
+    if given.json:
+        settings = {key: value for key, value in vars(given).items() if key != "json"}
+        given.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+        print(f"written: {given.json}")
     return 0
 
 
