@@ -156,7 +156,8 @@ class CostFit:
         return CostModel(stages=stages, virtual=self.prior.virtual)
 
     def _stage(self, row: np.ndarray, shape: StageCost) -> StageCost:
-        """Least squares of one stage, drawn to the prior's proportions by a weight of one mean micro-batch."""
+        """Least squares of one stage, drawn to the prior's proportions by a weight of one mean micro-batch; its fixed cost is worth no
+        fewer tokens than the prior's."""
         gram, moment = _unpack(row)
         count = gram[0, 0]
         direction = np.array([shape.overhead, shape.token, shape.square])
@@ -166,7 +167,9 @@ class CostFit:
         both = 1.0 + row[10] / max(row[9], 1e-300)
         overhead, token, square = (float(x) for x in forward * both)
         if token + square > 0:
-            return StageCost(overhead=overhead, token=token, square=square)
+            # Laps hold neither the schedule's own time nor what tensors take between stages: of the fixed costs they are a lower bound.
+            unseen = shape.overhead / shape.token * token if shape.token else 0.0
+            return StageCost(overhead=max(overhead, unseen), token=token, square=square)
         least = max(scale * both, 1e-300)  # measured as nothing at all: the prior's proportions, in the measured unit
         return StageCost(overhead=shape.overhead * least, token=shape.token * least, square=shape.square * least)
 

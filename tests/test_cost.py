@@ -127,13 +127,23 @@ def test_the_priors_own_proportions_are_found_again(seed, count) -> None:
 
 def test_other_proportions_are_found_from_enough_microbatches() -> None:
     """2,000 micro-batches with ±10 % of noise: predictions within 1 % of a mean micro-batch; the ridge weighs one of them."""
-    truth = CostModel(stages=(StageCost(overhead=3e-3, token=2e-5, square=4e-8), StageCost(overhead=1e-3, token=3e-5, square=1e-8)))
+    truth = CostModel(stages=(StageCost(overhead=8e-3, token=2e-5, square=4e-8), StageCost(overhead=9e-3, token=3e-5, square=1e-8)))
     fit = CostFit(prior=PRIOR)
     fit.add(step_of(truth, *microbatches(1, 2000), noise=0.1))
     tokens, squares = microbatches(2, 50)
     for found, wanted in zip(fit.model().stages, truth.stages, strict=True):
         expected = wanted.seconds(tokens, squares)
         np.testing.assert_allclose(found.seconds(tokens, squares), expected, rtol=0, atol=0.01 * expected.mean())
+
+
+def test_a_fixed_cost_that_no_lap_shows_stays_the_priors() -> None:
+    """Laps without any fixed cost: it stays worth the prior's 256 tokens, and tokens cost what was measured."""
+    truth = CostModel(stages=(StageCost(overhead=0.0, token=2e-5, square=0.0),) * 2)
+    fit = CostFit(prior=PRIOR)
+    fit.add(step_of(truth, *microbatches(1, 2000)))
+    for stage, given in zip(fit.model().stages, PRIOR.stages, strict=True):
+        assert stage.token == pytest.approx(2e-5, rel=0.03)
+        assert stage.overhead == pytest.approx(given.overhead / given.token * stage.token, rel=1e-9)
 
 
 @SETTINGS

@@ -231,11 +231,12 @@ def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
 
 
 def calibrate(backend, batches: list, given: argparse.Namespace) -> None:
-    """Dense and skip updates on each batch, so that the costs are fitted before the first plan that counts."""
-    for batch in batches:
-        case = make_case(backend, batch, 0.5, given)
-        for name in ("dense", "skip"):
-            update_once(backend, case, name, keep=False)
+    """Dense and skip updates of several sizes on each batch, so that the costs are fitted before the first plan that counts."""
+    for share in (0.5, 0.9):
+        for batch in batches:
+            case = make_case(backend, batch, share, given)
+            for name in ("dense", "skip"):
+                update_once(backend, case, name, keep=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
