@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 
 # Law 2. backend.py wires the stages, and it wraps the model in Megatron-Core's DistributedDataParallel.
 MEGATRON_FILES = ("platform.py", "topology.py", "schedule.py", "optimizer.py", "backend.py", "checkpoint.py")
-MEGATRON_FOLDERS = ("model", "weights")
+MEGATRON_FOLDERS = ("model", "weights", "checkpoint")
 PURE_STAGES = ("advantage", "signal", "plan", "cost", "timeline")
 PURE_MAY_IMPORT = {"megatron_rl.types", "megatron_rl.config", "megatron_rl.cost"}  # what a plan costs is part of planning
 

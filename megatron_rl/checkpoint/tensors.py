@@ -11,21 +11,27 @@ gathered. Loading asks for at most LOAD_BYTES at a time.
 
 from __future__ import annotations
 
+import io
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.platform import HOST
+from megatron_rl.types import CheckpointError
 
 from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory  # isort: skip
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params  # isort: skip
 
 LOAD_BYTES = 1 << 30
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,7 +49,9 @@ def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBas
 
 def _bytes_of(data: object) -> int:
     """Of a ShardedObject's payload: Transformer Engine's ``_extra_state`` is an empty buffer outside FP8."""
-    return getattr(data, "nbytes", None) or (data.numel() if isinstance(data, torch.Tensor) else 0)
+    if isinstance(data, io.BytesIO):
+        return data.getbuffer().nbytes
+    return data.numel() if isinstance(data, torch.Tensor) else int(data is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,11 +80,10 @@ class AdamStates:
 
 
 def _whole_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
-    for group in getattr(optimizer, "float16_groups", []):
-        for parameter in group:
-            yield parameter, _state(optimizer, parameter.main_param, parameter.dtype)
-    plain = optimizer.fp32_from_fp32_groups if hasattr(optimizer, "fp32_from_fp32_groups") else [optimizer.get_parameters()]
-    for parameter in [p for group in plain for p in group]:
+    halves = isinstance(optimizer, Float16OptimizerWithFloat16Params)
+    for parameter in [p for group in optimizer.float16_groups for p in group] if halves else []:
+        yield parameter, _state(optimizer, parameter.main_param, parameter.dtype)
+    for parameter in [p for group in optimizer.fp32_from_fp32_groups for p in group] if halves else optimizer.get_parameters():
         yield parameter, _state(optimizer, parameter, torch.float32)
 
 
@@ -185,5 +192,9 @@ def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
 
 
 def _read(asked: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
-    loaded = dist_checkpointing.load({"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False)
+    try:
+        with guarded():
+            loaded = dist_checkpointing.load({"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False)
+    except (CheckpointException, CheckpointingException) as error:  # the former is no Exception; both are raised on every rank
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
     return [loaded["tensors"][i] for i in range(len(asked))]
