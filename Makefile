@@ -15,6 +15,8 @@ LATEST := .venv-latest
 LATEST_TESTS ?= tests/distributed/test_matrix.py tests/test_passthrough.py tests/test_verify_topology.py tests/test_verify_topology_naming.py
 PYTEST_ARGS ?=
 ACCEPTANCE_ARGS ?=
+BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
+CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
 
 # Recipes see the environment's own python, torchrun and ruff, as after `source .venv/bin/activate`. One thread per process:
 # several ranks share the cores of one host here, and torchrun would set this itself, with a warning.
@@ -24,7 +26,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest bench acceptance lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest test-slurm bench acceptance lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -83,14 +85,19 @@ $(LATEST)/.installed: setup.py $(CONSTRAINTS)
 	$(LATEST)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
 	@touch $@
 
+test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
+	python -m tests.slurm.check
+
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)
 
-bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2 and PP=2; runs/benchmark_skip_*.json
+bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and PP=4·VPP2 on a virtual clock; runs/benchmark_skip_*.json
 	mkdir -p runs
 	torchrun --standalone --nproc_per_node 1 tools/benchmark_skip.py --json runs/benchmark_skip_dp1.json $(BENCH_ARGS)
 	torchrun --standalone --nproc_per_node 2 tools/benchmark_skip.py --dp 2 --json runs/benchmark_skip_dp2.json $(BENCH_ARGS)
 	torchrun --standalone --nproc_per_node 2 tools/benchmark_skip.py --pp 2 --json runs/benchmark_skip_pp2.json $(BENCH_ARGS)
+	torchrun --standalone --nproc_per_node 4 tools/benchmark_skip.py --json runs/benchmark_skip_pp4.json $(CLOCK_ARGS)
+	torchrun --standalone --nproc_per_node 4 tools/benchmark_skip.py --json runs/benchmark_skip_pp4vpp2.json $(CLOCK_ARGS) --virtual-pipeline 2
 
 lint: $(STAMP)  ## ruff
 	ruff check .

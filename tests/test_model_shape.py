@@ -40,6 +40,7 @@ REFUSED = [
     (changed("mixtral"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
     (changed("mixtral", sliding_window=8), {}, "sliding_window=8 of mixtral is not supported"),
     (changed("mixtral", router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 of mixtral is not supported"),
+    (changed("mistral", sliding_window=8), {}, "sliding_window=8 of mistral is below max_position_embeddings=256"),
     (changed("qwen3_moe", use_sliding_window=True), {}, "use_sliding_window=true of qwen3_moe"),
     (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
     (changed("qwen3_moe", decoder_sparse_step=2), {}, "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers"),

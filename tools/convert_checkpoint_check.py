@@ -1,0 +1,95 @@
+"""What `convert_checkpoint.py roundtrip` proves: equality of every tensor, bit by bit, and of log-probs with transformers."""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import platform, topology
+from megatron_rl.config import load_config
+from megatron_rl.model import attention
+from megatron_rl.model.build import build_model
+from megatron_rl.model.head import head_weight
+from megatron_rl.weights.convert import side_files
+from megatron_rl.weights.export import HuggingFaceReader
+from megatron_rl.weights.mapping import Shape
+from megatron_rl.weights.megatron_lm import MegatronFolder, stored_layers
+
+from megatron.core import dist_checkpointing  # isort: skip  (after platform)
+
+SEQUENCES, MOST_TOKENS = 4, 64
+
+
+def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: Shape) -> dict:
+    """Counts of equal tensors and other files, and the names of those that are not. dtype: to which the source's were cast, if any.
+
+    A tied model's own copy of the output matrix, and old rotary frequencies, are no tensors of the model: they are not counted.
+    """
+    ours, theirs = HuggingFaceReader(back), HuggingFaceReader(source)
+    different, equal, total = [], 0, 0
+    for layer in stored_layers(shape):
+        for name in (name for stored in layer for name in stored.entry.hf):
+            total += 1
+            found, wanted = (x.read(name, 0, 0, x.size(name)[0]) for x in (ours, theirs))
+            wanted = wanted if dtype is None else wanted.to(dtype)
+            same = found.dtype == wanted.dtype and torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+            equal += same
+            different += [] if same else [name]
+        ours.close()
+        theirs.close()
+    extra = sorted(set(ours.files) - {name for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf})
+    files = [x for x in side_files(source) if dtype is None or x.name != "config.json"]
+    unequal = [x.name for x in files if not (back / x.name).exists() or (back / x.name).read_bytes() != x.read_bytes()]
+    return {
+        "tensors": total, "equal": equal, "files": len(files), "equal_files": len(files) - len(unequal),
+        "different": different + extra + unequal,
+    }  # fmt: skip
+
+
+def random_tokens(vocab_size: int, context_tokens: int) -> torch.Tensor:
+    """[sequences, tokens], the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.randint(vocab_size, (SEQUENCES, min(MOST_TOKENS, context_tokens)))
+
+
+@torch.no_grad()
+def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor) -> torch.Tensor:
+    """[sequences, tokens − 1, vocabulary] float32, of transformers' own model."""
+    from transformers import AutoModelForCausalLM
+
+    experts = {"experts_implementation": "eager"} if hf_config.model_type in ("mixtral", "qwen3_moe") else {}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True, **experts).eval()
+    return torch.cat([model(row[None, :-1]).logits.float().log_softmax(-1) for row in tokens])
+
+
+@torch.no_grad()
+def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tensor) -> torch.Tensor:
+    """[sequences, tokens − 1, vocabulary] float32, of a GPTModel that Megatron-Core itself filled from the checkpoint."""
+    # a world of this process alone, whatever launched it: topology.initialize would leave RANK in the environment
+    dist.init_process_group(platform.HOST.backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        place = topology.initialize()
+        config = load_config(None, ["model.dtype=float32", "model.layer_spec=torch"])
+        (model,), shape = build_model(config, hf_config, place)
+        asked = {"model": model.sharded_state_dict(metadata={})}
+        loaded = dist_checkpointing.load(asked, str(checkpoint.path))
+        model.load_state_dict(loaded["model"])
+        model.eval()
+        rows = tokens[:, :-1].to(platform.HOST.device)
+        packed = attention.pack((rows.shape[1],) * len(rows), platform.HOST.device)
+        hidden = model(rows.reshape(1, -1), packed.position_ids[None], None, packed_seq_params=packed)
+        logits = hidden.reshape(*rows.shape, -1) @ head_weight(model).T
+        return logits[..., : shape.vocab_size].float().log_softmax(-1).cpu()
+    finally:
+        topology.destroy(leave_world=True)
+
+
+def check_logits(source: pathlib.Path, checkpoint: MegatronFolder, hf_config) -> dict:
+    """The largest difference of a log-prob, over every position and the whole vocabulary, in float32."""
+    tokens = random_tokens(hf_config.vocab_size, hf_config.max_position_embeddings)
+    wanted = transformers_logprobs(source, hf_config, tokens)
+    found = megatron_logprobs(checkpoint, hf_config, tokens)
+    return {"logprob_tokens": wanted[..., 0].numel(), "logprob_gap": (found - wanted).abs().max().item()}

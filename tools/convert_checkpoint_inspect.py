@@ -1,0 +1,85 @@
+"""What `convert_checkpoint.py inspect` says of a Hugging Face directory or a Megatron checkpoint: headers are read, weights are not."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import pickle
+from collections import Counter
+from collections.abc import Callable
+
+from megatron_rl.checkpoint.folder import LATEST
+from megatron_rl.types import ConfigError
+from megatron_rl.weights.convert import MODEL_KEYS, plan_export, unmapped_tensors
+from megatron_rl.weights.export import HuggingFaceReader
+from megatron_rl.weights.mapping import hf_size
+from megatron_rl.weights.megatron_lm import MegatronFolder, open_folder, stored_layers
+from megatron_rl.weights.torch_dist import TorchDistReader
+
+ReadModel = Callable[[pathlib.Path], tuple[object, object]]
+
+
+def inspect(source: pathlib.Path, hf: pathlib.Path | None, iteration: int | None, read_model: ReadModel) -> dict:
+    """Facts by name, in the order in which they are shown; ``convertible`` is "yes" or the reason why not."""
+    if (source / "config.json").exists() and not (source / LATEST).exists():
+        return _inspect_hugging_face(source, read_model)
+    return _inspect_megatron(open_folder(source, iteration), hf, read_model)
+
+
+def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
+    """tensors: (name, shape, dtype)."""
+    kinds = Counter(str(dtype).removeprefix("torch.") for *_, dtype in tensors)
+    return {
+        "parameters": sum(math.prod(shape) for _, shape, _ in tensors),
+        "gigabytes": round(sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in tensors) / 1e9, 6),
+        "dtypes": ", ".join(f"{name} ({count} tensors)" for name, count in sorted(kinds.items())),
+    }
+
+
+def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
+    reader = HuggingFaceReader(source)
+    tensors = [(name, reader.size(name), reader.dtype(name)) for name in sorted(reader.files)]
+    found = {"kind": "Hugging Face", "files": len(set(reader.files.values())), "tensors": len(tensors), **_sizes(tensors)}
+    try:
+        _, shape = read_model(source)
+        found["family"] = shape.family
+        wrong = [
+            f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
+            for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf
+            if reader.size(name) != hf_size(shape, name)
+        ]  # fmt: skip
+        wrong += [f"no table names {name}" for name in unmapped_tensors(reader, shape)]
+        found["convertible"] = f"no: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "") if wrong else "yes"
+    except ConfigError as error:
+        found["convertible"] = f"no: {error}"
+    found["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in tensors]
+    return found
+
+
+def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_model: ReadModel) -> dict:
+    reader = TorchDistReader(source.path)
+    everything = [(key, reader.size(key), reader.dtype(key)) for key in sorted(reader.tensors)]
+    weights = [x for x in everything if x[0].startswith(MODEL_KEYS)]
+    others = [x for x in everything if x not in weights]
+    if "decoder.layers.pre_mlp_layernorm.weight" in reader.tensors:  # the same norm under the torch spec's name is not counted
+        weights = [x for x in weights if x[0] != "decoder.layers.mlp.linear_fc1.layer_norm_weight"]
+    found = {"kind": "Megatron torch_dist", "checkpoint": str(source.path), "tensors": len(weights), **_sizes(weights)}
+    gigabytes = sum(math.prod(size) * dtype.itemsize for _, size, dtype in others) / 1e9
+    found["other_tensors"] = f"{len(others)} ({gigabytes:.3f} GB): an optimizer's, or another model's"
+    found["objects"] = len(reader.objects)
+    try:
+        found["common"] = ", ".join(sorted(reader.common()))
+    except pickle.UnpicklingError as error:
+        found["common"] = f"not read: it holds more than weights_only takes ({str(error).splitlines()[0]})"
+    folder = hf or source.hf
+    try:
+        if folder is None:
+            raise ConfigError(f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf")
+        _, shape = read_model(folder)
+        found["family"] = shape.family
+        plan_export(reader, shape, None)
+        found["convertible"] = "yes"
+    except ConfigError as error:
+        found["convertible"] = f"no: {error}"
+    found["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in everything]
+    return found
