@@ -129,7 +129,7 @@ def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
 
     found: dict = {}
     _load_state_dict(found, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return found
+    return {key: x for key, x in found.items() if isinstance(x, torch.Tensor)}  # 0.19.2 keeps its own notes beside them
 
 
 @pytest.mark.parametrize("name", ["DP2-sharded-to-TP2", "PP2-VPP2-to-DP2-sharded", "DP2-to-EP2"])
