@@ -141,9 +141,9 @@ def test_a_fixed_cost_that_no_lap_shows_stays_the_priors() -> None:
     truth = CostModel(stages=(StageCost(overhead=0.0, token=2e-5, square=0.0),) * 2)
     fit = CostFit(prior=PRIOR)
     fit.add(step_of(truth, *microbatches(1, 2000)))
-    for stage, given in zip(fit.model().stages, PRIOR.stages, strict=True):
+    for stage, before in zip(fit.model().stages, PRIOR.stages, strict=True):
         assert stage.token == pytest.approx(2e-5, rel=0.03)
-        assert stage.overhead == pytest.approx(given.overhead / given.token * stage.token, rel=1e-9)
+        assert stage.overhead == pytest.approx(before.overhead / before.token * stage.token, rel=1e-9)
 
 
 @SETTINGS
