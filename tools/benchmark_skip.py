@@ -8,7 +8,8 @@ it. The ideal is dense tokens over surviving tokens; the planned ideal is what t
 micro-batch costs nothing but its tokens, on timeline.py's clock: the pipeline's bubble and uneven ranks are in both, its fixed costs in
 neither. The fixed part f is the optimizer step (reduction, norm, AdamW, gather) over the dense update: with it no skip can pass
 ideal / (1 + f · (ideal − 1)), which at 75 % is a share of 1 / (1 + 3f). At 100 % there is no ideal: the ghost step is set against an
-optimizer step. The spread is the standard deviation of measured over predicted seconds, over their mean, among batches and repeats.
+optimizer step. The spread is the standard deviation of measured over predicted seconds, over their mean, among batches and repeats; on
+the virtual clock also among micro-batches.
 
 With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are measured and laid on timeline.py's
 clock, and no optimizer step runs.
@@ -169,6 +170,7 @@ class Case:
     updates: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"dense": [], "skip": []})
     passes: dict[str, list[float]] = field(default_factory=lambda: {"dense": [], "skip": []})
     clocks: dict[str, list[float]] = field(default_factory=lambda: {"dense": [], "skip": []})
+    factors: dict[str, list[float]] = field(default_factory=lambda: {"dense": [], "skip": []})
 
 
 def make_case(backend, batch, share: float, given: argparse.Namespace) -> Case:
@@ -224,10 +226,11 @@ def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
     plan = case.plans["train", name]
     backend.zero_grad()
     backend.forward_backward(case.batch, plan.mini_batches[0], case.inputs, fingerprint=plan.fingerprints()[0])
-    seconds = replay(backend)
+    seconds, factors = replay(backend)
     backend.zero_grad()
     if keep:
         case.clocks[name].append(seconds)
+        case.factors[name] += factors
 
 
 def calibrate(backend, batches: list, given: argparse.Namespace) -> None:

@@ -30,17 +30,20 @@ def without_overhead(model: CostModel) -> CostModel:
     return dataclasses.replace(model, stages=tuple(dataclasses.replace(stage, overhead=0.0) for stage in model.stages))
 
 
-def replay(backend) -> float:
-    """The makespan of the last ``forward_backward`` from what each stage's micro-batches took on their own ranks: the slowest replica's."""
+def replay(backend) -> tuple[float, list[float]]:
+    """The makespan of the last ``forward_backward`` from what each stage's micro-batches took on their own ranks: the slowest replica's;
+    and of each micro-batch on each stage, measured over predicted seconds."""
     import torch.distributed as dist
 
     place = backend.topology
     runs = backend.schedule.take_laps()
+    stage = backend.fit.model().stages[place.pipeline_rank]
+    factors = [x for run in runs for x in (run.forward_s + run.backward_s).sum(0) / stage.seconds(run.tokens, run.squares)]
     mine = [(run.forward_s, run.backward_s) for run in runs]
     everyone: list = [None] * place.world_size
-    dist.all_gather_object(everyone, (place.data_rank, place.pipeline_rank, mine))
+    dist.all_gather_object(everyone, (place.data_rank, place.pipeline_rank, mine, factors))
     replicas: dict[int, dict[int, list]] = {}
-    for data_rank, pipeline_rank, theirs in everyone:
+    for data_rank, pipeline_rank, theirs, _ in everyone:
         replicas.setdefault(data_rank, {})[pipeline_rank] = theirs
     slowest = 0.0
     for of_rank in replicas.values():
@@ -50,7 +53,7 @@ def replay(backend) -> float:
                 np.array([of_rank[rank][0][kind][chunk] for chunk in chunks for rank in range(place.pipeline_size)]) for kind in (0, 1)
             )
             slowest = max(slowest, simulate(forward_s, backward_s, pipeline=place.pipeline_size).makespan)
-    return slowest
+    return slowest, [float(x) for *_, theirs in everyone for x in theirs]
 
 
 def summarise(share: float, cases: list, backend) -> dict:
@@ -63,8 +66,13 @@ def summarise(share: float, cases: list, backend) -> dict:
     for name in ("dense", "skip"):
         factors = [x for of_case in alone for x in of_case[f"{name}_over_predicted"]]
         row[f"{name}_over_predicted"] = factors
-        row[f"{name}_spread"] = statistics.pstdev(factors) / statistics.mean(factors) if factors else None
+        row[f"{name}_spread"] = _spread(factors)
+        row[f"{name}_microbatch_spread"] = _spread([x for case in cases for x in case.factors[name]])
     return row
+
+
+def _spread(factors: list[float]) -> float | None:
+    return statistics.pstdev(factors) / statistics.mean(factors) if factors else None
 
 
 def _of_case(case, backend) -> dict:
@@ -118,7 +126,8 @@ COLUMNS = {
     "dead": lambda r: f"{100 * r['dead_share']:.0f} %", "dense s": "dense_s:.3f", "skip s": "skip_s:.4f", "ratio": "ratio:.2f",
     "ideal": "ideal:.2f", "share": "share_of_ideal:.3f", "planned ideal": "planned_ideal:.2f", "share of planned": "share_of_planned:.3f",
     "with log-probs": "phase_share:.3f", "f": "fixed_fraction:.4f", "reachable": "reachable_share:.3f",
-    "spread dense": "dense_spread:.3f", "skip": "skip_spread:.3f", "planning": "planning_fraction:.4f",
+    "spread dense": "dense_spread:.3f", "skip": "skip_spread:.3f", "of micro-batches": "dense_microbatch_spread:.3f",
+    " skip": "skip_microbatch_spread:.3f", "planning": "planning_fraction:.4f",
     "ghost / step": "ghost_over_optimizer_step:.2f", "M": lambda r: f"{max(r['dense_microbatches'])}, {max(r['skip_microbatches'])}",
 }  # fmt: skip
 

@@ -5,7 +5,7 @@
         iter_0000030/                         a whole checkpoint
             .metadata, *.distcp, common.pt    the tensors, in Megatron-Core's torch_dist format
             state.json                        everything else that decides what comes next
-            manifest.json                     every other file's bytes and SHA-256; written last
+            manifest.json                     every other file's bytes and SHA-256, and its own; written last
         iter_0000040.partial/                 being written, or what a killed run left of it; never read
 
 Invariants (tests/test_checkpoint_folder.py):
@@ -77,7 +77,7 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
     for name in digests.keys() - files.keys():
         _sync(folder / name)
     content = {"format": FORMAT, "version": VERSION, "iteration": iteration, "files": digests}
-    write_synced(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    write_synced(folder / MANIFEST, json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n")
     _sync(folder)
     final = folder.with_name(name_of(iteration))
     if final.exists():
@@ -99,20 +99,27 @@ def write_synced(path: pathlib.Path, text: str) -> None:
 
 
 def read_manifest(folder: pathlib.Path) -> dict:
-    """Raises DamagedCheckpoint for a manifest that cannot be read, CheckpointError for a format or version that this code does not know."""
+    """Raises DamagedCheckpoint for a manifest that cannot be read or was changed, CheckpointError for a whole one of a format or version
+    that this code does not know (one without a SHA-256 of its own is another tool's)."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = content["format"], content["version"]
-        content["files"].items()
+        found, own = (content["format"], content["version"]), content.pop("sha256", None)
+        damaged = own != _own_digest(content) and (own is not None or found == (FORMAT, VERSION))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged") from error
+    if damaged:
+        raise DamagedCheckpoint(f"{path} is not what was written, by the SHA-256 that it ends with: the checkpoint is damaged")
     if found != (FORMAT, VERSION):
         raise CheckpointError(
             f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this release reads {FORMAT!r} version {VERSION}; "
             "use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
         )
     return content
+
+
+def _own_digest(content: Mapping) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
@@ -126,17 +133,21 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
         raise DamagedCheckpoint(f"{folder / added[0]} is not in the manifest; remove it if it was put there by hand")
     for number, (name, wanted) in enumerate(sorted(files.items())):
         path = folder / name
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+            found = digest(path)["sha256"] if size == wanted["bytes"] and number % share[1] == share[0] else wanted["sha256"]
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read ({error}): the checkpoint is damaged") from error
         if size != wanted["bytes"]:
             raise DamagedCheckpoint(f"{path} has {size} bytes and its manifest says {wanted['bytes']}: the checkpoint is damaged")
-        if number % share[1] == share[0] and (found := digest(path)["sha256"]) != wanted["sha256"]:
+        if found != wanted["sha256"]:
             raise DamagedCheckpoint(f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged")
 
 
 def prune(root: pathlib.Path, keep_last: int | None, *, spare: Sequence[int] = ()) -> list[int]:
-    """Removes all but the newest ``keep_last`` (None: keeps all) and those to ``spare``; the removed iterations."""
+    """Removes all but the newest ``keep_last`` (None: keeps all; at least one) and those to ``spare``; the removed iterations."""
     found = whole_checkpoints(root)
-    gone = [] if keep_last is None else [n for n in found[: max(len(found) - keep_last, 0)] if n not in spare]
+    gone = [] if keep_last is None else [n for n in found[: max(len(found) - max(keep_last, 1), 0)] if n not in spare]
     for iteration in gone:
         remove(root / name_of(iteration))
     return gone

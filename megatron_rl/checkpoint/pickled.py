@@ -1,42 +1,89 @@
-"""What torch.distributed.checkpoint pickles, ``.metadata``, read by an unpickler that knows nothing but the classes of that file."""
+"""What torch and Megatron-Core pickle around a checkpoint, read by unpicklers that know nothing but the classes below.
+
+On disk that is ``.metadata``; between ranks it is the plans of a save or a load, which torch sends as pickled objects. ``guarded`` puts
+these unpicklers in torch's place. Neither list holds anything that opens, imports, evaluates or runs.
+"""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import os
 import pathlib
 import pickle
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch.distributed.distributed_c10d as between_ranks
+from torch.distributed.checkpoint import filesystem as on_disk
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 
-ALLOWED = {
+ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
         "StorageMeta", "_MEM_FORMAT_ENCODING",
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch": {"Size", "device", "strided"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip
+DTYPES = {"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"}
+OF_ERRORS = {  # what a rank sends in place of its answer
+    "torch.distributed.checkpoint.api": {"CheckpointException"},
+    "megatron.core.dist_checkpointing.core": {"CheckpointingException"},
+    "traceback": {"StackSummary", "FrameSummary"},
+    "builtins": {name for name, found in vars(builtins).items() if isinstance(found, type) and issubclass(found, Exception)},
+    "_pickle": {"UnpicklingError"},
+}
+BETWEEN_RANKS = {
+    "torch.distributed.checkpoint.planner": {"LoadPlan", "ReadItem", "LoadItemType"},
+    "torch.distributed.checkpoint.storage": {"WriteResult"},
+    "megatron.core.dist_checkpointing.mapping": {"ShardedTensor"},
+    **OF_ERRORS,
+}
+FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
-class _Unpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
+    """Of ``.metadata``."""
+
     def find_class(self, module: str, name: str) -> object:
-        is_dtype = module == "torch" and name in DTYPES
-        if not is_dtype and name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata holds")
+        if not self.allows(module, name):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
         return super().find_class(module, name)
 
+    def allows(self, module: str, name: str) -> bool:
+        return name in ALLOWED.get(module, ()) or (module == "torch" and name in DTYPES)
 
-DTYPES = {"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"}
+
+class PlanUnpickler(MetadataUnpickler):
+    """Of what ranks send one another while they plan a save or a load."""
+
+    def allows(self, module: str, name: str) -> bool:
+        return name in BETWEEN_RANKS.get(module, ()) or super().allows(module, name)
 
 
 def check_pickle(path: pathlib.Path) -> object:
     """The file's object. Raises DamagedCheckpoint where it names any other class or function: it is then not unpickled at all."""
     try:
         with path.open("rb") as file:
-            return _Unpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError, IndexError, KeyError, TypeError) as error:
+            return MetadataUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, OSError, ValueError, IndexError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} is refused: {error}") from error
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Within it torch unpickles ``.metadata`` and other ranks' plans by these lists, and every ``torch.load`` is ``weights_only``.
+
+    The latter by torch's own variable, which overrules its callers: ``DefaultLoadPlanner.load_bytes`` asks for ``weights_only=False``,
+    and a ``.metadata`` of allowed classes alone could send a tensor there.
+    """
+    loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
+    with patch.object(on_disk, "pickle", loads), patch.object(between_ranks, "_unpickler", PlanUnpickler), patch.dict(os.environ):
+        os.environ.pop(FORCE_NOT, None)
+        os.environ[FORCE] = "1"
+        yield

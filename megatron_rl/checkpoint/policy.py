@@ -51,10 +51,7 @@ def load(backend: MegatronBackend, folder: pathlib.Path, kept: Mapping[str, obje
 
     kept: what ``numbers`` gave. model: the other's ``identity``. Raises CheckpointError where the models differ.
     """
-    own = identity(backend)
-    if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
-        said = ", ".join(f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in different.items())
-        raise CheckpointError(f"{folder} is of another model: {said}; give the model.hf_path it was trained from, or another run folder")
+    check_model(backend, folder, model)
     entries = weight_entries(backend.chunks)
     if kept["has_reference"]:
         _put(backend, load_weights(entries, folder, prefix=REFERENCE))
@@ -72,6 +69,14 @@ def load(backend: MegatronBackend, folder: pathlib.Path, kept: Mapping[str, obje
     backend.step_index, backend.weight_version = kept["step_index"], kept["weight_version"]
     _restore_fit(backend, np.array(kept["cost_sums"]))
     backend.zero_grad()
+
+
+def check_model(backend: MegatronBackend, folder: pathlib.Path, model: Mapping[str, object]) -> None:
+    """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. Not a collective."""
+    own = identity(backend)
+    if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
+        said = ", ".join(f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in different.items())
+        raise CheckpointError(f"{folder} is of another model: {said}; give the model.hf_path it was trained from, or another run folder")
 
 
 @torch.no_grad()

@@ -7,8 +7,10 @@ iteration is the number of rollouts trained so far; 0 is the state after the sup
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
+import os
 import pathlib
 import random
 import signal
@@ -60,15 +62,19 @@ class Checkpoints:
                 signal.signal(number, self._ask_to_leave)
 
     def _ask_to_leave(self, number: int, _frame: object) -> None:
+        """Said by ``os.write``: in a handler, a print within the print that it interrupted raises."""
         self.preempted = True
-        log.warning("%s: the step in progress is finished, a checkpoint saved, and the run leaves", signal.Signals(number).name)
+        said = f"rank {self.backend.topology.rank}: {signal.Signals(number).name}: the step in progress is finished, a checkpoint saved, "
+        with contextlib.suppress(OSError):
+            os.write(2, f"{said}and the run leaves\n".encode())
 
     # ---- on start --------------------------------------------------------------------------------------------------
 
     def find(self) -> Found | None:
         """The newest good checkpoint; None where there is none, or ``checkpoint.resume=never``.
 
-        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, and for an unknown format.
+        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown format and for
+        another model.
         """
         iterations, *others = gather_json(whole_checkpoints(self.root))
         if any(theirs != iterations for theirs in others):
@@ -86,6 +92,7 @@ class Checkpoints:
                 log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
                 continue
             state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            policy.check_model(self.backend, folder, state["model"])  # before the run's files are cut back
             return Found(folder=folder, state=state)
         raise CheckpointError(f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never")
 
@@ -175,7 +182,7 @@ class Checkpoints:
         state = {
             "rollouts": rollouts, "model": policy.identity(self.backend), "backend": policy.numbers(self.backend),
             "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
-            "bytes": {name: (self.config.run.path / name).stat().st_size for name in self._appended()},
+            "bytes": self._appended(),
             "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": _plain(self.config),
         }  # fmt: skip
         try:
@@ -183,8 +190,10 @@ class Checkpoints:
         except CheckpointError as error:
             self._failed(error)
 
-    def _appended(self) -> list[str]:
-        return [name for name in APPENDED if self.is_main and (self.config.run.path / name).exists()]
+    def _appended(self) -> dict[str, int]:
+        """What the main rank's files hold; one that is not there yet holds nothing, and what is in it later is cut back too."""
+        paths = [self.config.run.path / name for name in APPENDED if self.is_main]
+        return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
     def _finish(self) -> None:
         pending, self.pending = self.pending, None

@@ -3,27 +3,38 @@
 Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives, before anything is written) and ends it
 (the request's finalize functions: ``.metadata``). Between the two it would fork processes; here a thread calls the same per-bucket function
 (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that each rank knows how its own write went before any collective.
+What the main rank writes by itself amid Megatron-Core's collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the
+error is kept until the collectives are over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pathlib
 import queue
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from unittest.mock import patch
 
 import torch
 
 from megatron_rl.checkpoint.folder import begin, complete, digest
+from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.exchange import gather_json
 from megatron_rl.types import CheckpointError
 
 from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing import serialization  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
+
+COMMON = [(x, "save_common") for name, x in vars(common).items() if name == "TorchCommonSaveStrategy"]  # 0.19.2 writes no common.pt
+# 0.19.2 would have NVIDIA's resiliency package write; its own writer is still there.
+OURS = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save_config"))
 
 
 class _Results(queue.Queue):
@@ -47,9 +58,10 @@ class PendingSave:
             except OSError as error:
                 raised = CheckpointError(f"no checkpoint can be begun in {root}: {error}")
         raise_everywhere(raised)
-        with _own_results() as results:
+        with _own_results() as results, guarded(), _kept_errors() as errors:
             state = {"tensors": dict(enumerate(entries))}
-            self.request = dist_checkpointing.save(state, str(self.folder), validate_access_integrity=True, async_sharded_save=True)
+            self.request = dist_checkpointing.save(state, str(self.folder), validate_access_integrity=True, async_sharded_save=True, **OURS)
+        self._raise_everywhere(errors)
         self.results = results
         self.buckets = [] if self.request.async_fn is None else _on_host(self.request.async_fn_args[1])
         self.transforms = [] if self.request.async_fn is None else self.request.async_fn.args[0]
@@ -76,6 +88,8 @@ class PendingSave:
                 self.results.put(written)
         except Exception as error:  # noqa: BLE001 (raised on every rank by finish)
             self.error = error
+            for bucket in self.buckets:  # on a full disk the run's metrics need the room
+                pathlib.Path(bucket[0]).unlink(missing_ok=True)
         self.buckets = []
 
     def is_written(self) -> bool:
@@ -87,24 +101,40 @@ class PendingSave:
         """Waits for every rank's thread and makes the folder a checkpoint. Raises CheckpointError on every rank where one could not write;
         the unfinished folder is then removed, and what was there before stays."""
         self.thread.join()
+        self._raise_everywhere([self.error] if self.error else [])
+        with guarded(), _kept_errors() as errors:
+            for finalize in self.request.finalize_fns:
+                finalize()
+        digests = {name: found for theirs in gather_json(self.digests) for name, found in theirs.items()}
+        if self.is_main and not errors:
+            try:
+                complete(self.folder, digests)
+            except OSError as error:
+                errors.append(error)
+        self._raise_everywhere(errors)
+        return self.root / f"iter_{self.iteration:07d}"
+
+    def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
+        """Raises CheckpointError on every rank where one of them has met an error, and removes the unfinished folder; a collective."""
+        said = f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}" if errors else ""
         try:
-            raise_everywhere(self.error and CheckpointError(f"checkpoint {self.iteration} in {self.root} was not written: {self.error}"))
+            raise_everywhere(CheckpointError(said) if errors else None)
         except CheckpointError:
             if self.is_main:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        for finalize in self.request.finalize_fns:
-            finalize()
-        digests = {name: found for theirs in gather_json(self.digests) for name, found in theirs.items()}
-        raised: Exception | None = None
-        if self.is_main:
-            try:
-                complete(self.folder, digests)
-            except OSError as error:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                raised = CheckpointError(f"checkpoint {self.iteration} in {self.root} could not be completed: {error}")
-        raise_everywhere(raised)
-        return self.root / f"iter_{self.iteration:07d}"
+
+
+def _cause(error: BaseException, root: pathlib.Path) -> str:
+    """The disk's own error, which torch.save hides behind one of its own ("unexpected pos"); where it is lost, what is free."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    if found is not None:
+        return str(found)
+    with contextlib.suppress(OSError):
+        return f"{error} ({shutil.disk_usage(root).free:,} bytes are free there)"
+    return str(error)
 
 
 @contextlib.contextmanager
@@ -117,6 +147,26 @@ def _own_results():
         yield results
     finally:
         setattr(filesystem_async, name, kept)
+
+
+@contextlib.contextmanager
+def _kept_errors() -> Iterator[list[Exception]]:
+    """Within it the files that the main rank writes amid collectives raise nothing: what they met is in the list."""
+    kept: list[Exception] = []
+
+    def quiet(function: Callable) -> Callable:
+        def call(*args, **kwargs) -> None:
+            try:
+                function(*args, **kwargs)
+            except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full disk
+                kept.append(error)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for place, name in SMALL_FILES:
+            patches.enter_context(patch.object(place, name, quiet(getattr(place, name))))
+        yield kept
 
 
 def _on_host(buckets: Sequence[tuple]) -> list[tuple]:

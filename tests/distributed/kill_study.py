@@ -1,0 +1,342 @@
+"""Kills a run at random moments and starts it again by the same command: python -m tests.distributed.kill_study --kills 30 --out table.md
+
+Two gloo processes on this host train a two-layer model by the command line. One run goes to its end; then every kill has a run of its
+own: SIGKILL to rank 0, rank 1 or both (by the seed), at a moment that is uniform in wall time between the first line of ``train.main``
+and the end of the uninterrupted run; the same command again, to its end. Compared with the uninterrupted run, to the bit: the exported
+weights, every tensor of the last checkpoint (AdamW's too), the metrics but for clocks, trace.jsonl, and which prompts each rollout trained.
+
+The ranks (phased_rank.py) note their phase in a mapped file, and sleep in phases that take no time at this size, so that kills fall in
+all of them. They are processes of their own, forked from one that has imported everything. With --least N the first seed from --seed on is
+taken whose moments fall at least N times into each phase of the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.checkpoint.folder import whole_checkpoints
+from tests.distributed.phased_rank import STAGES, read_note
+from tests.distributed.pool import worker_environment
+from tests.distributed.test_checkpoint import tensors_of
+from tests.distributed.test_resume import timeless, weights_of_last
+from tests.distributed.test_train import ROOT, rows_of
+
+BOUND_S = 120.0  # of one attempt, its imports included
+ROLLOUTS, WORLD = 8, 2
+LAYOUTS = {"DP2-sharded": ("parallel.pipeline=1", "optimizer.distributed=true"), "PP2": ("parallel.pipeline=2",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """seconds: since the run began. ranks: whose process gets SIGKILL."""
+
+    seconds: float
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """phase, writing: what the killed rank noted last (the lowest, where all were). resumed: the checkpoint that the second start found.
+    codes: the exit codes of the killed run. differs: what is not as in the uninterrupted run; empty if it all is."""
+
+    kill: Kill
+    phase: str
+    writing: bool
+    resumed: int | None
+    codes: tuple[int, ...]
+    differs: tuple[str, ...]
+
+
+class Nursery:
+    """The process that ranks are forked from (phased_rank.py)."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.phased_rank"]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=worker_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+
+    def ask(self, **message) -> int | None:
+        print(json.dumps(message), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+
+class ForkedRank:
+    """What ``subprocess.Popen`` offers of it, for a rank of the nursery."""
+
+    def __init__(self, nursery: Nursery, arguments: Sequence[str], environment: dict[str, str], printed: pathlib.Path) -> None:
+        self.nursery, self.code = nursery, None
+        self.pid = nursery.ask(arguments=list(arguments), environment=environment, printed=str(printed))
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            self.code = self.nursery.ask(pid=self.pid)
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float = 10.0) -> int:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+        return self.code
+
+
+class Attempt:
+    """The ranks of one start of the command: forks of a nursery, or fresh processes of megatron_rl.train. They end with the context."""
+
+    def __init__(self, arguments: Sequence[str], folder: pathlib.Path, name: str, nursery: Nursery | None = None) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.printed = [folder / f"{name}.rank{rank}.txt" for rank in range(WORLD)]
+        self.ranks: list[subprocess.Popen | ForkedRank] = []
+        command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train", *arguments]
+        for rank, path in enumerate(self.printed):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = {key: str(value) for key, value in place.items()}
+            if nursery is not None:
+                self.ranks.append(ForkedRank(nursery, arguments, environment, path))
+                continue
+            with path.open("w") as out:
+                given = {"env": worker_environment() | environment, "stdout": out, "stderr": subprocess.STDOUT}
+                self.ranks.append(subprocess.Popen(command, cwd=ROOT, **given))
+        self.deadline = time.monotonic() + BOUND_S
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+
+    def wait(self) -> tuple[int | None, ...]:
+        """Every rank's exit code; None of one that had not ended within BOUND_S."""
+        for process in self.ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, self.deadline - time.monotonic()))
+        return tuple(process.poll() for process in self.ranks)
+
+    def runs(self) -> bool:
+        return all(process.poll() is None for process in self.ranks)
+
+    def said(self) -> str:
+        return "\n".join(f"--- rank {rank}:\n{path.read_text()}" for rank, path in enumerate(self.printed))
+
+
+def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *overrides: str) -> list[str]:
+    """Eight optimizer steps a rollout, about half of them ghosts; a checkpoint every second rollout."""
+    return [
+        "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
+        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "run.deadline_s=60", "metrics.progress=false",
+        "warmup.steps=1", "warmup.samples_per_step=16", f"train.steps={ROLLOUTS}", "train.prompts_per_step=8",
+        "train.samples_per_mini_batch=4", "rollout.samples_per_prompt=4", "reward.functions=[tests.distributed.phased_rank:even_is_silent]",
+        "checkpoint.save_every=2", *LAYOUTS[layout], *overrides,
+    ]  # fmt: skip
+
+
+def make_inputs(folder: pathlib.Path) -> pathlib.Path:
+    """Data, tokenizer and model, as the quickstart makes them."""
+    sizes = ["--hidden", "64", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--intermediate", "96"]
+    script = ROOT / "examples" / "quickstart" / "prepare.py"
+    done = [sys.executable, "-W", "ignore", str(script), "--out", str(folder), "--test-rows", "20", *sizes]
+    subprocess.run(done, cwd=ROOT, env=worker_environment(), check=True, timeout=BOUND_S, capture_output=True)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """The uninterrupted run: its folder, and rank 0's phase at equal distances from ``train.main`` to its end."""
+
+    folder: pathlib.Path
+    seconds: float
+    phases: tuple[str, ...]
+
+    def phase_at(self, second: float) -> str:
+        return self.phases[min(int(second / self.seconds * len(self.phases)), len(self.phases) - 1)]
+
+
+def whole_run(nursery: Nursery, inputs: pathlib.Path, folder: pathlib.Path, layout: str) -> Whole:
+    notes, phases = folder / "notes", []
+    folder.mkdir()
+    with Attempt([str(notes), *arguments_of(inputs, folder / "run", layout)], folder, "whole", nursery) as attempt:
+        began = wait_for_begin(attempt, notes)
+        while attempt.runs() and time.monotonic() < attempt.deadline:
+            phases.append(read_note(notes, 0)[0])
+            time.sleep(max(0.0, began + len(phases) * 0.01 - time.monotonic()))
+        ended = time.monotonic()
+        assert attempt.wait() == (0,) * WORLD, attempt.said()
+    return Whole(folder=folder, seconds=ended - began, phases=tuple(phases))
+
+
+def wait_for_begin(attempt: Attempt, notes: pathlib.Path) -> float:
+    while attempt.runs() and any(read_note(notes, rank) is None for rank in range(WORLD)):
+        assert time.monotonic() < attempt.deadline, attempt.said()
+        time.sleep(0.005)
+    return time.monotonic()
+
+
+def draw(seed: int, kills: int, seconds: float) -> list[Kill]:
+    numbers = random.Random(seed)
+    return [Kill(seconds=numbers.uniform(0.0, seconds), ranks=numbers.choice([(0,), (1,), (0, 1)])) for _ in range(kills)]
+
+
+def first_seed(seed: int, kills: int, whole: Whole, least: int) -> int:
+    """From ``seed`` on, the first whose kills fall ``least`` times into each phase, if each run goes as the uninterrupted one did."""
+    for tried in range(seed, seed + 10_000):
+        found = Counter(whole.phase_at(kill.seconds) for kill in draw(tried, kills, whole.seconds))
+        if all(found[stage] >= least for stage in (*STAGES, "other")):
+            return tried
+    raise ValueError(f"no seed of 10,000 from {seed} on gives {least} of {kills} kills to each of {STAGES}; ask for more kills")
+
+
+def kill_once(kill: Kill, nursery: Nursery, command: list[str], folder: pathlib.Path, whole: Whole) -> Outcome | None:
+    """None where the run had ended before its kill was due. command: of a run in folder / "run"."""
+    notes = folder / "notes"
+    with Attempt(command, folder, "killed", nursery) as attempt:
+        due = wait_for_begin(attempt, notes) + kill.seconds
+        while attempt.runs() and time.monotonic() < due:
+            time.sleep(min(0.005, max(0.0, due - time.monotonic())))
+        if not attempt.runs():
+            assert attempt.wait() == (0,) * WORLD, attempt.said()
+            return None
+        for rank in kill.ranks:
+            attempt.ranks[rank].send_signal(signal.SIGKILL)
+        codes = attempt.wait()
+        assert None not in codes, f"a rank outlived the kill of {kill.ranks} by {BOUND_S} s\n{attempt.said()}"
+        phase, writing = read_note(notes, kill.ranks[0])
+    found = whole_checkpoints(folder / "run" / "checkpoints")
+    with Attempt(command, folder, "again", nursery) as attempt:
+        assert attempt.wait() == (0,) * WORLD, attempt.said()
+    differs = tuple(differences(whole.folder, folder))
+    return Outcome(kill=kill, phase=phase, writing=writing, resumed=found[-1] if found else None, codes=codes, differs=differs)
+
+
+def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
+    """What is not the same in two runs' folders, by name."""
+    one, two = whole / "run", other / "run"
+    last = f"iter_{ROLLOUTS:07d}"
+    tensors = [tensors_of(x / "checkpoints" / last) for x in (one, two)]
+    states = [json.loads((x / "checkpoints" / last / "state.json").read_text()) for x in (one, two)]
+    for state in states:
+        state["backend"].pop("cost_sums")  # measured seconds
+    trained = [{path.name: path.read_text() for path in (x / "notes" / "trained").iterdir()} for x in (whole, other)]
+    same = {
+        "weights": same_tensors(weights_of_last(one), weights_of_last(two)),
+        "AdamW": same_tensors(*tensors) and any("exp_avg_sq" in key for key in tensors[0]),
+        "metrics": [timeless(x) for x in rows_of(one)] == [timeless(x) for x in rows_of(two)],
+        "trace": (one / "trace.jsonl").read_text() == (two / "trace.jsonl").read_text(),
+        "prompts": trained[0] == trained[1] and len(trained[0]) == ROLLOUTS,
+        "state": all(states[0][key] == states[1][key] for key in ("rollouts", "backend", "prompts", "trace_rollouts")),
+    }
+    return [name for name, equal in same.items() if not equal]
+
+
+def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def study(
+    kills: int, seed: int, layout: str, folder: pathlib.Path, *, least: int = 0, report: Callable[[str], object] = print
+) -> tuple[Whole, list[Outcome]]:
+    """The uninterrupted run, and an outcome per kill; a kill that came too late for its run is replaced by the next of the seed."""
+    inputs = make_inputs(folder / "inputs")
+    outcomes: list[Outcome] = []
+    with Nursery() as nursery:
+        whole = whole_run(nursery, inputs, folder / "whole", layout)
+        report(f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} optimizer steps")
+        seed = first_seed(seed, kills, whole, least)
+        report(f"seed {seed}")
+        for number, kill in enumerate(draw(seed, 2 * kills, whole.seconds)):
+            place = folder / f"kill{number}"
+            place.mkdir()
+            command = [str(place / "notes"), *arguments_of(inputs, place / "run", layout)]
+            outcome = kill_once(kill, nursery, command, place, whole)
+            if outcome is not None:
+                outcomes.append(outcome)
+            report(row_of(len(outcomes), outcome) if outcome else f"{kill.seconds:.2f} s: the run had ended; another is drawn")
+            if len(outcomes) == kills:
+                break
+    return whole, outcomes
+
+
+def row_of(number: int, outcome: Outcome) -> str:
+    killed = "all" if len(outcome.kill.ranks) == WORLD else f"rank {outcome.kill.ranks[0]}"
+    resumed = "from the start" if outcome.resumed is None else f"rollout {outcome.resumed}"
+    codes = ", ".join(str(code) for code in outcome.codes)
+    result = f"DIFFERS: {', '.join(outcome.differs)}" if outcome.differs else "the same bits"
+    written = "yes" if outcome.writing else ""
+    return f"| {number} | {outcome.kill.seconds:.2f} | {killed} | {outcome.phase} | {written} | {codes} | {resumed} | {result} |"
+
+
+def table(seconds: float, outcomes: Sequence[Outcome]) -> str:
+    """Kills by phase, then every kill."""
+    phases = Counter(outcome.phase for outcome in outcomes)
+    writing = sum(outcome.writing for outcome in outcomes)
+    same = sum(not outcome.differs for outcome in outcomes)
+    columns = [*STAGES, "other", "(any of them, a checkpoint's files being written)"]
+    lines = [
+        f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended with the same bits.", "",
+        "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|",
+        "| " + " | ".join(str(phases[name]) for name in (*STAGES, "other")) + f" | {writing} |", "",
+        "| # | at s | killed | phase | files being written | exit codes | went on from | end |", "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    return "\n".join([*lines, *(row_of(number, x) for number, x in enumerate(outcomes, start=1))]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.distributed.kill_study", description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--least", type=int, default=0, help="kills in each phase, by the choice of the seed")
+    parser.add_argument("--layout", choices=LAYOUTS, default="DP2-sharded")
+    parser.add_argument("--out", type=pathlib.Path, help="the table, as Markdown")
+    parser.add_argument("--keep", type=pathlib.Path, help="a new folder for the runs instead of a temporary one")
+    given = parser.parse_args(arguments)
+    with contextlib.ExitStack() as held:
+        folder = given.keep or pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="kill_study")))
+        folder.mkdir(parents=True, exist_ok=True)
+        said = functools.partial(print, flush=True)
+        whole, outcomes = study(given.kills, given.seed, given.layout, folder, least=given.least, report=said)
+    text = table(whole.seconds, outcomes)
+    print(text)
+    if given.out:
+        given.out.write_text(text)
+    return int(any(outcome.differs for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""One rank of a run that notes what it is doing, where a SIGKILL leaves the note. ``main`` takes NOTES ARGUMENT…
+
+A process of its own with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun. NOTES is a folder; in it
+
+    phase.<rank>              the main thread's phase and whether a checkpoint is being written, in one mapped page
+    trained/<index>.json      (rank 0) the prompts of rollout <index>, written when its optimizer steps are done
+
+What takes no time on a run of toy size is widened by sleeps within it (SLEEPS): the rollout, the reward, the log-prob pass, the update,
+the ghost step, the thread that writes a checkpoint (before, between and after its files) and the checkpoint's end (before every file that
+is synced, before the rename and after it). Nothing else is changed.
+
+``python -m tests.distributed.phased_rank`` imports everything once and then forks a rank for every line of its stdin, since importing takes
+longer than the run. A line is JSON: {"environment", "arguments", "printed"} starts one and is answered by its pid, {"pid"} is answered by
+that one's exit code, as ``subprocess`` counts it, or null while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pathlib
+import sys
+import threading
+import time
+import traceback
+
+from megatron_rl import train
+from tests.reward_functions import parity
+
+SLEEPS = {"rollout": 0.10, "reward": 0.20, "logprob": 0.20, "update": 0.025, "ghost step": 0.035, "thread": 0.15, "save": 0.06}  # s
+NOTE_BYTES = 128
+STAGES = ("rollout", "reward", "logprob", "update", "ghost step", "save")  # of the table; every other stage is "other"
+
+
+def even_is_silent(prompts, completions, completion_ids, answer, **columns) -> list[float]:
+    """1 for prompts whose answer is even: their groups have no signal. The others by their completion's length, as ``parity``."""
+    nap("reward")
+    mixed = parity(prompts, completions, completion_ids)
+    return [1.0 if int(a) % 2 == 0 else value for a, value in zip(answer, mixed, strict=True)]
+
+
+def nap(place: str) -> None:
+    time.sleep(SLEEPS[place])
+
+
+class Note:
+    """A page of a file that is mapped: what was written is there after SIGKILL."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        path.write_bytes(b" " * NOTE_BYTES)
+        with path.open("r+b") as file:
+            self.page = mmap.mmap(file.fileno(), NOTE_BYTES)
+        self.phase, self.writing = "other", False
+        self.lock = threading.Lock()  # the thread that writes a checkpoint notes that too
+
+    def write(self, *, phase: str | None = None, writing: bool | None = None) -> None:
+        with self.lock:
+            self.phase = self.phase if phase is None else phase
+            self.writing = self.writing if writing is None else writing
+            self.page[:] = json.dumps([self.phase, self.writing]).encode().ljust(NOTE_BYTES)
+
+    @contextlib.contextmanager
+    def within(self, phase: str):
+        outer = self.phase
+        self.write(phase=phase)
+        yield
+        self.write(phase=outer)
+
+
+def read_note(notes: pathlib.Path, rank: int) -> tuple[str, bool] | None:
+    """(phase, a checkpoint is being written) of a rank; None where it has not come to its run."""
+    path = notes / f"phase.{rank}"
+    text = path.read_bytes().strip() if path.exists() else b""
+    return tuple(json.loads(text)) if text else None
+
+
+def note_stages(note: Note) -> None:
+    """The loop's own stages, as it tells them to its watch; rollout and ghost steps are told apart here."""
+    from megatron_rl.optimizer import Optimizer
+    from megatron_rl.types import StepKind
+    from megatron_rl.watch import Watch
+
+    enter, step = Watch._enter, Optimizer.step
+
+    def noted_enter(self, name):
+        note.write(phase=name if name in STAGES else "other")
+        if name in ("rollout", "logprob", "update"):
+            nap(name)
+        return enter(self, name)
+
+    def noted_step(self, kind):
+        if kind is not StepKind.GHOST:
+            return step(self, kind)
+        with note.within("ghost step"):
+            nap("ghost step")
+            return step(self, kind)
+
+    Watch._enter, Optimizer.step = noted_enter, noted_step
+
+
+def note_saves(note: Note) -> None:
+    """The main thread's share of a save (planning, ending, pruning), and the thread that writes."""
+    from megatron_rl.checkpoint import folder, run_state, writer
+
+    checkpoints, pending = run_state.Checkpoints, writer.PendingSave
+    save, finish, write, sync = checkpoints._save, checkpoints._finish, pending._write, folder._sync
+    write_bucket = writer.FileSystemWriterAsync.write_preloaded_data
+
+    def noted(whole):
+        def call(self, *args, **kwargs):
+            if whole is finish and self.pending is None:
+                return None
+            with note.within("save"):
+                return whole(self, *args, **kwargs)
+
+        return call
+
+    def noted_write(self):
+        note.write(writing=True)
+        nap("thread")
+        write(self)
+        note.write(writing=False)
+
+    def slow_bucket(*args, **kwargs):
+        write_bucket(*args, **kwargs)
+        nap("thread")
+
+    def slow_sync(path):
+        nap("save")
+        sync(path)
+
+    checkpoints._save, checkpoints._finish, pending._write = noted(save), noted(finish), noted_write
+    writer.FileSystemWriterAsync.write_preloaded_data, folder._sync = staticmethod(slow_bucket), slow_sync
+
+
+def note_prompts(notes: pathlib.Path) -> None:
+    from megatron_rl.prompts import PromptSource
+
+    following, whole = PromptSource.next, train.train_on_rollout
+    drawn: list[str] = []
+
+    def noted_next(self, count):
+        prompts = following(self, count)
+        drawn[:] = [prompt.prompt_id for prompt in prompts]
+        return prompts
+
+    def noted_rollout(run, index, extra):
+        whole(run, index, extra)
+        (notes / "trained" / f"{index}.json").write_text(json.dumps(drawn))
+
+    PromptSource.next, train.train_on_rollout = noted_next, noted_rollout
+
+
+def main(arguments: list[str]) -> int:
+    notes, rank = pathlib.Path(arguments[0]), int(os.environ["RANK"])
+    (notes / "trained").mkdir(parents=True, exist_ok=True)
+    note = Note(notes / f"phase.{rank}")
+    note_stages(note)
+    note_saves(note)
+    if rank == 0:
+        note_prompts(notes)
+    note.write(phase="other")
+    return train.main(arguments[1:])
+
+
+def start(given: dict) -> int:
+    """Forks a rank; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    printed, nothing = os.open(given["printed"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), os.open(os.devnull, os.O_RDONLY)
+    for descriptor, place in ((nothing, 0), (printed, 1), (printed, 2)):
+        os.dup2(descriptor, place)
+    os.environ.update(given["environment"])
+    code = 1
+    try:
+        code = main(given["arguments"])
+    except BaseException:  # noqa: BLE001 (a fork must not go on as its parent)
+        traceback.print_exc()
+    train.leave(code)
+
+
+def serve() -> None:
+    import megatron_rl.run  # noqa: F401  (what every fork has)
+
+    for line in sys.stdin:
+        given = json.loads(line)
+        if "arguments" in given:
+            answer: int | None = start(given)
+        else:
+            ended, status = os.waitpid(given["pid"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

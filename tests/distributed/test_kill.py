@@ -1,0 +1,15 @@
+"""A run that is killed at random moments and started again, by the study's own code; 30 kills and their table: docs/checkpoints.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.kill_study import study
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_a_killed_run_started_again_ends_with_the_same_bits(tmp_path):
+    """Pipeline stages; every attempt is bounded by the study (BOUND_S)."""
+    _, outcomes = study(4, 1, "PP2", tmp_path)
+    assert len(outcomes) == 4 and not any(outcome.differs for outcome in outcomes), outcomes

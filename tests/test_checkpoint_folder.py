@@ -1,0 +1,236 @@
+"""checkpoint/folder.py: a checkpoint is whole or invisible, damage of any file is found and named, pruning spares the newest."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+
+import pytest
+
+from megatron_rl.checkpoint import folder as folder_module
+from megatron_rl.checkpoint.folder import (
+    LATEST,
+    MANIFEST,
+    DamagedCheckpoint,
+    begin,
+    complete,
+    digest,
+    name_of,
+    prune,
+    read_manifest,
+    verify,
+    whole_checkpoints,
+)
+from megatron_rl.types import CheckpointError
+
+FILES = {".metadata": b"plans", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"tensors" * 99, "state.json": b'{"rollouts": 4}\n'}
+
+
+def write_checkpoint(root: pathlib.Path, iteration: int = 4) -> pathlib.Path:
+    """A whole one; of one file the writer gives the digest, as the ranks' threads do."""
+    partial = begin(root, iteration)
+    for name, content in FILES.items():
+        (partial / name).write_bytes(content)
+    return complete(partial, {"__0_0.distcp": digest(partial / "__0_0.distcp")})
+
+
+def sign_again(manifest: pathlib.Path, **changed) -> None:
+    """Changes a manifest as another release would have written it: with a SHA-256 of its own."""
+    content = {**json.loads(manifest.read_text()), **changed}
+    content.pop("sha256")
+    manifest.write_text(json.dumps({**content, "sha256": folder_module._own_digest(content)}))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that runs after it counts."""
+
+
+def killed_at(number: int, monkeypatch, root: pathlib.Path) -> bool:
+    """Whether a save that is killed at its ``number``-th call that touches the disk came to that."""
+    calls: list[str] = []
+
+    def counted(name: str):
+        whole = getattr(os, name)
+
+        def call(*args):
+            if len(calls) == number:
+                raise Killed
+            calls.append(name)
+            return whole(*args)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("fsync", "rename", "replace"):
+            patched.setattr(folder_module.os, name, counted(name))
+        try:
+            write_checkpoint(root)
+        except Killed:
+            return True
+    assert calls.index("rename") > calls.index("replace")  # the manifest's
+    return False
+
+
+def test_1_a_kill_anywhere_in_complete_leaves_no_checkpoint_or_a_whole_one(tmp_path, monkeypatch):
+    """The one of iteration 2 stays good wherever that of 4 was killed, and the next start cleans up."""
+    for number in range(100):
+        root = tmp_path / str(number)
+        write_checkpoint(root, 2)
+        if not killed_at(number, monkeypatch, root):
+            break
+        for iteration in whole_checkpoints(root):
+            verify(root / name_of(iteration))
+        assert whole_checkpoints(root)[0] == 2 and (root / LATEST).read_text() in ("2", str(whole_checkpoints(root)[-1]))
+        write_checkpoint(root)
+        verify(root / name_of(4))
+        assert sorted(x.name for x in root.iterdir() if x.is_dir()) == [name_of(2), name_of(4)]
+    assert number == 10, "calls that touch the disk in a save of four files, one of them digested by its writer"
+
+
+def test_1_what_is_being_written_or_deleted_is_invisible_and_removed_by_begin(tmp_path):
+    assert whole_checkpoints(tmp_path / "nowhere") == []
+    partial = begin(tmp_path, 4)
+    (partial / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "iter_0000002.deleting").mkdir()
+    (tmp_path / "step_12" / "hf").mkdir(parents=True)
+    assert whole_checkpoints(tmp_path) == []
+    assert begin(tmp_path, 5).name == "iter_0000005.partial"
+    assert {x.name for x in tmp_path.iterdir()} == {"iter_0000005.partial", "step_12"}
+
+
+def test_1_a_complete_one_is_visible_and_replaces_its_elder(tmp_path):
+    first = write_checkpoint(tmp_path)
+    (first / "state.json").write_text("damaged")
+    second = write_checkpoint(tmp_path)
+    verify(second)
+    assert first == second and whole_checkpoints(tmp_path) == [4]
+    assert [x.name for x in tmp_path.iterdir() if x.is_dir()] == ["iter_0000004"]
+
+
+def test_latest_is_the_text_that_megatron_lm_reads(tmp_path):
+    for iteration in (0, 7, 12345678):
+        write_checkpoint(tmp_path, iteration)
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(iteration)
+    assert whole_checkpoints(tmp_path) == [0, 7, 12345678]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_2_a_file_cut_short_is_named(tmp_path, name):
+    checkpoint = write_checkpoint(tmp_path)
+    os.truncate(checkpoint / name, len(FILES[name]) - 1)
+    with pytest.raises(DamagedCheckpoint, match=f"{name} has {len(FILES[name]) - 1} bytes .* says {len(FILES[name])}"):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_2_any_flipped_bit_is_found_and_its_file_named(tmp_path, name):
+    """Of the manifest too. Every bit of a short file, 60 of a long one."""
+    checkpoint = write_checkpoint(tmp_path)
+    path = checkpoint / name
+    content = path.read_bytes()
+    bits = (
+        range(8 * len(content)) if len(content) < 60 else random.Random(0).sample(range(8 * len(content)), 60 if name != MANIFEST else 600)
+    )
+    for bit in bits:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(DamagedCheckpoint, match=name):
+            verify(checkpoint)
+    path.write_bytes(content)
+    verify(checkpoint)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_2_a_missing_file_is_named(tmp_path, name):
+    checkpoint = write_checkpoint(tmp_path)
+    (checkpoint / name).unlink()
+    with pytest.raises(DamagedCheckpoint, match=name):
+        verify(checkpoint)
+
+
+def test_2_an_added_file_is_named(tmp_path):
+    checkpoint = write_checkpoint(tmp_path)
+    (checkpoint / "__2_0.distcp").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match="__2_0.distcp is not in the manifest"):
+        verify(checkpoint)
+
+
+def test_2_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path)
+
+    def fail(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(folder_module, "digest", fail)
+    with pytest.raises(DamagedCheckpoint, match="metadata cannot be read .*Input/output error"):
+        verify(checkpoint)
+
+
+def test_2_ranks_check_a_share_each_and_all_files_together(tmp_path):
+    checkpoint = write_checkpoint(tmp_path)
+    for name in FILES:
+        content = bytearray(FILES[name])
+        content[0] ^= 1
+        (checkpoint / name).write_bytes(content)
+        found = 0
+        for rank in range(3):
+            try:
+                verify(checkpoint, share=(rank, 3))
+            except DamagedCheckpoint as error:
+                assert name in str(error)
+                found += 1
+        assert found == 1
+        (checkpoint / name).write_bytes(FILES[name])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"version": 2}, ["format 'megatron_rl' version 2", "reads 'megatron_rl' version 1"]),
+        ({"format": "verl"}, ["format 'verl' version 1", "reads 'megatron_rl' version 1"]),
+    ],
+)
+def test_an_unknown_format_or_version_is_no_damage_and_both_are_named(tmp_path, changed, words):
+    checkpoint = write_checkpoint(tmp_path)
+    sign_again(checkpoint / MANIFEST, **changed)
+    with pytest.raises(CheckpointError) as caught:
+        verify(checkpoint)
+    assert not isinstance(caught.value, DamagedCheckpoint) and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_manifest_of_another_tool_is_named_and_ours_without_its_digest_is_damaged(tmp_path):
+    manifest = write_checkpoint(tmp_path) / MANIFEST
+    content = json.loads(manifest.read_text())
+    content.pop("sha256")
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(DamagedCheckpoint, match=MANIFEST):
+        read_manifest(manifest.parent)
+    manifest.write_text(json.dumps({**content, "format": "other"}))
+    with pytest.raises(CheckpointError, match="format 'other' version 1 .* reads 'megatron_rl' version 1"):
+        read_manifest(manifest.parent)
+
+
+def test_3_prune_keeps_the_newest(tmp_path):
+    for iteration in range(5):
+        write_checkpoint(tmp_path, iteration)
+    assert prune(tmp_path, None) == [] and whole_checkpoints(tmp_path) == [0, 1, 2, 3, 4]
+    assert prune(tmp_path, 2, spare=[1]) == [0, 2] and whole_checkpoints(tmp_path) == [1, 3, 4]
+    assert prune(tmp_path, 1) == [1, 3]
+    assert prune(tmp_path, 1) == prune(tmp_path, 0) == [] and whole_checkpoints(tmp_path) == [4]
+    verify(tmp_path / name_of(4))
+
+
+def test_3_a_folder_that_is_being_removed_is_invisible_before_it_is_incomplete(tmp_path, monkeypatch):
+    for iteration in (1, 2):
+        write_checkpoint(tmp_path, iteration)
+
+    def killed(path):
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(folder_module.shutil, "rmtree", killed)
+        prune(tmp_path, 1)
+    assert whole_checkpoints(tmp_path) == [2] and (tmp_path / "iter_0000001.deleting" / MANIFEST).exists()
