@@ -35,6 +35,7 @@ setup(
     extras_require={
         "vllm": ["vllm>=0.11"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
+        "bridge": ["megatron-bridge>=0.3.1"],
         "wandb": ["wandb>=0.17"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6"],

@@ -90,7 +90,7 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
         missing = MISSING.get(family, "a table of its parameters (weights/mapping.py) and its layers (model/build.py)")
         raise ConfigError(
             f"{folder} holds a {family!r} model, and the tables are for {', '.join(FAMILIES)}; missing for {family}: {missing}. "
-            "NVIDIA's megatron-bridge may have a table for it (docs/conversion.md)"
+            "With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this command goes through it"
         )
     from transformers import AutoConfig
 
@@ -225,8 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_rl.types import CheckpointError, ConfigError
 
     commands = {"import": import_command, "export": export_command, "roundtrip": roundtrip_command, "inspect": inspect_command}
+    from convert_checkpoint_bridge import bridge_command, needs_bridge
+
     try:
-        code, report = commands[given.command](given)
+        code, report = (bridge_command if needs_bridge(given) else commands[given.command])(given)
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

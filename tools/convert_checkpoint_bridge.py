@@ -1,0 +1,63 @@
+"""convert_checkpoint.py's way for a family without a table of ours: NVIDIA's megatron-bridge, where it is installed and there is a GPU.
+
+Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt, export_ckpt); NOT RUN by us: it builds
+layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+
+
+def family_of(folder: pathlib.Path) -> str | None:
+    """``model_type`` of a Hugging Face directory; None where there is no config."""
+    path = folder / "config.json"
+    return json.loads(path.read_text()).get("model_type") if path.exists() else None
+
+
+def needs_bridge(given: argparse.Namespace) -> bool:
+    """Whether the command is import or export and the model of a family that our tables do not hold."""
+    from megatron_rl.model.build import FAMILIES
+
+    if given.command not in ("import", "export"):
+        return False
+    family = family_of(given.source if given.command == "import" else given.hf or given.source / "hf")
+    return family is not None and family not in FAMILIES and importlib.util.find_spec("megatron.bridge") is not None
+
+
+def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
+    """import or export by megatron-bridge. Raises ConfigError where it cannot, saying why and what can be done."""
+    import torch
+
+    from megatron_rl.types import ConfigError
+
+    hf = given.source if given.command == "import" else given.hf or given.source / "hf"
+    family = family_of(hf)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{hf} holds a {family!r} model, which has no table here; megatron-bridge is installed but builds Transformer Engine's layers, "
+            "and there is no GPU; run this on a host with one"
+        )
+    if given.command == "import" and (given.tp, given.pp, given.ep) != (1, 1, 1):
+        raise ConfigError("--tp, --pp and --ep are for our own tables; leave them out: any topology loads what megatron-bridge writes")
+    from megatron.bridge import AutoBridge
+
+    if not AutoBridge.can_handle(str(hf)):
+        raise ConfigError(f"{hf} holds a {family!r} model, which neither our tables nor the megatron-bridge that is installed know")
+    if given.command == "import":
+        AutoBridge.import_ckpt(str(hf), str(given.target), **_dtype(given, torch))
+    else:
+        if given.dtype:
+            raise ConfigError(
+                f"--dtype {given.dtype} is for our own tables; megatron-bridge exports in the checkpoint's dtype; leave it out"
+            )
+        AutoBridge.from_hf_pretrained(str(hf)).export_ckpt(str(given.source), str(given.target), show_progress=not given.quiet)
+    print(f"wrote {given.target}: {family}, by megatron-bridge")
+    return 0, {"wrote": str(given.target), "family": family, "by": "megatron-bridge"}
+
+
+def _dtype(given: argparse.Namespace, torch) -> dict:
+    return {"torch_dtype": getattr(torch, given.dtype)} if given.dtype else {}
