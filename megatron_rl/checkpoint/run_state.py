@@ -14,6 +14,7 @@ import os
 import pathlib
 import random
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class Checkpoints:
         self.root = config.run.path / "checkpoints"
         self.is_main = backend.topology.is_main
         self.pending: PendingSave | None = None
+        self.waited_s = 0.0  # of the last checkpoint: what the loop did not do meanwhile
         self.preempted = False
         if self.settings.save_every:
             for number in SIGNALS:
@@ -179,6 +181,7 @@ class Checkpoints:
         self._finish()
 
     def _save(self, run, rollouts: int) -> None:
+        started = time.perf_counter()
         state = {
             "rollouts": rollouts, "model": policy.identity(self.backend), "backend": policy.numbers(self.backend),
             "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
@@ -189,6 +192,7 @@ class Checkpoints:
             self.pending = policy.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"})
         except CheckpointError as error:
             self._failed(error)
+        self.waited_s = time.perf_counter() - started
 
     def _appended(self) -> dict[str, int]:
         """What the main rank's files hold; one that is not there yet holds nothing, and what is in it later is cut back too."""
@@ -199,6 +203,7 @@ class Checkpoints:
         pending, self.pending = self.pending, None
         if pending is None:
             return
+        started = time.perf_counter()
         try:
             folder = pending.finish()
         except CheckpointError as error:
@@ -206,7 +211,8 @@ class Checkpoints:
             return
         if self.is_main:
             prune(self.root, self.settings.keep_last)
-            log.info("checkpoint %s", folder)
+            self.waited_s += time.perf_counter() - started
+            log.info("checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, pending.written_s)
 
     def _failed(self, error: CheckpointError) -> None:
         if self.settings.on_error == "fail":

@@ -15,6 +15,7 @@ import pathlib
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import patch
 
@@ -65,11 +66,13 @@ class PendingSave:
         self.results = results
         self.buckets = [] if self.request.async_fn is None else _on_host(self.request.async_fn_args[1])
         self.transforms = [] if self.request.async_fn is None else self.request.async_fn.args[0]
+        self.written_s = 0.0
         self.thread = threading.Thread(target=self._write, name=f"checkpoint-{iteration}")
         self.thread.start()
 
     def _write(self) -> None:
         """This rank's files, each digested when it is written."""
+        started = time.perf_counter()
         try:
             written: dict[int, list] = {}
             for number, bucket in enumerate(self.buckets):
@@ -90,6 +93,7 @@ class PendingSave:
             self.error = error
             for bucket in self.buckets:  # on a full disk the run's metrics need the room
                 pathlib.Path(bucket[0]).unlink(missing_ok=True)
+        self.written_s = time.perf_counter() - started
         self.buckets = []
 
     def is_written(self) -> bool:
