@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from safetensors import safe_open
 
@@ -48,8 +49,12 @@ def started(script: str, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides
         try:
             yield process, lambda: pathlib.Path(out.name).read_text(encoding="utf-8")
         finally:
+            ranks = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            for rank in ranks:  # torchrun starts each in a session of its own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
             process.wait()
 
 
