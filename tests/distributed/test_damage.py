@@ -95,7 +95,7 @@ DAMAGE = {
     "metadata flipped": (flip, ".metadata"),
     "metadata with a call": (plant, ".metadata"),
     "state cut": (cut, "state.json"),
-    "common flipped": (flip, "common.pt"),
+    "format flipped": (flip, "metadata.json"),
     "manifest flipped": (flip, MANIFEST),
     "manifest gone": (remove, MANIFEST),
 }
@@ -138,7 +138,7 @@ def test_two_are_passed_over_and_all_damaged_is_an_error(pool, arithmetic, whole
     results = run(pool, arithmetic, half, "train.steps=4")
     assert [code for code, _ in results] == [0, 0] and results[0][1].count("THE CHECKPOINT BEFORE IT IS USED") == 2, results
     assert_same_end(whole, half)
-    flip(copied / "checkpoints" / name_of(0) / "common.pt")
+    flip(copied / "checkpoints" / name_of(0) / "metadata.json")
     results = run(pool, arithmetic, copied, "train.steps=4")
     assert [code for code, _ in results] == [1, 1], results
     assert all("all 3 checkpoints" in said and "checkpoint.resume=never" in said for _, said in results), results
@@ -196,7 +196,7 @@ def pages(paths) -> int:
 
 def room_for(checkpoint: pathlib.Path, what: str) -> int:
     """Pages that a save finds free, so that it fails at its first file, in the ranks' tensors, or at ``.metadata``."""
-    tensors, small = list(checkpoint.glob("*.distcp")), [checkpoint / name for name in ("common.pt", "state.json")]
+    tensors, small = list(checkpoint.glob("*.distcp")), [x for x in checkpoint.iterdir() if x.name in ("common.pt", "state.json")]
     return {"nothing": 0, "half of the tensors": pages(tensors) // 2, "all but .metadata": pages([*tensors, *small]) + 1}[what]
 
 
