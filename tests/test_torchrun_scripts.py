@@ -111,6 +111,8 @@ def test_elastic_restart_equals_uninterrupted(inputs, one_node, tmp_path):
         children = [path.read_text().split() for path in pathlib.Path(f"/proc/{torchrun.pid}/task").glob("*/children")]
         os.kill(int(sum(children, [])[-1]), signal.SIGKILL)
         assert torchrun.wait(BOUND_S) == 0, said()[-4000:]
-        assert "Signal 9 (SIGKILL)" in said() or "exitcode: -9" in said(), said()[-4000:]
+        # by torchrun, or by the rank that lived on, whichever torchrun sees end first
+        named = ("Signal 9 (SIGKILL)", "exitcode: -9", "its process ended without a word (killed?)")
+        assert any(x in said() for x in named) and "resumed from" in said(), said()[-4000:]
     assert weights(run_dir) == weights(one_node)
     assert rl_rows(run_dir) == rl_rows(one_node)
