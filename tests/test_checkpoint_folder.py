@@ -217,8 +217,8 @@ def test_3_prune_keeps_the_newest(tmp_path):
     for iteration in range(5):
         write_checkpoint(tmp_path, iteration)
     assert prune(tmp_path, None) == [] and whole_checkpoints(tmp_path) == [0, 1, 2, 3, 4]
-    assert prune(tmp_path, 2, spare=[1]) == [0, 2] and whole_checkpoints(tmp_path) == [1, 3, 4]
-    assert prune(tmp_path, 1) == [1, 3]
+    assert prune(tmp_path, 2) == [0, 1, 2] and whole_checkpoints(tmp_path) == [3, 4]
+    assert prune(tmp_path, 1) == [3]
     assert prune(tmp_path, 1) == prune(tmp_path, 0) == [] and whole_checkpoints(tmp_path) == [4]
     verify(tmp_path / name_of(4))
 

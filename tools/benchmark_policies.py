@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
-import platform as host_platform
 import sys
 
 import benchmark_skip
+from benchmark_skip_table import machine_name, write_json
 
 LEAST_CAPS = 3
 LEAST_TOKENS = 8  # of a sample of benchmark_skip.make_batch
@@ -173,7 +172,6 @@ def show(shares: list[dict], given: argparse.Namespace, machine: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
-    import torch
 
     first = argparse.Namespace(**vars(given) | {"max_tokens_per_microbatch": min(given.max_tokens_per_microbatch)})
     backend = benchmark_skip.build_backend(first)
@@ -182,13 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     backend.keep_reference()
     shares = [measure(backend, given, share) for share in given.dead_share]
     if backend.topology.is_main:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{host_platform.machine()} CPU, {os.cpu_count()} cores"
-        machine = f"{device}, torch {torch.__version__}"
+        machine = machine_name()
         show(shares, given, machine)
-        if given.json:
-            settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-            given.json.write_text(json.dumps({"machine": machine, "settings": settings, "shares": shares}, indent=1) + "\n")
-            print(f"written: {given.json}")
+        write_json(given, machine, shares=shares)
     backend.close()
     return 0
 

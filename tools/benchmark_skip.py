@@ -18,16 +18,14 @@ clock, and no optimizer step runs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
-import platform as host_platform
 import sys
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
-from benchmark_skip_table import replay, show, summarise
+from benchmark_skip_table import machine_name, replay, show, summarise, write_json
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -244,8 +242,6 @@ def calibrate(backend, batches: list, given: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
-    import torch
-
     from megatron_rl import schedule
 
     if given.virtual_clock:
@@ -255,13 +251,9 @@ def main(arguments: list[str] | None = None) -> int:
     calibrate(backend, batches, given)
     rows = [measure(backend, batches, share, given) for share in given.dead_share]
     if backend.topology.is_main:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{host_platform.machine()} CPU, {os.cpu_count()} cores"
-        machine = f"{device}, torch {torch.__version__}"
+        machine = machine_name()
         show(rows, given, machine)
-        if given.json:
-            settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-            given.json.write_text(json.dumps({"machine": machine, "settings": settings, "rows": rows}, indent=1) + "\n")
-            print(f"written: {given.json}")
+        write_json(given, machine, rows=rows)
     backend.close()
     return 0
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import os
+import pathlib
+import platform
 import statistics
 
 import numpy as np
+import torch
 
 from megatron_rl.cost import CostModel
 from megatron_rl.plan import padded_lengths
@@ -120,6 +125,19 @@ def _wall_fields(case) -> dict:
     if not len(case.plans["train", "skip"].mini_batches[0].order):
         fields["ghost_over_optimizer_step"] = statistics.median(x for _, x in case.updates["skip"]) / step_s
     return fields
+
+
+def machine_name() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return f"{device}, torch {torch.__version__}"
+
+
+def write_json(given: argparse.Namespace, machine: str, **content: object) -> None:
+    """What was measured, with the settings that it was measured by, where ``--json`` asks for it."""
+    if given.json:
+        settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
+        given.json.write_text(json.dumps({"machine": machine, "settings": settings, **content}, indent=1) + "\n")
+        print(f"written: {given.json}")
 
 
 COLUMNS = {

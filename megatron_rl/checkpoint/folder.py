@@ -23,7 +23,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megatron_rl.types import CheckpointError
 
@@ -144,10 +144,10 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
             raise DamagedCheckpoint(f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged")
 
 
-def prune(root: pathlib.Path, keep_last: int | None, *, spare: Sequence[int] = ()) -> list[int]:
-    """Removes all but the newest ``keep_last`` (None: keeps all; at least one) and those to ``spare``; the removed iterations."""
+def prune(root: pathlib.Path, keep_last: int | None) -> list[int]:
+    """Removes all but the newest ``keep_last`` (None: keeps all; at least one); the removed iterations."""
     found = whole_checkpoints(root)
-    gone = [] if keep_last is None else [n for n in found[: max(len(found) - max(keep_last, 1), 0)] if n not in spare]
+    gone = [] if keep_last is None else found[: max(len(found) - max(keep_last, 1), 0)]
     for iteration in gone:
         remove(root / name_of(iteration))
     return gone

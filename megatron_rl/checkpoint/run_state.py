@@ -28,6 +28,7 @@ from megatron_rl.checkpoint.pickled import check_pickle
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.exchange import gather_json
+from megatron_rl.metrics import set_aside
 from megatron_rl.platform import HOST
 from megatron_rl.types import CheckpointError
 
@@ -82,7 +83,8 @@ class Checkpoints:
         if any(theirs != iterations for theirs in others):
             raise CheckpointError(f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share")
         if not iterations or self.settings.resume == "never":
-            self._set_aside(bool(iterations))
+            if iterations and self.is_main:
+                set_aside(self.root)
             return None
         for iteration in reversed(iterations):
             folder = self.root / name_of(iteration)
@@ -112,12 +114,6 @@ class Checkpoints:
         if said:
             message, damaged = said[0]
             raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
-
-    def _set_aside(self, exist: bool) -> None:
-        if exist and self.is_main:
-            number = next(n for n in range(1, 1_000_000) if not self.root.with_name(f"{self.root.name}.{n}").exists())
-            self.root.rename(self.root.with_name(f"{self.root.name}.{number}"))
-            log.warning("checkpoint.resume=never: the checkpoints of an earlier run are kept as %s.%d", self.root.name, number)
 
     def cut_back(self, found: Found | None) -> None:
         """Shortens the run's own files to what they held when the checkpoint was taken. Not a collective; the main rank's."""

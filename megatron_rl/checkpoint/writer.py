@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_rl.checkpoint.folder import begin, complete, digest
+from megatron_rl.checkpoint.folder import begin, complete, digest, name_of
 from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.exchange import gather_json
 from megatron_rl.types import CheckpointError
@@ -38,17 +38,13 @@ OURS = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist
 SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save_config"))
 
 
-class _Results(queue.Queue):
-    """What ``retrieve_write_results`` reads from; Megatron-Core's own is a manager's, in another process."""
-
-
 class PendingSave:
-    """One checkpoint on its way to disk. ``outcome`` and ``finish`` are collectives, everything else is this rank's alone."""
+    """One checkpoint on its way to disk. Making one and ``finish`` are collectives; the thread is this rank's alone."""
 
     def __init__(self, root: pathlib.Path, iteration: int, entries: Sequence[ShardedBase], texts: dict[str, str], *, is_main: bool):
         """texts: small files that the main rank adds, by name. Raises CheckpointError on every rank where the folder cannot be made."""
         self.root, self.iteration, self.is_main = root, iteration, is_main
-        self.folder = root / f"iter_{iteration:07d}.partial"
+        self.folder = root / f"{name_of(iteration)}.partial"
         self.texts = texts if is_main else {}
         self.error: Exception | None = None
         self.digests: dict[str, dict] = {}
@@ -96,11 +92,6 @@ class PendingSave:
         self.written_s = time.perf_counter() - started
         self.buckets = []
 
-    def is_written(self) -> bool:
-        """Whether every rank's thread has ended; a collective."""
-        ended = [not self.thread.is_alive()]
-        return all(x for (x,) in gather_json(ended))
-
     def finish(self) -> pathlib.Path:
         """Waits for every rank's thread and makes the folder a checkpoint. Raises CheckpointError on every rank where one could not write;
         the unfinished folder is then removed, and what was there before stays."""
@@ -116,7 +107,7 @@ class PendingSave:
             except OSError as error:
                 errors.append(error)
         self._raise_everywhere(errors)
-        return self.root / f"iter_{self.iteration:07d}"
+        return self.root / name_of(self.iteration)
 
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
         """Raises CheckpointError on every rank where one of them has met an error, and removes the unfinished folder; a collective."""
@@ -143,9 +134,10 @@ def _cause(error: BaseException, root: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _own_results():
-    """The writer's queue of results, ours: Megatron-Core asks for it by this name when it builds the writer."""
+    """The writer's queue of results, ours: Megatron-Core asks for one by this name when it builds the writer, and its own is that of a
+    manager in another process."""
     (name,) = [x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)]  # 0.16.1, 0.19.2
-    results, kept = _Results(), getattr(filesystem_async, name)
+    results, kept = queue.Queue(), getattr(filesystem_async, name)
     setattr(filesystem_async, name, lambda *_: results)
     try:
         yield results

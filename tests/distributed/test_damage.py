@@ -9,7 +9,6 @@ import pickle
 import resource
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch
 from megatron_rl.checkpoint.folder import MANIFEST, digest, name_of, verify, whole_checkpoints
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import ROOT, arguments, arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import ROOT, arguments, arithmetic, command_line, prepare_inputs, rows_of  # noqa: F401 (a fixture)
 from tests.test_checkpoint_folder import sign_again
 
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null", "train.export_last=false")
@@ -149,13 +148,7 @@ def test_two_are_passed_over_and_all_damaged_is_an_error(pool, arithmetic, whole
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory) -> pathlib.Path:
-    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
-    import prepare
-
-    folder = tmp_path_factory.mktemp("other")
-    sizes = ["--hidden", "32", "--layers", "1", "--heads", "1", "--kv-heads", "1", "--intermediate", "48"]
-    assert prepare.main(["--out", str(folder), "--test-rows", "20", *sizes]) in (0, None)
-    return folder
+    return prepare_inputs(tmp_path_factory.mktemp("other"), hidden=32, layers=1, heads=1, intermediate=48)
 
 
 def test_a_checkpoint_of_another_model_is_an_error_that_names_both(pool, arithmetic, half, other_model):  # noqa: F811

@@ -26,16 +26,19 @@ def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]
     return code, said.getvalue()
 
 
-@pytest.fixture(scope="session")
-def arithmetic(tmp_path_factory) -> pathlib.Path:
-    """Data, tokenizer and a two-layer model of the quickstart's kind."""
+def prepare_inputs(folder: pathlib.Path, *, hidden: int, layers: int, heads: int, intermediate: int) -> pathlib.Path:
+    """Data, tokenizer and a model of the quickstart's kind."""
     sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
     import prepare
 
-    folder = tmp_path_factory.mktemp("arithmetic")
-    sizes = ["--hidden", "64", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--intermediate", "96"]
-    assert prepare.main(["--out", str(folder), "--test-rows", "20", *sizes]) in (0, None)
+    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv-heads": heads, "intermediate": intermediate, "test-rows": 20}
+    assert prepare.main(["--out", str(folder), *(part for name, value in sizes.items() for part in (f"--{name}", str(value)))]) in (0, None)
     return folder
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory) -> pathlib.Path:
+    return prepare_inputs(tmp_path_factory.mktemp("arithmetic"), hidden=64, layers=2, heads=2, intermediate=96)
 
 
 def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:
