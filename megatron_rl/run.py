@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +17,10 @@ from megatron_rl import exchange
 from megatron_rl.advantage import advantages, reduction_weights
 from megatron_rl.backend import Batch
 from megatron_rl.checkpoint.run_state import Checkpoints, Found
+from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.cost import plan_seconds
+from megatron_rl.generation import Generation, guard_logprob_gap
 from megatron_rl.metrics import MetricsWriter, read_metrics, step_metrics
 from megatron_rl.model.build import DTYPES
 from megatron_rl.plan import padded_lengths
@@ -26,48 +29,14 @@ from megatron_rl.progress import Progress
 from megatron_rl.prompts import PromptSource, load_rows
 from megatron_rl.report import write_report
 from megatron_rl.reward.function import Reward
-from megatron_rl.rollout.producer import Produced, Producer, to_sample
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.launch import Seat, build_engine, place_of, shares_device
+from megatron_rl.rollout.producer import Produced, to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
 from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, Score, StepKind, StepPlan, StepResult
 from megatron_rl.watch import Watch, open_watch
 
 log = logging.getLogger(__name__)
-
-
-class Clock:
-    """Seconds by stage since the last ``take``; the first step of a rollout carries what came before it.
-
-    enter: told the name of each stage that is measured, a context of its own (``Watch.stage``).
-    """
-
-    def __init__(self, enter: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
-        self.enter = enter
-        self.restart()
-
-    def restart(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.started = time.perf_counter()
-
-    def add(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-
-    @contextlib.contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
-        with self.enter(stage):
-            HOST.synchronize()
-            started = time.perf_counter()
-            yield
-            HOST.synchronize()
-            self.add(stage, time.perf_counter() - started)
-
-    def take(self) -> dict[str, float]:
-        """``time/<stage>_s`` and ``time/step_s`` of this optimizer step; starts the next."""
-        times = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
-        times["time/step_s"] = time.perf_counter() - self.started
-        self.restart()
-        return times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,20 +75,30 @@ class Run:
         self.reward = Reward(config.reward) if config.reward.functions else None
         self.prompts = PromptSource(load_rows(config.data.train), tokenizer, config.data, config.run.seed, backend.shape.context_tokens)
         self.eval_prompts = self._eval_prompts()
-        self.engine = TransformersEngine(
-            config.model.hf_path,
-            tokenizer,
-            config.rollout,
-            seed=config.run.seed,
-            dtype=DTYPES[config.model.dtype],
-            device=HOST.device,
-        )
-        place = backend.topology
-        self.producer = Producer(self.engine, self._score if self.reward else None, place.rank, place.world_size)
+        self.generation = self._generation()
         self.total_steps = total_rl_steps(config)
         self.recorder = Recorder(config, backend, resumed=found is not None)
         self.checkpoints = checkpoints
         self.rollouts_done = checkpoints.restore(self, found)
+
+    def _generation(self) -> Generation:
+        config, backend, spot = self.config, self.backend, self.backend.topology
+        local = Seat(
+            rank=spot.rank, world_size=spot.world_size, local_rank=int(os.environ.get("LOCAL_RANK", spot.rank)),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", spot.world_size)),
+        )  # fmt: skip
+        place = place_of(config, local)
+        shared = shares_device(config, HOST.device)
+        engine = build_engine(
+            config, self.tokenizer, seat=local, place=place, device=HOST.device, dtype=DTYPES[config.model.dtype],
+            vocab_size=backend.shape.vocab_size,
+        )  # fmt: skip
+        bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
+        return Generation(
+            engine, self._score if self.reward else None, config, export=lambda: backend.export(bucket_bytes=bucket_bytes),
+            version=lambda: backend.weight_version, share=place.share, offload=backend.offload if shared else None,
+            restore=backend.restore if shared else None,
+        )  # fmt: skip
 
     def _eval_prompts(self) -> list[Prompt]:
         given = self.config.eval
@@ -138,14 +117,8 @@ class Run:
     # ---- rollouts and rewards --------------------------------------------------------------------------------------
 
     def produce(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Produced:
-        """This rank's share of scored rollouts. What one rank meets (a reward that raises) is raised on all."""
-        produced, error = None, None
-        try:
-            produced = self.producer.produce(prompts, samples_per_prompt, greedy=greedy)
-        except Exception as met:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
-            error = met
-        exchange.raise_together(error)
-        return produced
+        """This rank's share of scored rollouts."""
+        return self.generation.produce(prompts, samples_per_prompt, greedy=greedy)
 
     def score_batch(self, produced: Produced) -> Scored:
         """Rewards to everyone, the rollout to trace.jsonl, then advantages by the same arithmetic on every rank."""
@@ -180,7 +153,7 @@ class Run:
             prompt, solution = drawn[i]
             rollout = Rollout(
                 prompt=prompt, sample_index=0, response_ids=solution, logprobs=(0.0,) * len(solution), text="", finish_reason="stop",
-                weight_version=self.backend.weight_version,
+                weight_versions=((self.backend.weight_version, len(solution)),),
             )  # fmt: skip
             samples.append(to_sample(rollout, included=True))
         return samples, mine, mine
@@ -207,6 +180,10 @@ class Run:
             return OldLogProbs(old=self.backend.gather_rollout_logprobs(batch), sums=passed.sums, metrics=coverage)
         return OldLogProbs(old=passed.flat, sums=passed.sums, metrics=coverage)
 
+    def guard_logprob_gap(self, sums: Mapping[str, float]) -> None:
+        """See generation.guard_logprob_gap; the sums are those of all ranks. Not a collective."""
+        guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype)
+
     def reference_logprobs(self, batch: Batch, trained: np.ndarray) -> np.ndarray | None:
         """log π_ref, flat, of the samples that the training plan will run; None without a KL term."""
         if not self.config.loss.kl_coefficient:
@@ -227,9 +204,8 @@ class Run:
     # ---- weights and evaluation ------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Hands the engine the current weights, unless it has them: a step that moved nothing sends nothing."""
-        if self.engine.weight_version != self.backend.weight_version:
-            self.engine.load_weights(self.backend.export(), self.backend.weight_version)
+        """See Generation.sync_weights."""
+        self.generation.sync_weights()
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
         """Greedy mean@1 on the held-out prompts, as metrics; {} without an evaluation set."""
@@ -381,16 +357,20 @@ def open_run(config: Config) -> Iterator[Run]:
         MetricsWriter(folder, config.metrics, steps, is_main, resumed) as writer,
         Progress(steps - (found.state["backend"]["step_index"] if found else 0), config.metrics.progress and is_main) as progress,
     ):
+        run = None
         try:
             with open_watch(backend.topology, config.run.deadline_s) as watch:
+                started = time.perf_counter()
                 run = Run(config, backend, tokenizer, writer, progress, watch, checkpoints, found)
                 announce(run)
                 yield run
+                log.info(run.generation.summary(time.perf_counter() - started))
                 checkpoints.close()
         finally:
+            if run is not None:
+                run.generation.close()
             writer.close()
             if is_main and pathlib.Path(metrics_path).stat().st_size:
                 write_report(metrics_path, config_to_yaml(config), report_path)
         progress.finish(read_metrics(metrics_path) if is_main else [], report_path)
-    run.engine.close()
     backend.close()

@@ -23,7 +23,17 @@ from megatron_rl.metrics import divide, skip_metrics
 from megatron_rl.plan import plan_steps
 from megatron_rl.signal import has_signal, signal_rule
 from megatron_rl.simulate.command import add_arguments, simulate_job
-from megatron_rl.types import CheckpointError, ConfigError, LockstepError, LossInputs, NonFiniteGradient, PeerError, RewardError, StepPlan
+from megatron_rl.types import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    LockstepError,
+    LossInputs,
+    NonFiniteGradient,
+    PeerError,
+    RewardError,
+    StepPlan,
+)
 
 log = logging.getLogger("megatron_rl")
 EXIT_CONFIG, EXIT_FAILED = 2, 1
@@ -38,7 +48,6 @@ def train(config: Config) -> bool:
     with open_run(config) as run:
         if run.rollouts_done is None and config.warmup.steps:
             warm_up(run)
-        run.sync_weights()
         done = run.rollouts_done or 0
         before = {} if config.warmup.steps or done else run.evaluate(suffix="_before")
         if run.rollouts_done is None:
@@ -88,6 +97,8 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     """One rollout: generate, score, decide what has signal, plan, and take its optimizer steps. ``extra`` joins its first row."""
     config, backend, clock = run.config, run.backend, run.clock
     clock.restart()
+    with clock.measure("weight_sync"):  # nothing where the last step moved nothing
+        run.sync_weights()
     with clock.measure("rollout"):  # to the slowest rank's end: produce ends in a collective
         produced = run.produce(run.prompts.next(config.train.prompts_per_step), config.rollout.samples_per_prompt)
     clock.add("rollout", -produced.reward_s)
@@ -102,7 +113,8 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
         trained = samples_of(plan, batch.facts.num_samples)
         logprobs = run.old_logprobs(batch, trained, index)
         reference = run.reference_logprobs(batch, trained)
-    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics}
+    run.guard_logprob_gap(logprobs.sums)
+    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics, **run.generation.take_metrics()}
     with clock.measure("plan"):
         backend.load_rows(batch, plan)
     run.save_plan(plan, index)
@@ -113,9 +125,6 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
             result = backend.optim_step(mini_batch.kind)
         last = number == len(steps)
-        if last:
-            with clock.measure("weight_sync"):
-                run.sync_weights()
         values |= {**skip_metrics(mini_batch, batch.facts, signal), **run.performance(batch, mini_batch, clock), **clock.take()}
         if last and run.evaluation_due(index):
             values |= run.evaluate()
@@ -146,6 +155,12 @@ def check_relations(config: Config) -> None:
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} "
             "no baseline: every advantage would be 0; use at least 2"
         )
+    for name in ("start_s", "request_s"):
+        value = dataclasses.asdict(config.rollout)[name]
+        if config.rollout.engine == "vllm" and value >= config.run.deadline_s:
+            raise ConfigError(
+                f"rollout.{name}={value:g} must be below run.deadline_s={config.run.deadline_s:g}, which other ranks wait for; raise that"
+            )
     if config.eval.every and not config.eval.path:
         raise ConfigError(f"eval.every={config.eval.every} and eval.path is null; name a JSONL file, or set eval.every=null")
     if config.metrics.dense_every < 0 or config.metrics.dense_samples < 0:
@@ -214,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_main:
             print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except (CheckpointError, LockstepError, NonFiniteGradient, PeerError, RewardError) as error:
+    except (CheckpointError, EngineError, LockstepError, NonFiniteGradient, PeerError, RewardError) as error:
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_FAILED
 

@@ -38,6 +38,10 @@ class PeerError(RuntimeError):
     """Another rank stopped; the message carries its rank and its error."""
 
 
+class EngineError(RuntimeError):
+    """An inference engine answers, and wrongly: the message names the engine, the request and both numbers."""
+
+
 class StepKind(Enum):
     """REAL runs forward, backward, reduction and optimizer; GHOST has no sample with signal and runs the optimizer alone."""
 
@@ -69,7 +73,8 @@ class Rollout:
     response_ids:   [T] the sampled tokens, the stop token included where one was produced.
     logprobs:       [T] float32, log-probability of each under the engine's policy at the sampling temperature.
     finish_reason:  "stop" (a stop token) or "length" (``rollout.max_response_tokens`` reached).
-    weight_version: the trainer's weight version that produced it.
+    weight_versions: (version, tokens) in order: the trainer's weights that produced so many of the tokens; one pair, unless the engine
+                    took new weights in the middle.
     """
 
     prompt: Prompt
@@ -78,7 +83,12 @@ class Rollout:
     logprobs: tuple[float, ...]
     text: str
     finish_reason: str
-    weight_version: int
+    weight_versions: tuple[tuple[int, int], ...]
+
+    @property
+    def weight_version(self) -> int:
+        """The oldest weights that any of its tokens comes from."""
+        return min(version for version, _ in self.weight_versions)
 
     @property
     def sample_id(self) -> str:

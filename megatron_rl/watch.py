@@ -33,14 +33,14 @@ import torch.distributed as dist
 from megatron_rl.exchange import gather_json
 from megatron_rl.keeper import ANSWER_S, BETWEEN, SETTLE_S, Cause, Keeper, Line, Peer
 from megatron_rl.topology import Topology
-from megatron_rl.types import CheckpointError, ConfigError, LockstepError, NonFiniteGradient, PeerError, RewardError
+from megatron_rl.types import CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, PeerError, RewardError
 
 ASK_S = SETTLE_S + ANSWER_S + 5.0  # the main thread waits this long for the cause
 END_S = 5.0  # after the cause, the main thread has this long to end by itself
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
 WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
-KNOWN_EVERYWHERE = (CheckpointError, ConfigError, LockstepError, NonFiniteGradient, RewardError)  # they name the cause already
+KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, RewardError)  # they name the cause already
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -30,7 +30,7 @@ def make_rollouts(texts, answers=None, **columns) -> list[Rollout]:
                 logprobs=(0.0,) * len(ids),
                 text=text,
                 finish_reason="stop",
-                weight_version=0,
+                weight_versions=((0, 1),),
             )
         )
     return rollouts

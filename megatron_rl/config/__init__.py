@@ -4,6 +4,7 @@ Every error is a ConfigError that names the key, the value and the way out.
 """
 
 from megatron_rl.config.file import config_to_yaml, load_config
+from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
     ESTIMATORS,
     POLICIES,
@@ -22,7 +23,6 @@ from megatron_rl.config.sections import (
     ParallelConfig,
     PlanConfig,
     RewardConfig,
-    RolloutConfig,
     RunConfig,
     SkipConfig,
     TrainConfig,
@@ -52,6 +52,7 @@ __all__ = [
     "SkipConfig",
     "TrainConfig",
     "WarmupConfig",
+    "WeightSyncConfig",
     "config_to_yaml",
     "load_config",
 ]

@@ -9,21 +9,13 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.types import ConfigError
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo")
 POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
-
-
-def _choose(key: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value!r} is not known; choose one of {', '.join(allowed)}")
-
-
-def _at_least(key: str, value: float | None, low: float, *, exclusive: bool = False) -> None:
-    if value is not None and (value < low or (exclusive and value == low)):
-        raise ConfigError(f"{key}={value} must be {'above' if exclusive else 'at least'} {low}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +28,7 @@ class RunConfig:
     deadline_s: float = 1800.0  # every collective's and every engine's wait
 
     def __post_init__(self) -> None:
-        _at_least("run.deadline_s", self.deadline_s, 1.0)
+        at_least("run.deadline_s", self.deadline_s, 1.0)
 
     @property
     def path(self) -> pathlib.Path:
@@ -54,9 +46,9 @@ class ModelConfig:
     layer_spec: str = "auto"
 
     def __post_init__(self) -> None:
-        _choose("model.dtype", self.dtype, ("float32", "bfloat16"))
-        _choose("model.init", self.init, ("pretrained", "random"))
-        _choose("model.layer_spec", self.layer_spec, ("auto", "transformer_engine", "torch"))
+        choose("model.dtype", self.dtype, ("float32", "bfloat16"))
+        choose("model.init", self.init, ("pretrained", "random"))
+        choose("model.layer_spec", self.layer_spec, ("auto", "transformer_engine", "torch"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +68,12 @@ class ParallelConfig:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("parallel.tensor", self.tensor, 1)
-        _at_least("parallel.pipeline", self.pipeline, 1)
-        _at_least("parallel.virtual_pipeline", self.virtual_pipeline, 1)
-        _at_least("parallel.context", self.context, 1)
-        _at_least("parallel.expert", self.expert, 1)
-        _at_least("parallel.expert_tensor", self.expert_tensor, 1)
+        at_least("parallel.tensor", self.tensor, 1)
+        at_least("parallel.pipeline", self.pipeline, 1)
+        at_least("parallel.virtual_pipeline", self.virtual_pipeline, 1)
+        at_least("parallel.context", self.context, 1)
+        at_least("parallel.expert", self.expert, 1)
+        at_least("parallel.expert_tensor", self.expert_tensor, 1)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(
                 f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline is 1; raise that one"
@@ -116,29 +108,10 @@ class DataConfig:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        _choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
-        _at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
+        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
         if self.template != "chat" and "{prompt}" not in self.template:
             raise ConfigError(f"data.template={self.template!r} has no {{prompt}} in it; add it, or use 'chat'")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """Generation. Log-probs are taken at ``temperature``, by the engine and by the trainer."""
-
-    engine: str = "transformers"
-    samples_per_prompt: int = 8
-    max_response_tokens: int = 256
-    temperature: float = 1.0
-    max_batch_samples: int = 256
-    allow_large_embedded_model: bool = False
-
-    def __post_init__(self) -> None:
-        _choose("rollout.engine", self.engine, ("transformers",))
-        _at_least("rollout.samples_per_prompt", self.samples_per_prompt, 1)
-        _at_least("rollout.max_response_tokens", self.max_response_tokens, 1)
-        _at_least("rollout.max_batch_samples", self.max_batch_samples, 1)
-        _at_least("rollout.temperature", self.temperature, 0.0, exclusive=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +123,7 @@ class RewardConfig:
     on_error: str = "fail"
 
     def __post_init__(self) -> None:
-        _choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
+        choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; give one weight each"
@@ -170,9 +143,9 @@ class AdvantageConfig:
     whiten: str = "scale"
 
     def __post_init__(self) -> None:
-        _choose("advantage.estimator", self.estimator, ESTIMATORS)
-        _choose("advantage.whiten", self.whiten, ("scale", "center_and_scale"))
-        _at_least("advantage.epsilon", self.epsilon, 0.0)
+        choose("advantage.estimator", self.estimator, ESTIMATORS)
+        choose("advantage.whiten", self.whiten, ("scale", "center_and_scale"))
+        at_least("advantage.epsilon", self.epsilon, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +159,10 @@ class SkipConfig:
     logprob_passes: bool = True
 
     def __post_init__(self) -> None:
-        _choose("skip.mode", self.mode, ("exact", "approximate", "off"))
-        _choose("skip.steps", self.steps, ("match", "merge"))
-        _choose("skip.ghost", self.ghost, ("dense", "freeze"))
-        _at_least("skip.advantage_epsilon", self.advantage_epsilon, 0.0)
+        choose("skip.mode", self.mode, ("exact", "approximate", "off"))
+        choose("skip.steps", self.steps, ("match", "merge"))
+        choose("skip.ghost", self.ghost, ("dense", "freeze"))
+        at_least("skip.advantage_epsilon", self.advantage_epsilon, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +181,13 @@ class LossConfig:
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        _choose("loss.policy", self.policy, POLICIES)
-        _choose("loss.reduction", self.reduction, REDUCTIONS)
-        _choose("loss.denominator", self.denominator, ("original", "kept"))
-        _choose("loss.kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "unbiased"))
-        _at_least("loss.clip_low", self.clip_low, 0.0)
-        _at_least("loss.clip_high", self.clip_high, 0.0)
-        _at_least("loss.kl_coefficient", self.kl_coefficient, 0.0)
+        choose("loss.policy", self.policy, POLICIES)
+        choose("loss.reduction", self.reduction, REDUCTIONS)
+        choose("loss.denominator", self.denominator, ("original", "kept"))
+        choose("loss.kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "unbiased"))
+        at_least("loss.clip_low", self.clip_low, 0.0)
+        at_least("loss.clip_high", self.clip_high, 0.0)
+        at_least("loss.kl_coefficient", self.kl_coefficient, 0.0)
         if self.dual_clip is not None and self.policy != "ppo":
             raise ConfigError(f"loss.dual_clip={self.dual_clip} belongs to loss.policy=ppo and the policy is {self.policy}; set it to null")
         if self.dual_clip is not None and self.dual_clip <= 1.0:
@@ -228,7 +201,7 @@ class CorrectionConfig:
     old_logprobs: str = "recompute"
 
     def __post_init__(self) -> None:
-        _choose("correction.old_logprobs", self.old_logprobs, ("recompute", "rollout"))
+        choose("correction.old_logprobs", self.old_logprobs, ("recompute", "rollout"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,10 +221,10 @@ class PlanConfig:
     calibrate: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("plan.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
-        _at_least("plan.samples_per_microbatch", self.samples_per_microbatch, 1)
-        _at_least("plan.microbatch_overhead_tokens", self.microbatch_overhead_tokens, 0)
-        _choose("plan.on_long_sample", self.on_long_sample, ("own_microbatch", "fail"))
+        at_least("plan.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
+        at_least("plan.samples_per_microbatch", self.samples_per_microbatch, 1)
+        at_least("plan.microbatch_overhead_tokens", self.microbatch_overhead_tokens, 0)
+        choose("plan.on_long_sample", self.on_long_sample, ("own_microbatch", "fail"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,11 +245,11 @@ class OptimizerConfig:
     on_nonfinite: str = "fail"
 
     def __post_init__(self) -> None:
-        _choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
-        _choose("optimizer.kernel", self.kernel, ("auto", "transformer_engine", "apex", "torch"))
-        _choose("optimizer.on_nonfinite", self.on_nonfinite, ("fail", "skip"))
-        _at_least("optimizer.lr", self.lr, 0.0)
-        _at_least("optimizer.clip_grad", self.clip_grad, 0.0)
+        choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
+        choose("optimizer.kernel", self.kernel, ("auto", "transformer_engine", "apex", "torch"))
+        choose("optimizer.on_nonfinite", self.on_nonfinite, ("fail", "skip"))
+        at_least("optimizer.lr", self.lr, 0.0)
+        at_least("optimizer.clip_grad", self.clip_grad, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,8 +262,8 @@ class WarmupConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least("warmup.steps", self.steps, 0)
-        _at_least("warmup.samples_per_step", self.samples_per_step, 1)
+        at_least("warmup.steps", self.steps, 0)
+        at_least("warmup.samples_per_step", self.samples_per_step, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,11 +278,11 @@ class TrainConfig:
     export_last: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("train.steps", self.steps, 0)
-        _at_least("train.prompts_per_step", self.prompts_per_step, 1)
-        _at_least("train.samples_per_mini_batch", self.samples_per_mini_batch, 1)
-        _at_least("train.epochs_per_rollout", self.epochs_per_rollout, 1)
-        _at_least("train.export_every", self.export_every, 1)
+        at_least("train.steps", self.steps, 0)
+        at_least("train.prompts_per_step", self.prompts_per_step, 1)
+        at_least("train.samples_per_mini_batch", self.samples_per_mini_batch, 1)
+        at_least("train.epochs_per_rollout", self.epochs_per_rollout, 1)
+        at_least("train.export_every", self.export_every, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,11 +303,11 @@ class CheckpointConfig:
     on_error: str = "fail"
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint.save_every", self.save_every, 0)
-        _at_least("checkpoint.keep_last", self.keep_last, 1)
-        _choose("checkpoint.resume", self.resume, ("auto", "never"))
-        _choose("checkpoint.on_damage", self.on_damage, ("previous", "fail"))
-        _choose("checkpoint.on_error", self.on_error, ("fail", "continue"))
+        at_least("checkpoint.save_every", self.save_every, 0)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
+        choose("checkpoint.resume", self.resume, ("auto", "never"))
+        choose("checkpoint.on_damage", self.on_damage, ("previous", "fail"))
+        choose("checkpoint.on_error", self.on_error, ("fail", "continue"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,8 +320,8 @@ class EvalConfig:
     max_prompts: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least("eval.every", self.every, 1)
-        _at_least("eval.max_prompts", self.max_prompts, 1)
+        at_least("eval.every", self.every, 1)
+        at_least("eval.max_prompts", self.max_prompts, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,6 +342,7 @@ class Config:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     skip: SkipConfig = field(default_factory=SkipConfig)

@@ -3,36 +3,78 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import ConfigError, Prompt, Rollout
 
 NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one sync did on this rank.
+
+    num_bytes: of the weights · failed: engine → why; empty where all hold the version now · lost: those of them that are gone or hang.
+    """
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    failed: dict[str, str] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+
+
+class EngineLost(RuntimeError):
+    """No engine is left for the rest of a call. ``finished``: rollouts by the prompt's position in it; the others are asked for again."""
+
+    def __init__(self, message: str, *, finished: Mapping[int, list[Rollout]]) -> None:
+        super().__init__(message)
+        self.finished = finished
 
 
 class Engine(Protocol):
     """Samples completions from the trainer's weights. One owner, one call at a time."""
 
     weight_version: int
+    lost: Sequence[str]  # engines of this rank that are known to be gone, by name
 
-    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def recover(self, lost: Sequence[str]) -> None:
+        """Waits until it serves, after its start or a loss. ``lost``: what any rank knows to be gone. Raises EngineError where it will not
+        come back; weights are to be loaded after it."""
+        ...
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Take over every weight, as full tensors under their Hugging Face names, from any device and dtype.
 
         Every parameter arrives exactly once; a tied alias (``lm_head.weight`` under tied embeddings) may be absent.
         Missing, doubled or unknown names and wrong shapes raise ValueError naming them; the engine then holds no
-        usable weights until a later call succeeds.
+        usable weights until a later call succeeds. An engine in another process raises nothing of its own: the report says it.
         """
+        ...
+
+    def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
+        """What the reports of all ranks say together of the sync that just ended: engines by name."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
         """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
         ``attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for a
-        prompt that cannot be run, RuntimeError where no weights were loaded.
+        prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
         """
+        ...
+
+    def sleep(self) -> None:
+        """Gives its share of the device back until ``wake``; nothing where it has none of its own."""
+        ...
+
+    def wake(self, *, tags: Sequence[str]) -> None:
+        """Takes it again: ``weights`` before load_weights, ``kv_cache`` before generate."""
         ...
 
     def close(self) -> None:
@@ -48,3 +90,19 @@ def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version
     # The id comes last: it is the one free-form field, so no two different identities share a text.
     identity = f"{run_seed}/{sample_index}/{weight_version}/{attempt}/{prompt_id}"
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
+
+
+def check_prompts(prompts: Sequence[Prompt], samples_per_prompt: int, max_response_tokens: int, longest: int) -> None:
+    """Raises ConfigError for what no engine can sample. longest: the positions that the model, or the engine, has."""
+    if samples_per_prompt < 1:
+        raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise ConfigError(f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template")
+        num_tokens = len(prompt.token_ids) + max_response_tokens
+        if num_tokens > longest:
+            raise ConfigError(
+                f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and rollout.max_response_tokens="
+                f"{max_response_tokens} make {num_tokens}, above the model's max_position_embeddings="
+                f"{longest}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+            )

@@ -5,15 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.types import Prompt, Rollout, Sample, Score
-
-
-class Generator(Protocol):
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]: ...
+from megatron_rl.types import Rollout, Sample, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +40,24 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
 
 
 class Producer:
-    """Synchronous: generates, then scores. The whole batch's prompts are named on every rank; each takes every n-th."""
+    """Synchronous: generates, then scores. The whole batch's prompts are named on every rank; each takes every n-th.
 
-    def __init__(self, engine: Generator, score: Callable[[Sequence[Rollout]], list[Score]], rank: int, world_size: int):
-        self.engine = engine
-        self.score = score
-        self.rank = rank
-        self.world_size = world_size
+    share: (this rank's number among the ranks that take prompts, how many these are); None for one that takes none.
+    """
 
-    def produce(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Produced:
-        mine = range(self.rank, len(prompts), self.world_size)
+    def __init__(self, score: Callable[[Sequence[Rollout]], list[Score]] | None, share: tuple[int, int] | None):
+        self.scores = score
+        self.share = share
+
+    def places(self, num_prompts: int) -> range:
+        """The prompts of the batch that are this rank's."""
+        return range(0) if self.share is None else range(self.share[0], num_prompts, self.share[1])
+
+    def score(self, rollouts: list[Rollout], prompts: Sequence[int], samples_per_prompt: int, rollout_s: float) -> Produced:
+        """prompts: their places in the batch, in the order of the rollouts' groups."""
         started = time.perf_counter()
-        rollouts = self.engine.generate([prompts[i] for i in mine], samples_per_prompt, greedy=greedy) if mine else []
-        generated = time.perf_counter()
-        scores = self.score(rollouts) if rollouts else []
-        scored = time.perf_counter()
+        scores = self.scores(rollouts) if rollouts else []
         return Produced(
-            rollouts=rollouts, scores=scores, places=[i * samples_per_prompt + k for i in mine for k in range(samples_per_prompt)],
-            rollout_s=generated - started, reward_s=scored - generated,
+            rollouts=rollouts, scores=scores, places=[i * samples_per_prompt + k for i in prompts for k in range(samples_per_prompt)],
+            rollout_s=rollout_s, reward_s=time.perf_counter() - started,
         )  # fmt: skip

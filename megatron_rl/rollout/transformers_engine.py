@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.engine import NO_WEIGHTS, sample_seed
+from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport, check_prompts, sample_seed
 from megatron_rl.types import ConfigError, Prompt, Rollout
 from megatron_rl.weights.fused import file_tensors
 
@@ -52,9 +53,23 @@ class TransformersEngine:
         self._model: PreTrainedModel | None = _build_model(hf_path, rollout, dtype, device)
         text_config = self._model.config.get_text_config()
         self._max_positions = int(text_config.max_position_embeddings)
-        self._stop_ids = _stop_ids(hf_path, tokenizer, self._model, text_config.vocab_size)
+        self._stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
 
-    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    lost = ()
+
+    def recover(self, lost: Sequence[str]) -> None:
+        """Nothing: it is in this process, and lives and dies with it."""
+
+    def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
+        """Nothing: ``load_weights`` has raised what went wrong."""
+
+    def sleep(self) -> None:
+        """Nothing: its weights and caches are this process's own."""
+
+    def wake(self, *, tags: Sequence[str]) -> None:
+        """Nothing, as ``sleep``."""
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """See ``Engine.load_weights``: names are those of checkpoint files, which a mixture's fused experts take in part by part.
 
         ``version`` >= 0 is the trainer's; rollouts carry it.
@@ -67,6 +82,7 @@ class TransformersEngine:
         owners: dict[int, str] = {}
         for name, target in targets.items():
             owners.setdefault(id(target), name)
+        started, num_bytes = time.perf_counter(), 0
         self.weight_version = NO_WEIGHTS  # a load that fails halfway leaves mixed weights, which must not be sampled
         seen: set[str] = set()
         filled: set[int] = set()
@@ -88,12 +104,14 @@ class TransformersEngine:
                         "set tie_word_embeddings=false in the model's config, or tie them in the trainer"
                     )
                 target.copy_(tensor)
+                num_bytes += tensor.numel() * tensor.element_size()
                 seen.add(name)
                 filled.add(id(target))
         missing = sorted(set(owners.values()) - seen)
         if missing:
             raise ValueError(f"load_weights: {len(missing)} of {len(owners)} weights did not arrive: {', '.join(missing)}")
         self.weight_version = version
+        return SyncReport(version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started)
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
         """See ``Engine.generate``. Greedy log-probs are at the sampling temperature too."""
@@ -127,18 +145,7 @@ class TransformersEngine:
         self._open_model()
         if self.weight_version == NO_WEIGHTS:
             raise RuntimeError("TransformersEngine.generate: no complete set of weights was loaded; call load_weights first")
-        if samples_per_prompt < 1:
-            raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
-        for prompt in prompts:
-            if not prompt.token_ids:
-                raise ConfigError(f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template")
-            num_tokens = len(prompt.token_ids) + self._rollout.max_response_tokens
-            if num_tokens > self._max_positions:
-                raise ConfigError(
-                    f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and rollout.max_response_tokens="
-                    f"{self._rollout.max_response_tokens} make {num_tokens}, above the model's max_position_embeddings="
-                    f"{self._max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
-                )
+        check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._max_positions)
 
     def _uniforms(self, rows: Sequence[tuple[Prompt, int]], attempt: int) -> torch.Tensor:
         """[positions, rows] float64 in [0, 1): each row's own stream, drawn ahead for every position."""
@@ -231,7 +238,7 @@ class TransformersEngine:
                     logprobs=tuple(row_logprobs[:length]),
                     text=texts[body],
                     finish_reason="stop" if stop else "length",
-                    weight_version=self.weight_version,
+                    weight_versions=((self.weight_version, length),),
                 )
             )
         return rollouts
@@ -259,12 +266,14 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
     return model.requires_grad_(False).eval()
 
 
-def _stop_ids(hf_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, vocab_size: int) -> list[int]:
+def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
     """The tokenizer's stop token and those of generation_config.json, ascending. Raises ConfigError beyond the vocabulary."""
     # A model built from its config alone has not read the directory's generation_config.json, where chat models
     # list their second stop token.
-    has_file = (pathlib.Path(hf_path) / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(hf_path) if has_file else model.generation_config
+    if (pathlib.Path(hf_path) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(hf_path)
+    else:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(hf_path))
     stop_ids: set[int] = set()
     for given in (tokenizer.eos_token_id, generation.eos_token_id):
         stop_ids.update([] if given is None else [given] if isinstance(given, int) else given)

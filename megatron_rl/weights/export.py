@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,10 +19,11 @@ from safetensors.torch import save_file
 from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError
-from megatron_rl.weights.mapping import TIED_HEAD, Entry, Shape, hf_size, load_shard, merge_shards, shard_size, stage_buckets
+from megatron_rl.weights.mapping import TIED_HEAD, Entry, Layout, Shape, hf_parts, hf_size, load_shard, shard_size, stage_entries
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
 
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+BUCKET_BYTES = 512 * 2**20
 
 
 class WeightReader(Protocol):
@@ -102,66 +104,167 @@ def load_weights(chunks: Sequence[torch.nn.Module], shape: Shape, topology: Topo
 
 def _load_chunk(chunk: torch.nn.Module, stage: int, shape: Shape, topology: Topology, reader: WeightReader) -> None:
     parameters = dict(chunk.named_parameters())
-    for bucket in stage_buckets(shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size):
-        for entry in (entry.held_by(topology.expert_rank, shape, topology.expert_size) for entry in bucket):
-            for name in entry.hf:
-                if reader.size(name) != hf_size(shape, name):
-                    raise ConfigError(f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
-            if entry.megatron not in parameters:
-                raise RuntimeError(f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}")
-            rank, ranks = topology.tensor_rank, topology.tensor_size
-            if entry.expert is not None:
-                rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
-            shard = load_shard(entry, shape, reader.read, rank, ranks)
-            parameters.pop(entry.megatron).copy_(shard)
+    for held in stage_entries(shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size):
+        entry = held.held_by(topology.expert_rank, shape, topology.expert_size)
+        for name in entry.hf:
+            if reader.size(name) != hf_size(shape, name):
+                raise ConfigError(f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
+        if entry.megatron not in parameters:
+            raise RuntimeError(f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}")
+        rank, ranks = topology.tensor_rank, topology.tensor_size
+        if entry.expert is not None:
+            rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
+        shard = load_shard(entry, shape, reader.read, rank, ranks)
+        parameters.pop(entry.megatron).copy_(shard)
     if parameters:
         raise RuntimeError(f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them")
 
 
-@torch.no_grad()
-def export_weights(chunks: Sequence[Mapping[str, torch.Tensor]], shape: Shape, topology: Topology) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under its Hugging Face name, whole, on every rank, one bucket's memory at a time (a layer, or an expert per rank).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Entries of one stage that are gathered together, and what that takes; sizes are of one rank's shards.
 
-    A collective over the model-parallel group: each stage in turn gathers a bucket over the ranks that hold its shards and hands it
-    to all. chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients).
-    The iterator must be run to its end on all ranks. Parameters must be gathered before (backend.export does).
+    ranks: tensor ranks (of an expert, expert tensor ranks) that one entry is split over; holders: those times the expert-parallel ranks.
+    gathered_elements: all holders' shards, 0 where nothing has to travel. copied_elements: the largest Hugging Face tensor whose elements
+    do not lie in order among them.
+
+    Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered and 4096 copied.
     """
-    example = next(iter(chunks[0].values()))
+
+    stage: int
+    entries: tuple[Entry, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    ranks: int
+    holders: int
+    gathered_elements: int
+    copied_elements: int
+
+    @property
+    def of_experts(self) -> bool:
+        return self.entries[0].expert is not None
+
+    @property
+    def elements(self) -> int:
+        return self.gathered_elements + self.copied_elements
+
+    def takes(self, other: Bucket) -> bool:
+        """Whether the two can travel together. A table of the vocabulary goes alone: then its shards are the tensor, uncopied."""
+        alone = any(entry.layout is Layout.ROWS for entry in self.entries + other.entries)
+        return self.stage == other.stage and self.of_experts == other.of_experts and not alone
+
+    def joined(self, other: Bucket) -> Bucket:
+        return replace(
+            self,
+            entries=self.entries + other.entries,
+            sizes=self.sizes + other.sizes,
+            gathered_elements=self.gathered_elements + other.gathered_elements,
+            copied_elements=max(self.copied_elements, other.copied_elements),
+        )
+
+
+def _bucket_of(stage: int, entry: Entry, shape: Shape, topology: Topology) -> Bucket:
+    ranks, peers = topology.tensor_size, 1
+    if entry.expert is not None:
+        ranks, peers = topology.expert_tensor_size, topology.expert_size
+    size = shard_size(entry, shape, ranks)
+    travels = ranks * peers * topology.pipeline_size > 1
+    copied = entry.layout is Layout.QKV or (ranks > 1 and entry.layout in (Layout.COLUMNS, Layout.GATE_UP))
+    return Bucket(
+        stage=stage,
+        entries=(entry,),
+        sizes=(size,),
+        ranks=ranks,
+        holders=ranks * peers,
+        gathered_elements=ranks * peers * math.prod(size) if travels else 0,
+        copied_elements=max(math.prod(hf_size(shape, name)) for name in entry.hf) if copied else 0,
+    )
+
+
+def cut_buckets(shape: Shape, topology: Topology, most_elements: int) -> list[Bucket]:
+    """Every entry of every stage in one bucket, in the order of the stages; from the config alone, so alike on all ranks.
+
+    A bucket takes neighbours as long as it stays within ``most_elements``; an entry above that has one of its own.
+    """
     stages = topology.pipeline_size * topology.virtual_size
+    buckets: list[Bucket] = []
     for stage in range(stages):
-        chunk, owner = divmod(stage, topology.pipeline_size)
-        for bucket in stage_buckets(shape, stage, stages, topology.expert_size):
-            if bucket == (TIED_HEAD,):
+        for entry in stage_entries(shape, stage, stages, topology.expert_size):
+            if entry == TIED_HEAD:
                 continue
-            of_expert = bucket[0].expert is not None
-            ranks = topology.expert_tensor_size if of_expert else topology.tensor_size
-            holders = ranks * topology.expert_size if of_expert else ranks
-            sizes = [shard_size(entry, shape, ranks) for entry in bucket]
-            flat = torch.empty(holders, sum(math.prod(x) for x in sizes), dtype=example.dtype, device=example.device)
-            if owner == topology.pipeline_rank:
-                local = torch.cat([chunks[chunk][entry.megatron].detach().reshape(-1) for entry in bucket])
-                group = topology.expert_group if of_expert else topology.tensor_group
-                if holders > 1:
-                    dist.all_gather_into_tensor(flat.view(-1), local, group=group)
-                else:
-                    flat[0] = local
-            if topology.pipeline_size > 1:
-                dist.broadcast(flat, dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group)
-            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel rank e's
-            for expert_rank, shards in enumerate(flat.split(ranks)):
-                entries = [entry.held_by(expert_rank, shape, topology.expert_size) for entry in bucket]
-                yield from _merge_bucket(entries, sizes, shards, shape)
+            last, added = buckets[-1] if buckets else None, _bucket_of(stage, entry, shape, topology)
+            if last is not None and last.takes(added) and (both := last.joined(added)).elements <= most_elements:
+                buckets[-1] = both
+            else:
+                buckets.append(added)
+    return buckets
 
 
-def _merge_bucket(
-    entries: Sequence[Entry], sizes: Sequence[tuple[int, ...]], shards: torch.Tensor, shape: Shape
+@torch.no_grad()
+def export_weights(
+    chunks: Sequence[Mapping[str, torch.Tensor]], shape: Shape, topology: Topology, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """shards [ranks, elements of the bucket] → its Hugging Face tensors."""
-    offset = 0
-    for entry, size in zip(entries, sizes, strict=True):
-        count = math.prod(size)
-        yield from merge_shards(entry, shape, [x[offset : offset + count].view(size) for x in shards])
-        offset += count
+    """Every tensor under its Hugging Face name, whole, on every rank, in one order that ``bucket_bytes`` does not change.
+
+    A collective over the model-parallel group and the experts': bucket after bucket is handed over the pipeline and gathered over the
+    ranks that hold its shards. The iterator must be run to its end on all ranks, with the same bucket_bytes.
+
+    A tensor is valid until the next is asked for: copy it out before (and do not write to it). It is a view of the export's memory,
+    which the next tensor overwrites, or of the parameter itself where nothing is gathered.
+
+    chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients). Parameters must be gathered
+            before (backend.export does).
+    bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one tensor laid out from them, allocated
+            once. Only a parameter that needs more by itself (a vocabulary's table: its size; another: its size and that of its largest
+            Hugging Face tensor) takes more: it has a bucket of its own.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1; 1 is an entry at a time")
+    example = next(iter(chunks[0].values()))
+    buckets = cut_buckets(shape, topology, bucket_bytes // example.element_size())
+    memory = torch.empty(max(bucket.elements for bucket in buckets), dtype=example.dtype, device=example.device)
+    for bucket in buckets:
+        shards = _gather(bucket, chunks, memory, topology)
+        spare = memory[bucket.gathered_elements :]
+        for entry, of_all in zip(bucket.entries, shards, strict=True):
+            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel rank e's
+            for expert_rank, of_rank in enumerate(of_all.split(bucket.ranks)):
+                for name, part in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, of_rank):
+                    if not part.is_contiguous():
+                        part = spare[: part.numel()].view(part.shape).copy_(part)
+                    yield name, part.view(hf_size(shape, name))
+
+
+def _gather(
+    bucket: Bucket, chunks: Sequence[Mapping[str, torch.Tensor]], memory: torch.Tensor, topology: Topology
+) -> Iterator[torch.Tensor]:
+    """Entry by entry the shards of all holders [holders, *shard], in ``memory``; a parameter itself where it is whole and at hand."""
+    chunk, owner = divmod(bucket.stage, topology.pipeline_size)
+    if not bucket.gathered_elements:
+        return (chunks[chunk][entry.megatron].detach()[None] for entry in bucket.entries)
+    group = topology.expert_group if bucket.of_experts else topology.tensor_group
+    rows = memory[: bucket.gathered_elements].view(bucket.holders, -1)
+    places = rows.split([math.prod(size) for size in bucket.sizes], dim=1)
+    shards = [place.view(bucket.holders, *size) for place, size in zip(places, bucket.sizes, strict=True)]
+    mine = dist.get_rank(group)
+    if owner == topology.pipeline_rank:
+        for entry, size, shard in zip(bucket.entries, bucket.sizes, shards, strict=True):
+            parameter = chunks[chunk][entry.megatron]
+            assert (parameter.dtype, tuple(parameter.shape)) == (memory.dtype, size), (
+                f"{entry.megatron} is {parameter.dtype} {tuple(parameter.shape)}, and all ranks await {memory.dtype} {size}"
+            )
+            shard[mine].copy_(parameter)
+    if topology.pipeline_size > 1:  # before the gather, so that one shard crosses the pipeline and not all of them
+        dist.broadcast(rows[mine], dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group)
+    # A broadcast per holder moves the bytes of an all-gather; gloo's all-gather holds a second buffer of the whole output
+    # (measured, torch 2.13: 130 MB more for one of 128 MB, broadcasts 0.2 MB).
+    if bucket.holders > 1:
+        sent = [
+            dist.broadcast(row, rank, group=group, async_op=True)
+            for row, rank in zip(rows, dist.get_process_group_ranks(group), strict=True)
+        ]
+        for work in sent:
+            work.wait()
+    return iter(shards)
 
 
 def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, tokenizer, path: pathlib.Path) -> None:
@@ -169,7 +272,8 @@ def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, to
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors}, partial / "model.safetensors", metadata={"format": "pt"})
+    kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # of tensors that are valid one at a time
+    save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
     hf_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(path, ignore_errors=True)

@@ -144,34 +144,32 @@ def expert_entries(shape: Shape, expert: int) -> tuple[Entry, ...]:
     )
 
 
-def stage_buckets(shape: Shape, stage: int, num_stages: int, expert_size: int) -> Iterator[tuple[Entry, ...]]:
+def stage_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
     """The parameters of one model chunk under full names, in an order that every rank derives alike.
 
-    A layer is a bucket, but for its experts: the i-th of every expert-parallel rank is one of its own, so that a layer of 128 experts
-    is never gathered at once. stage counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
+    Of a layer's experts, an entry is the i-th of every expert-parallel rank. stage counts chunks in the order of the layers: chunk c of
+    pipeline rank r is stage c · PP + r of PP · VPP.
 
     A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice (``export`` skips it).
     """
     if stage == 0:
-        yield (EMBEDDING,)
+        yield EMBEDDING
     per_stage = shape.num_layers // num_stages
     for local in range(per_stage):
         layer = stage * per_stage + local
         for entries in (layer_entries(shape), *(expert_entries(shape, i) for i in range(shape.num_experts // expert_size))):
-            yield tuple(
-                dataclasses.replace(
+            for entry in entries:
+                yield dataclasses.replace(
                     entry,
                     megatron=f"decoder.layers.{local}.{entry.megatron}",
                     hf=tuple(f"model.layers.{layer}.{name}" for name in entry.hf),
                 )
-                for entry in entries
-            )
     if stage == num_stages - 1:
-        yield (FINAL_NORM,)
+        yield FINAL_NORM
         if not shape.tied_embeddings:
-            yield (HEAD,)
+            yield HEAD
         elif num_stages > 1:
-            yield (TIED_HEAD,)
+            yield TIED_HEAD
 
 
 def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
@@ -256,20 +254,28 @@ def load_shard(entry: Entry, shape: Shape, read: ReadRows, rank: int, ranks: int
             return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
 
 
-def merge_shards(entry: Entry, shape: Shape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """All tensor ranks' shards of a Megatron parameter → its Hugging Face tensors; the inverse of ``load_shard``."""
+def hf_parts(entry: Entry, shape: Shape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensor ranks' shards [ranks, *shard] of a Megatron parameter → its Hugging Face tensors; the inverse of ``load_shard``.
+
+    Nothing is copied: each part is a view that has a tensor's elements in order, under more dimensions where ranks or groups cut it
+    (``part.reshape(hf_size(shape, name))`` is the tensor). The shards may be rows of a wider buffer, but for ``ROWS``.
+    """
     match entry.layout:
         case Layout.REPLICATED:
-            return [(entry.hf[0], shards[0])]
+            yield entry.hf[0], shards[0]
         case Layout.COLUMNS:
-            return [(entry.hf[0], torch.cat(shards, dim=1))]
+            yield entry.hf[0], shards.transpose(0, 1)
         case Layout.GATE_UP:
-            halves = [x.chunk(2) for x in shards]
-            return [(name, torch.cat([h[i] for h in halves])) for i, name in enumerate(entry.hf)]
+            yield from zip(entry.hf, shards.unflatten(1, (2, -1)).unbind(1), strict=True)
         case Layout.QKV:
-            grouped = torch.cat(shards).unflatten(0, (shape.num_kv_heads, -1))
+            grouped = shards.unflatten(1, (shape.num_kv_heads // len(shards), -1))
             per_group = shape.num_heads // shape.num_kv_heads * shape.head_dim
-            parts = grouped.split([per_group, shape.head_dim, shape.head_dim], dim=1)
-            return [(name, x.flatten(0, 1).contiguous()) for name, x in zip(entry.hf, parts, strict=True)]
+            yield from zip(entry.hf, grouped.split([per_group, shape.head_dim, shape.head_dim], dim=2), strict=True)
         case Layout.ROWS:
-            return [(entry.hf[0], torch.cat(shards)[: shape.vocab_size])]
+            yield entry.hf[0], shards.view(-1, *shards.shape[2:])[: shape.vocab_size]
+
+
+def merge_shards(entry: Entry, shape: Shape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """``hf_parts`` of separate shards, each laid out as its Hugging Face tensor; a copy where the layout asks for one."""
+    stacked = shards[0][None] if len(shards) == 1 else torch.stack(shards)
+    return [(name, part.reshape(hf_size(shape, name))) for name, part in hf_parts(entry, shape, stacked)]

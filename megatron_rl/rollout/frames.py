@@ -1,0 +1,58 @@
+"""Messages between a rank and its engine's process: a JSON header and plain arrays, over a socket pair that no one else holds.
+
+A frame is two little-endian uint64, the header's and the body's length, then the header (JSON, UTF-8) and the body. Arrays travel as
+their bytes; the header's ``arrays`` lists [name, dtype, shape] in order. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+
+_LENGTHS = struct.Struct("<QQ")
+MAX_BYTES = 1 << 33  # a length above it is a broken stream, not a message
+DTYPES = ("int32", "int64", "float32")
+
+
+class Closed(ConnectionError):
+    """The other side is gone."""
+
+
+def send(connection: socket.socket, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    arrays = arrays or {}
+    listed = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
+    text = json.dumps({**header, "arrays": listed}).encode()
+    body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    connection.sendall(_LENGTHS.pack(len(text), len(body)) + text + body)
+
+
+def receive(connection: socket.socket) -> tuple[dict, dict[str, np.ndarray]]:
+    """The next frame. Raises Closed where the stream ends, ValueError for what is no frame."""
+    text_bytes, body_bytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
+    if max(text_bytes, body_bytes) > MAX_BYTES:
+        raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes: the stream is not one of frames")
+    header = json.loads(_exactly(connection, text_bytes))
+    body = _exactly(connection, body_bytes)
+    arrays, start = {}, 0
+    for name, dtype, shape in header.pop("arrays"):
+        if dtype not in DTYPES:
+            raise ValueError(f"array {name!r} of dtype {dtype!r} in a frame; these travel: {', '.join(DTYPES)}")
+        count = int(np.prod(shape, dtype=np.int64))
+        arrays[name] = np.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)
+        start += count * np.dtype(dtype).itemsize
+    return header, arrays
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    parts, left = [], num_bytes
+    while left:
+        part = connection.recv(min(left, 1 << 20))
+        if not part:
+            raise Closed("the other side closed the connection")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

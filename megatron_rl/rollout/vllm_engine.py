@@ -1,0 +1,222 @@
+"""Engine (see engine.py) over vLLM, in processes of the run's own or on servers: this rank's prompts spread over its replicas.
+
+A request is a prompt with all its samples, so that they share the prompt's keys and values; its seed is that of sample 0. Greedy
+log-probs are vLLM's, at temperature 1, where the embedded engine's are at the sampling temperature; nothing trains on greedy samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.dispatch import dispatch
+from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport, check_prompts, sample_seed
+from megatron_rl.rollout.replica import Completion, GenerateRequest, Replica, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.types import ConfigError, EngineError, Prompt, Rollout
+from megatron_rl.weights.sync import WeightSync
+
+log = logging.getLogger(__name__)
+OLDEST = (0, 32)  # its weight-transfer API and the weight versions on tokens; older ones were not run
+SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
+MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError")
+
+
+class VllmEngine:
+    """This rank's view of the engines.
+
+    replicas: those that it sends prompts to, none on a rank that has no engine of its own.
+    drives:   whether it is the one that sends them weights and restarts them (a server has many clients and one driver).
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], sync: WeightSync, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig, *, seed: int,
+        stop_ids: Sequence[int], vocab_size: int, longest: int, drives: bool, rank: int = 0,
+    ):  # fmt: skip
+        """longest: prompt and response together, at most. Starts or connects at once, and waits for it in ``recover``."""
+        self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
+        self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
+        self._drives, self._rank = drives, rank
+        self._unready = list(self._replicas)
+        self._lost: list[Replica] = []
+        self._restarts = 0
+        self._closed = False
+        self._asked = 0
+        for replica in self._replicas:
+            replica.start()
+
+    @property
+    def weight_version(self) -> int:
+        """What all that serve hold; NO_WEIGHTS where they differ, or where one has to be made ready first."""
+        if self._unready or self._lost:
+            return NO_WEIGHTS
+        held = {replica.weight_version for replica in self._replicas}
+        return held.pop() if len(held) == 1 else NO_WEIGHTS
+
+    @property
+    def has_replicas(self) -> bool:
+        return bool(self._replicas)
+
+    @property
+    def lost(self) -> list[str]:
+        return [replica.name for replica in self._lost]
+
+    def recover(self, lost: Sequence[str]) -> None:
+        """Waits for engines that start, and restarts those that were lost. Raises EngineError after too many restarts in a row."""
+        gone = [replica for replica in self._replicas if replica.name in lost]
+        for replica in gone:
+            if self._restarts >= self._rollout.max_restarts:
+                raise EngineError(
+                    f"{replica.name} was lost {self._restarts + 1} times in a row, and rollout.max_restarts={self._rollout.max_restarts}"
+                )
+            log.warning("%s is started again", replica.name)
+            self._sync.forget(replica)
+            replica.restart()
+            self._unready.append(replica)
+        self._restarts += bool(gone)
+        self._lost = []
+        ends_at = time.monotonic() + self._rollout.start_s
+        while self._unready:
+            replica = self._unready[0]
+            try:
+                self._check(replica, replica.wait_ready(max(1.0, ends_at - time.monotonic())))
+                replica.check_tokenizer(lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes())
+            except ReplicaLost as error:
+                raise EngineError(self._with_advice(f"{error}")) from error
+            except RequestRefused as error:
+                raise ConfigError(f"{error}") from error
+            self._unready.pop(0)
+
+    def _probes(self) -> list[str]:
+        """Texts that two tokenizers would hardly encode alike by chance: words of this one's own vocabulary, and some of every kind."""
+        ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
+        return [self._tokenizer.decode(list(ids), skip_special_tokens=True), "What is 17 * 23? Größe, 東京, ∑x²\n\tdef f(x): return x"]
+
+    def _check(self, replica: Replica, facts: ReplicaFacts) -> None:
+        release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
+        if release < OLDEST:
+            raise ConfigError(f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST))} or newer")
+        if facts.logprobs_mode != "processed_logprobs":
+            raise ConfigError(
+                f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it samples by; "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+        if facts.vocab_size != self._vocab_size:
+            raise ConfigError(
+                f"{replica.name} serves a model of {facts.vocab_size} tokens and the trainer's has {self._vocab_size}; "
+                "start it on the folder that model.hf_path names"
+            )
+        if facts.max_model_tokens < self._longest:
+            raise ConfigError(
+                f"{replica.name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its response may have "
+                f"{self._longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the others"
+            )
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the report."""
+        behind = [x for x in self._replicas if x.weight_version != version] if self._drives else []
+        return self._sync.deliver(tensors, version, behind)
+
+    def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
+        """What all ranks' drivers report together, by the replicas' names."""
+        # one of ours is started anew after any failure: cheaper than to reason about what is left of half a sync
+        self._lost = [x for x in self._replicas if x.name in lost or (x.ours and x.name in failed)]
+        for replica in self._replicas:
+            replica.weight_version = NO_WEIGHTS if replica.name in failed else version
+
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
+        """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
+        check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._longest)
+        version = self.weight_version
+        if prompts and version == NO_WEIGHTS:
+            raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
+        self._asked += 1
+        requests = [
+            self._request(index, prompt, samples_per_prompt, version, greedy=greedy, attempt=attempt)
+            for index, prompt in enumerate(prompts)
+        ]
+        found = dispatch(
+            requests, self._replicas, weight_version=version, deadline_s=self._rollout.request_s,
+            max_in_flight=self._rollout.max_requests, attempts=self._rollout.max_restarts + 1, rotation=self._rank,
+        )  # fmt: skip
+        for name, cause in found.down.items():
+            log.warning("%s: %s", name, cause)
+        rollouts = {
+            index: self._to_rollouts(prompt, found.finished[request.request_id], samples_per_prompt)
+            for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+            if request.request_id in found.finished
+        }
+        if found.lost:
+            self._lost = [x for x in self._replicas if x.name in found.down]
+            why = "; ".join(dict.fromkeys(found.down.values()))
+            raise EngineLost(self._with_advice(why), finished=rollouts)
+        self._lost = [x for x in self._replicas if x.name in found.down]
+        self._restarts = 0
+        return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
+
+    def _with_advice(self, why: str) -> str:
+        if any(word in why for word in MEMORY_WORDS):
+            return (
+                f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or "
+                "rollout.vllm.max_num_seqs"
+            )
+        return why
+
+    def _request(self, index: int, prompt: Prompt, samples: int, version: int, *, greedy: bool, attempt: int) -> GenerateRequest:
+        seed = sample_seed(self._seed, prompt.prompt_id, 0, version, attempt) & ((1 << SEED_BITS) - 1)
+        return GenerateRequest(
+            request_id=f"{self._rank}-{self._asked}-{index}", token_ids=prompt.token_ids, n=1 if greedy else samples,
+            max_tokens=self._rollout.max_response_tokens, temperature=0.0 if greedy else self._rollout.temperature, seed=seed,
+            stop_token_ids=self._stop_ids,
+        )  # fmt: skip
+
+    def _to_rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:
+        """Greedy samples of a prompt are one, as often as asked for."""
+        if len(completions) == 1:
+            completions = [completions[0]] * samples
+        return [self._to_rollout(prompt, index, completion) for index, completion in enumerate(completions)]
+
+    def _to_rollout(self, prompt: Prompt, index: int, completion: Completion) -> Rollout:
+        token_ids = tuple(completion.token_ids.tolist())
+        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
+            raise EngineError(
+                f"sample {prompt.prompt_id}#{index} holds token {max(token_ids)}; the vocabulary ends at {self._vocab_size - 1}"
+            )
+        stopped = token_ids[-1] in self._stop_ids
+        if stopped != (completion.finish_reason == "stop"):
+            raise EngineError(
+                f"sample {prompt.prompt_id}#{index} ended by {completion.finish_reason!r} with token {token_ids[-1]}, "
+                f"and the stop tokens are {list(self._stop_ids)}"
+            )
+        versions = completion.weight_versions
+        if sum(count for _, count in versions) != len(token_ids):
+            raise EngineError(f"sample {prompt.prompt_id}#{index} of {len(token_ids)} tokens came with weight versions {versions}")
+        body = token_ids[:-1] if stopped else token_ids
+        return Rollout(
+            prompt=prompt, sample_index=index, response_ids=token_ids, logprobs=tuple(completion.logprobs.tolist()),
+            text=self._tokenizer.decode(list(body), skip_special_tokens=True), finish_reason=completion.finish_reason,
+            weight_versions=versions,
+        )  # fmt: skip
+
+    def sleep(self) -> None:
+        """Gives the GPU back: weights to host memory, keys and values dropped. For the driver alone."""
+        self._everywhere("sleep", {"level": 1})
+
+    def wake(self, *, tags: Sequence[str]) -> None:
+        """``weights`` before a sync, ``kv_cache`` before generating."""
+        self._everywhere("wake", {"tags": list(tags)})
+
+    def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
+        for replica in self._replicas if self._drives else []:
+            replica.control(method, arguments, self._sync.deadline_s)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for replica in self._replicas:
+                self._sync.forget(replica)
+                replica.close()

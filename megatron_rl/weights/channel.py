@@ -1,0 +1,119 @@
+"""How a bucket's bytes get from the trainer to an engine: a file in memory that both map, or a broadcast in a process group of their own.
+
+Both sides import this, so it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import pathlib
+import secrets
+import socket
+import tempfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SEGMENT_PREFIX = "megatron_rl-weights-"
+
+
+def segment_folders() -> tuple[pathlib.Path, ...]:
+    """Where segments may lie, the preferred one first: memory where the host has it mounted, or the folder for temporary files."""
+    shared = pathlib.Path("/dev/shm")
+    temporary = pathlib.Path(tempfile.gettempdir())
+    return (shared, temporary) if shared.is_dir() else (temporary,)
+
+
+class Segment:
+    """A file of so many bytes that this process maps and the engine opens by its path; only this user may. ``close`` removes it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises OSError where the memory is not there, rather than a bus error on a later write."""
+        self.path = segment_folders()[0] / f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(file, 0, num_bytes)
+            self.bytes = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+        except OSError as error:
+            self.path.unlink()
+            raise OSError(
+                error.errno,
+                f"{num_bytes:,} bytes of shared memory in {self.path.parent}: {error.strerror}; lower weight_sync.bucket_mb, enlarge it "
+                "(docker: --shm-size), or use weight_sync.channel=broadcast",
+            ) from error
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.path.unlink(missing_ok=True)
+
+
+class Tally:
+    """What a sync has brought so far: how many tensors, and one text over the checksums of its buckets, in order."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, checksum: str, num_tensors: int) -> None:
+        self.count += num_tensors
+        self._digest.update(f"{checksum}/{num_tensors};".encode())
+
+    def value(self) -> str:
+        return self._digest.hexdigest()[:32]
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of that address alone; torch's store would listen on all of them."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen()
+    return listener
+
+
+def open_group(listener: socket.socket, world_size: int, backend: str, timeout: timedelta):
+    """The trainer's end, rank 0, once every worker of the engine has joined."""
+    host, port = listener.getsockname()[:2]
+    store = dist.TCPStore(
+        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return _group(store, host, 0, world_size, backend, timeout)
+
+
+def join_group(address: str, port: int, rank: int, world_size: int, backend: str, timeout: timedelta):
+    """An engine worker's end."""
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    with socket.create_connection((address, port), timeout=timeout.total_seconds()) as probe:
+        own_address = probe.getsockname()[0]  # of the interface that leads to the trainer
+    return _group(store, own_address, rank, world_size, backend, timeout)
+
+
+def _group(store, own_address: str, rank: int, world_size: int, backend: str, timeout: timedelta):
+    """A process group apart from torch's global ones, which vLLM and the trainer each have for themselves."""
+    store = dist.PrefixStore("megatron_rl/weights", store)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def broadcast(group, packed: torch.Tensor) -> None:
+    """Rank 0 sends, the others receive into ``packed``; waits."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([packed], options).wait()
+
+
+def receive(group, num_bytes: int, device: torch.device) -> torch.Tensor:
+    packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    broadcast(group, packed)
+    return packed

@@ -1,0 +1,142 @@
+"""Whether tensors arrived to the bit: a checksum of raw bytes, computed where the tensor is, the same on a CPU and a GPU.
+
+The bytes are read as int64 words in a grid of ROW_WORDS columns, zeros after the last. Each row is summed and each column, modulo 2⁶⁴;
+the checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums, row sums and the number of bytes, with splitmix64 as mix. Sums run at the
+memory's speed and take no memory of the tensor's size; a word's value shows in its row and its column and thereby its place does.
+
+It sees every change of one word, every swap of two words that differ, and any other change but one whose differences cancel in each row
+and in each column (four words at the corners of a rectangle, say), or a collision of mix (2⁻⁶⁴). It is no defence against an adversary.
+
+Imports torch alone: an engine's process, which has no Megatron-Core, computes it too. Needs a little-endian host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+ROW_WORDS = 4096
+ROW_BYTES = 8 * ROW_WORDS
+# A slab is read twice, and the second time from a CPU's cache: 1 to 4 MiB was fastest there. A GPU wants larger ones.
+SLAB_BYTES = {"cpu": 2**22, "cuda": 2**25}  # multiples of ROW_BYTES; no checksum depends on them
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """0 ≤ checksum < 2⁶⁴ of a tensor's bytes in the order of its elements, whatever its strides; not of its dtype or shape.
+
+    Waits for the device. Takes at most a slab or two of memory, and that only of a tensor that is not contiguous.
+    """
+    return int(_digest(tensor)) & (2**64 - 1)
+
+
+class Checksum:
+    """Of tensors in order, each with name, dtype and shape. Nothing waits for a device before ``value``.
+
+    Example: ``seen = Checksum(); seen.update("model.norm.weight", x); seen.value()`` is 16 hexadecimal digits.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[bytes, torch.Tensor]] = []
+
+    @property
+    def count(self) -> int:
+        """Tensors so far."""
+        return len(self._parts)
+
+    def update(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes one tensor more; its memory may be used again afterwards."""
+        self._parts.append((repr((name, str(tensor.dtype), tuple(tensor.shape))).encode(), _digest(tensor)))
+
+    def extend(self, other: Checksum) -> None:
+        """Takes what ``other`` has taken, in that order, without reading it again: a bucket's tensors into those of all buckets."""
+        self._parts.extend(other._parts)
+
+    def value(self) -> str:
+        """May be asked for at any time, and more may follow."""
+        found = hashlib.blake2b(digest_size=8)
+        for header, digest in self._parts:
+            found.update(len(header).to_bytes(8, "little") + header + (int(digest) & (2**64 - 1)).to_bytes(8, "little"))
+        return found.hexdigest()
+
+
+@torch.no_grad()
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """The checksum as a 0-dimensional int64 tensor on the tensor's device."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    # one vector from the start: small tensors kept between a slab's temporaries would leave glibc's heap full of holes
+    vector = torch.zeros(ROW_WORDS + -(-num_bytes // ROW_BYTES) + 1, dtype=torch.int64, device=tensor.device)
+    columns, rows = vector[:ROW_WORDS], vector[ROW_WORDS:-1]
+    vector[-1] = num_bytes
+    row = 0
+    for slab in _slabs(tensor.detach(), SLAB_BYTES["cuda" if tensor.is_cuda else "cpu"]):
+        whole = len(slab) // ROW_BYTES
+        if whole:
+            grid = slab[: whole * ROW_BYTES].view(torch.int64).view(whole, ROW_WORDS)
+            rows[row : row + whole] = grid.sum(1)
+            columns += grid.sum(0)
+            row += whole
+        if len(rest := slab[whole * ROW_BYTES :]):
+            words = rest.new_zeros(-(-len(rest) // 8) * 8)
+            words[: len(rest)] = rest
+            words = words.view(torch.int64)
+            rows[row] = words.sum()
+            columns[: len(words)] += words
+    return _mix(vector).sum()
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """splitmix64 (Steele, Lea, Flood 2014) of each value and its index, in wrapping int64."""
+    z = torch.arange(1, len(values) + 1, device=values.device).mul_(_signed(0x9E3779B97F4A7C15)).add_(values)
+    z = (z ^ _shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    z = (z ^ _shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right with zeros from the left: torch's >> repeats the sign."""
+    return (values >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes in order, uint8, each slab of slab_bytes but the last, and at an address that words can be read from."""
+    if tensor.is_contiguous():
+        flat = _bytes_of(tensor)
+        if flat.storage_offset() % 8 == 0:
+            yield from flat.split(slab_bytes)
+            return
+    slab = torch.empty(min(slab_bytes, tensor.numel() * tensor.element_size()), dtype=torch.uint8, device=tensor.device)
+    filled = 0
+    for piece in _pieces(tensor, slab_bytes):
+        while len(piece):
+            taken = piece[: slab_bytes - filled]
+            slab[filled : filled + len(taken)] = taken
+            filled += len(taken)
+            piece = piece[len(taken) :]
+            if filled == slab_bytes:
+                yield slab
+                filled = 0
+    yield slab[:filled]
+
+
+def _pieces(tensor: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes in order, uint8; nothing above ``most_bytes`` is copied at once."""
+    if tensor.is_contiguous():
+        yield _bytes_of(tensor)
+    elif tensor.numel() * tensor.element_size() <= most_bytes:
+        yield _bytes_of(tensor.contiguous())
+    elif len(tensor) == 1:
+        yield from _pieces(tensor[0], most_bytes)
+    else:
+        row_bytes = tensor[0].numel() * tensor.element_size()
+        for part in tensor.split(max(1, most_bytes // row_bytes)):
+            yield from _pieces(part, most_bytes)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,211 @@
+"""Requests over replicas that fail in every way: each is finished exactly once, or handed back as lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.rollout.dispatch import Dispatched, dispatch
+from megatron_rl.rollout.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
+from megatron_rl.types import EngineError
+
+BOUND_S = 20.0
+DEADLINE_S = 0.05
+VERSION = 3
+
+
+def request_of(name: str, n: int = 2) -> GenerateRequest:
+    return GenerateRequest(request_id=name, token_ids=(1, 2), n=n, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=(9,))
+
+
+def completion_of(mark: int, *, tokens: int = 3, logprobs: int = 3, finish_reason: str = "stop") -> Completion:
+    return Completion(
+        token_ids=np.full(tokens, mark), logprobs=np.full(logprobs, -0.5, dtype=np.float32), finish_reason=finish_reason, weight_versions=()
+    )
+
+
+class FakeReplica:
+    """Does with its k-th request what the k-th word of ``plan`` says; what comes after the plan it answers."""
+
+    def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION) -> None:
+        self.name, self.weight_version, self.plan = name, version, plan or []
+        self.given: list[str] = []
+        self.aborted: list[str] = []
+        self.most_under_way = 0
+        self.marks_answered: dict[int, str] = {}
+        self._under_way: dict[str, Future] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, request: GenerateRequest) -> Future:
+        word = self.plan[len(self.given)] if len(self.given) < len(self.plan) else "answer"
+        self.given.append(request.request_id)
+        if word == "gone":
+            raise ReplicaLost(f"{self.name} is gone")
+        future: Future = Future()
+        with self._lock:
+            self._under_way[request.request_id] = future
+            self.most_under_way = max(self.most_under_way, len(self._under_way))
+        delay = {"late": 3 * DEADLINE_S, "slow": 0.3 * DEADLINE_S}.get(word, random.random() * 0.002)
+        if word != "hang":
+            timer = threading.Timer(delay, self._end, (request, future, word))
+            timer.daemon = True
+            timer.start()
+        return future
+
+    def _end(self, request: GenerateRequest, future: Future, word: str) -> None:
+        mark = hash((self.name, request.request_id, len(self.given))) % 10_000
+        answers = [completion_of(mark) for _ in range(request.n)]
+        match word:
+            case "fewer":
+                answers = answers[:-1]
+            case "more":
+                answers = [*answers, answers[0]]
+            case "uneven":
+                answers[-1] = completion_of(mark, logprobs=2)
+            case "abort":
+                answers[0] = completion_of(mark, finish_reason="abort")
+        with self._lock:
+            self._under_way.pop(request.request_id, None)
+        try:
+            match word:
+                case "lost":
+                    future.set_exception(ReplicaLost(f"{self.name} was killed"))
+                case "refused":
+                    future.set_exception(RequestRefused("the prompt is too long"))
+                case _:
+                    future.set_result(answers)
+        except InvalidStateError:
+            return
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+def run(requests, replicas, **changes) -> Dispatched:
+    given = {"weight_version": VERSION, "deadline_s": DEADLINE_S, "max_in_flight": 4, "attempts": 3} | changes
+    started = time.monotonic()
+    try:
+        return dispatch(requests, replicas, **given)
+    finally:
+        assert time.monotonic() - started < BOUND_S
+
+
+WORDS = st.lists(st.sampled_from(["answer", "answer", "slow", "lost", "gone", "hang", "late", "abort"]), max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    plans=st.lists(WORDS, min_size=1, max_size=4), num_requests=st.integers(0, 12), max_in_flight=st.integers(1, 4),
+    attempts=st.integers(1, 4), rotation=st.integers(0, 7), n=st.integers(1, 3),
+)  # fmt: skip
+def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flight, attempts, rotation, n):
+    replicas = [FakeReplica(f"r{index}", plan) for index, plan in enumerate(plans)]
+    requests = [request_of(f"q{index}", n) for index in range(num_requests)]
+    found = run(requests, replicas, deadline_s=0.02, max_in_flight=max_in_flight, attempts=attempts, rotation=rotation)
+    lost = [request.request_id for request in found.lost]
+    assert sorted([*found.finished, *lost]) == sorted(request.request_id for request in requests)
+    issued = [name for replica in replicas for name in replica.given]
+    assert all(issued.count(request.request_id) <= attempts for request in requests)
+    assert all(replica.most_under_way <= max_in_flight for replica in replicas)
+    assert all(len(found.finished[name]) == n for name in found.finished)
+    assert all(len(causes) < attempts for name, causes in found.causes.items() if name in found.finished)
+    if lost:  # lost only where its attempts were used up, or nobody was left
+        assert len(found.down) == len(replicas) or all(len(found.causes[name]) == attempts for name in lost)
+
+
+def test_a_late_answer_is_not_taken():
+    """The first replica answers after its deadline with marks of its own; what counts is the second's answer."""
+    slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast")
+    found = run([request_of("q")], [slow, fast])
+    time.sleep(4 * DEADLINE_S)
+    assert slow.given == fast.given == ["q"] and slow.aborted == ["q"]
+    assert found.finished["q"][0].token_ids[0] == hash(("fast", "q", 1)) % 10_000
+    assert found.down == {"slow": "did not answer request q in 0.05 s"} and found.lost == ()
+
+
+def test_a_late_answer_within_the_call_is_not_taken():
+    """The same, with the late answer arriving while the call still runs."""
+    slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast", ["slow"] * 40)
+    requests = [request_of(f"q{index}") for index in range(20)]
+    found = run(requests, [slow, fast], max_in_flight=1)
+    assert len(found.finished) == 20 and slow.given == ["q0"]
+    assert found.finished["q0"][0].token_ids[0] in {hash(("fast", "q0", k)) % 10_000 for k in range(1, 41)}
+
+
+def test_all_replicas_lost_hands_everything_unfinished_back():
+    replicas = [FakeReplica("a", ["answer", "lost"]), FakeReplica("b", ["lost"])]
+    requests = [request_of(f"q{index}") for index in range(5)]
+    found = run(requests, replicas, max_in_flight=1)
+    assert len(found.finished) == 1 and len(found.lost) == 4
+    assert found.down == {"a": "a was killed", "b": "b was killed"}
+
+
+def test_the_least_loaded_replica_comes_first():
+    replicas = [FakeReplica(name, ["slow"] * 9) for name in "abc"]
+    run([request_of("big", 6), *(request_of(f"q{index}", 2) for index in range(6))], replicas, max_in_flight=9, deadline_s=2.0)
+    assert [replica.given for replica in replicas] == [["big"], ["q0", "q2", "q4"], ["q1", "q3", "q5"]]
+
+
+def test_rotation_starts_clients_on_different_replicas():
+    for rotation in range(6):
+        replicas = [FakeReplica(name) for name in "abc"]
+        run([request_of("q")], replicas, rotation=rotation)
+        assert [len(replica.given) for replica in replicas] == [int(index == rotation % 3) for index in range(3)]
+
+
+def test_a_replica_with_other_weights_gets_nothing():
+    old, new = FakeReplica("old", version=2), FakeReplica("new")
+    found = run([request_of(f"q{index}") for index in range(6)], [old, new])
+    assert not old.given and len(found.finished) == 6
+    assert found.down == {"old": "it holds weight version 2, this call asks for 3"}
+
+
+def test_a_refused_request_ends_the_call_and_aborts_the_others():
+    replicas = [FakeReplica("a", ["hang", "hang"]), FakeReplica("b", ["refused"])]
+    with pytest.raises(RequestRefused, match="the prompt is too long"):
+        run([request_of(f"q{index}") for index in range(3)], replicas, deadline_s=5.0)
+    assert sorted(replicas[0].aborted) == ["q0", "q2"]
+
+
+@pytest.mark.parametrize(
+    "word, told", [("fewer", "gave 1 completions where 2"), ("more", "gave 3 completions where 2"), ("uneven", "3 tokens and 2 log-probs")]
+)
+def test_a_wrong_answer_is_asked_for_elsewhere_once(word, told):
+    wrong, right = FakeReplica("wrong", [word] * 9), FakeReplica("right")
+    found = run([request_of("q")], [wrong, right])
+    assert wrong.given == right.given == ["q"] and told in found.causes["q"][0] and not found.down
+    with pytest.raises(EngineError, match=f"q was answered wrongly 2 times: wrong: .*{told}.*; also wrong: .*{told}"):
+        run([request_of("q")], [FakeReplica("wrong", [word]), FakeReplica("also wrong", [word])])
+    alone = FakeReplica("alone", [word])
+    assert len(run([request_of("q")], [alone]).finished) == 1 and alone.given == ["q", "q"]
+
+
+def test_log_probs_that_are_not_numbers_are_a_defect():
+    class Nan(FakeReplica):
+        def submit(self, request):
+            future: Future = Future()
+            bad = Completion(
+                token_ids=np.array([1, 9]), logprobs=np.array([-1.0, -np.inf], dtype=np.float32), finish_reason="stop", weight_versions=()
+            )
+            future.set_result([bad] * request.n)
+            return future
+
+    with pytest.raises(EngineError, match="sample 0: 1 of 2 log-probs are not finite"):
+        run([request_of("q")], [Nan("a"), Nan("b")])
+
+
+def test_doubled_request_ids_are_named():
+    with pytest.raises(ValueError, match="'q' is there 2 times"):
+        run([request_of("q"), request_of("q")], [FakeReplica("a")])
+
+
+def test_no_requests_and_no_replicas():
+    assert run([], [FakeReplica("a")]).finished == {}
+    assert run([request_of("q")], []).lost == (request_of("q"),)

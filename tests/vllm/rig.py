@@ -1,0 +1,153 @@
+"""What the tests with a real embedded engine share: model folders, weights by seed, Hugging Face's forward, an engine and its syncs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.rollout.engine import SyncReport
+from megatron_rl.rollout.launch import Seat, build_engine, place_of
+from megatron_rl.rollout.process_replica import ProcessReplica
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.types import Prompt, Rollout
+from megatron_rl.weights.channel import SEGMENT_PREFIX, segment_folders
+from megatron_rl.weights.sync import WeightSync
+
+# float32 on both sides, other kernels; vLLM's CPU build was within 5e-6 of Hugging Face. It is issue 6's bound.
+LOGPROB_TOLERANCE = 1e-4
+START_S = 180.0  # 10 to 20 s where nothing else runs
+REQUEST_S = 60.0
+DEADLINE_S = 30.0
+BLOCK_TOKENS = 32  # of the prefix cache; see launch.engine_arguments
+CPU = torch.device("cpu")
+CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
+
+
+def model_folder(source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool) -> pathlib.Path:
+    """config.json and tokenizer, no weights: they come by sync. source: a folder with a tokenizer."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json"))
+    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+    CONFIGS[family](
+        vocab_size=vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        intermediate_size=96, tie_word_embeddings=tied, max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        dtype="float32", architectures=[AutoModelForCausalLM._model_mapping[CONFIGS[family]].__name__],
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def config_of(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> Config:
+    return load_config(None, [
+        f"model.hf_path={folder}", f"run.dir={run_dir}", "model.dtype=float32", "rollout.engine=vllm", "data.max_prompt_tokens=160",
+        "rollout.max_response_tokens=24", "rollout.temperature=0.7", f"rollout.start_s={START_S}", f"rollout.request_s={REQUEST_S}",
+        f"weight_sync.deadline_s={DEADLINE_S}", "rollout.vllm={max_num_seqs: 64}", *overrides,
+    ])  # fmt: skip
+
+
+def hugging_face(folder: pathlib.Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+
+
+def random_weights(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
+    """Every weight under its name in a checkpoint, norms and biases too, so that a swapped name would be seen."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: float(name.endswith("norm.weight")) + 0.2 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()  # a tied output layer is not listed
+    }
+
+
+@torch.no_grad()
+def reference_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> np.ndarray:
+    prompt, response = rollout.prompt.token_ids, torch.tensor(rollout.response_ids)
+    logits = model(torch.tensor([[*prompt, *rollout.response_ids]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1).gather(1, response[:, None])[:, 0].numpy()
+
+
+def make_prompts(*lengths: int, vocab_size: int = 17) -> list[Prompt]:
+    generator = np.random.default_rng(len(lengths))
+    ids = [tuple(generator.integers(2, vocab_size, size=length).tolist()) for length in lengths]
+    return [Prompt(prompt_id=f"{index}@0", text="", token_ids=token_ids, columns={}) for index, token_ids in enumerate(ids)]
+
+
+def told(rollouts: Iterable[Rollout]) -> list[tuple]:
+    """What must be equal where two calls are to give the same."""
+    return [(x.sample_id, x.response_ids, x.finish_reason) for x in rollouts]
+
+
+@dataclass
+class Bench:
+    """An engine of one rank in a process of its own, and Hugging Face's model to compare with."""
+
+    folder: pathlib.Path
+    config: Config
+    engine: VllmEngine
+    model: PreTrainedModel
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def replica(self) -> ProcessReplica:
+        return self.engine._replicas[0]
+
+    @property
+    def pid(self) -> int:
+        return self.replica.pid
+
+    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+        """And into the reference they go."""
+        found = random_weights(self.model, seed)
+        self.model.load_state_dict(found, strict=False)
+        return found
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]], **changes) -> SyncReport:
+        """A sync that need not succeed, by a sender of its own where ``changes`` says something of one."""
+        version = next(self.versions)
+        if changes:
+            given = {"channel": "shared_memory", "bucket_bytes": 1 << 20, "deadline_s": DEADLINE_S, "device": CPU} | changes
+            sender = WeightSync(**given)
+            report = sender.deliver(iter(weights), version, [self.replica])
+            sender.forget(self.replica)
+            self.engine._sync.forget(self.replica)
+        else:
+            report = self.engine.load_weights(iter(weights), version)
+        self.engine.take_report(version, report.failed, report.lost)
+        return report
+
+    def load(self, seed: int, **changes) -> int:
+        """Weights of that seed in engine and reference; their version."""
+        report = self.sync(self.weights(seed).items(), **changes)
+        assert not report.failed, report.failed
+        return report.version
+
+    def largest_gap(self, prompts: list[Prompt], samples: int = 4) -> float:
+        """Of the engine's log-probs to the reference's."""
+        temperature = self.config.rollout.temperature
+        return max(
+            np.abs(np.array(rollout.logprobs) - reference_logprobs(self.model, rollout, temperature)).max()
+            for rollout in self.engine.generate(prompts, samples)
+        )
+
+
+def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> Bench:
+    """Starts the engine as a run of one rank does; it has no weights yet."""
+    config = config_of(folder, run_dir, *overrides)
+    seat = Seat(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    model = hugging_face(folder)
+    engine = build_engine(
+        config, AutoTokenizer.from_pretrained(folder), seat=seat, place=place_of(config, seat), device=CPU, dtype=torch.float32,
+        vocab_size=model.config.vocab_size,
+    )  # fmt: skip
+    return Bench(folder, config, engine, model)
+
+
+def segments() -> list[pathlib.Path]:
+    """Weight segments that lie about."""
+    return [path for folder in segment_folders() for path in folder.glob(f"{SEGMENT_PREFIX}*")]

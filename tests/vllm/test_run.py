@@ -1,0 +1,85 @@
+"""Whole runs through the command line with rollout.engine=vllm, a real engine on the CPU: the same numbers as the trainer's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.test_train import ROOT, arguments, arithmetic, command_line, mixture, rows_of  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.vllm
+VLLM = (
+    "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "metrics.dense_every=1",
+    "metrics.dense_samples=64", "optimizer.lr=1e-3",
+)  # fmt: skip
+GAP = 1e-4  # float32, the same weights in two implementations
+
+
+def check_rows(run_dir: pathlib.Path, engines: int) -> None:
+    rows = rows_of(run_dir)
+    first = [row for row in rows if "train/logprob_gap_max" in row]
+    assert len(first) == max(row["rollout"] for row in rows) >= 2
+    assert all(row["train/logprob_gap_max"] < GAP for row in first), [row["train/logprob_gap_max"] for row in first]
+    assert len(list((run_dir / "engines").glob("*.log"))) == engines
+    # every rollout but the first came from weights that the one before it had moved
+    versions = [row["rollout/weight_version_min"] for row in first]
+    assert versions == sorted(set(versions)) and all(row["weight_sync/bytes"] > 0 and row["rollout/tokens_per_second"] > 0 for row in first)
+
+
+@pytest.mark.parametrize(
+    "layout, engines",
+    [
+        (("parallel.pipeline=2", "rollout.num_engines=1"), 1),
+        (("parallel.tensor=2", "rollout.num_engines=1", "weight_sync.channel=broadcast"), 1),
+        (("parallel.pipeline=1", "weight_sync.bucket_mb=0.01"), 2),
+    ],
+    ids=["PP2, one engine", "TP2, by broadcast", "DP2, two engines, buckets of 10 kB"],
+)
+def test_log_probs_equal_the_trainers_after_every_sync(pool, arithmetic, tmp_path, layout, engines):  # noqa: F811
+    results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *VLLM, *layout), timeout_s=180)
+    assert [code for code, _ in results] == [0, 0], results
+    check_rows(tmp_path, engines)
+
+
+def test_a_mixture_under_expert_parallelism(pool, mixture, tmp_path):  # noqa: F811
+    """Experts of 48, which vLLM pads to 64 on a CPU."""
+    given = arguments(mixture, tmp_path, *VLLM, "parallel.expert=2", "rollout.num_engines=1")
+    results = pool.run(2, command_line, given, timeout_s=180)
+    assert [code for code, _ in results] == [0, 0], results
+    check_rows(tmp_path, 1)
+
+
+def test_weights_that_did_not_move_are_not_sent(pool, arithmetic, tmp_path):  # noqa: F811
+    extra = ["reward.functions=[tests.reward_functions:constant]", "skip.ghost=freeze"]
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *VLLM, *extra), timeout_s=180)
+    assert code == 0, said
+    rows = rows_of(tmp_path)
+    assert [row["weight_version"] for row in rows] == [0] * len(rows)
+    assert sum("weight_sync/bytes" in row for row in rows) == 1 and "weights sent 1 times" in said
+
+
+def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic, tmp_path):  # noqa: F811
+    """The trainer at another temperature than the engine would be: the guard sees every sample of it."""
+    extra = ["rollout.max_logprob_gap=1e-12"]
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *VLLM, *extra), timeout_s=180)
+    assert code == 1 and "rollout.max_logprob_gap=1e-12" in said and "nats per token" in said, said
+
+
+@pytest.mark.long
+def test_the_quickstart_reaches_the_same_reward(tmp_path):
+    """As tests/test_quickstart.py, with rollouts by vLLM."""
+    environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "examples/quickstart/run.sh", "rollout.engine=vllm", "rollout.num_engines=1"], cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    reward = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    assert sum(reward[:10]) / 10 < 0.6 and sum(reward[-10:]) / 10 > 0.9
+    assert max(row.get("train/logprob_gap_max", 0.0) for row in rows) < GAP

@@ -1,0 +1,112 @@
+"""Start vLLM servers for a run with ``rollout.engine=vllm rollout.mode=server``, and keep them running.
+
+    python tools/serve_vllm.py --model models/Qwen2.5-0.5B --replicas 2 --port 8000
+    python tools/serve_vllm.py --model M --replicas 4 --tensor-parallel-size 2 --log-dir logs -- --gpu-memory-utilization 0.8
+
+One server per replica on consecutive ports, GPUs split in order, one log file each. One that dies is started again, a bounded number of
+times; all of them end with this process, however it ends. What follows ``--`` goes to vLLM as it is.
+
+Servers listen on 127.0.0.1 unless --host says otherwise; with another host an API key is wanted, in the environment variable that
+--api-key-env names, and it reaches vLLM by environment. vLLM's own check of the key covers /v1, /v2, /inference and /cohere and leaves
+the routes open that replace weights and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics and
+/version. The servers started here run megatron_rl/rollout/server_guard.py on top, which asks for the key on everything but /health.
+Nothing is encrypted: the key, the prompts and the completions cross the network as they are, so between hosts that you do not own, put
+TLS or a private network around them. Weights sent by broadcast travel on a port of their own, without a key.
+
+On a CPU host: VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 before it, and -- --enforce-eager after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from megatron_rl.rollout import server_command, supervisor
+from megatron_rl.types import ConfigError
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    own, extra = arguments, []
+    if "--" in arguments:
+        cut = arguments.index("--")
+        own, extra = arguments[:cut], arguments[cut + 1 :]
+    head, _, examples = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="serve_vllm.py", description=head, epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="the Hugging Face folder that the trainer's model.hf_path names")
+    parser.add_argument("--replicas", type=int, default=1, help="number of servers (default 1)")
+    parser.add_argument("--port", type=int, default=8000, help="of the first server, the others follow (default 8000)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this host only)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs per server (default 1)")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    parser.add_argument("--allow-no-key", action="store_true", help="open the servers to the network without a key")
+    parser.add_argument("--log-dir", type=pathlib.Path, default=pathlib.Path("vllm-logs"), help="folder of the log files")
+    parser.add_argument("--max-restarts", type=int, default=5, help="of all servers together within the window (default 5)")
+    parser.add_argument("--restart-window-s", type=float, default=600.0, help="(default 600)")
+    parser.add_argument("--ready-s", type=float, default=900.0, help="from start to /health, more counts as a death (default 900)")
+    parser.add_argument("--grace-s", type=float, default=15.0, help="from SIGTERM to SIGKILL (default 15)")
+    parser.add_argument("--module", default=server_command.MODULE, help=f"what python -m runs (default {server_command.MODULE})")
+    given = parser.parse_args(own)
+    if given.replicas < 1 or given.tensor_parallel_size < 1 or given.max_restarts < 0:
+        parser.error(
+            f"--replicas {given.replicas}, --tensor-parallel-size {given.tensor_parallel_size} must be at least 1, --max-restarts 0"
+        )
+    return given, extra
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.ServerSpec]:
+    if given.api_key_env and not os.environ.get(given.api_key_env):
+        raise ConfigError(f"--api-key-env {given.api_key_env} names an environment variable that is empty or not set; export it first")
+    api_key = os.environ[given.api_key_env] if given.api_key_env else None
+    supervisor.check_exposure(given.host, api_key, "--api-key-env", given.allow_no_key)
+    devices = supervisor.split_devices(supervisor.visible_devices(os.environ), given.replicas, given.tensor_parallel_size)
+    root = str(pathlib.Path(__file__).resolve().parents[1])  # the servers import megatron_rl.weights.receiver
+    found = []
+    for index, own_devices in enumerate(devices):
+        environment, dropped = server_command.server_environment(os.environ, api_key=api_key, devices=own_devices)
+        if own_devices is None and given.replicas > 1:  # each would pin its threads to the same cores
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
+        if index == 0 and dropped:
+            say(f"not passed on to the servers: {', '.join(dropped)}")
+        command = server_command.server_command(
+            given.model, given.host, given.port + index, "--tensor-parallel-size", str(given.tensor_parallel_size), *extra,
+            python=sys.executable, module=given.module,
+        )  # fmt: skip
+        found.append(
+            supervisor.ServerSpec(
+                name=f"server {index}",
+                command=tuple(command),
+                environment=environment,
+                host=given.host,
+                port=given.port + index,
+                log_path=given.log_dir.resolve() / f"server{index}.log",
+            )  # fmt: skip
+        )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, extra = parse(sys.argv[1:] if arguments is None else arguments)
+    limits = supervisor.Limits(
+        restarts=given.max_restarts, window_s=given.restart_window_s, ready_s=given.ready_s, grace_s=given.grace_s
+    )  # fmt: skip
+    try:
+        return supervisor.Supervisor(specs_of(given, extra), limits, say).run()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
