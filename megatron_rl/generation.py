@@ -61,7 +61,7 @@ class Generation:
             behind = exchange.gather_json(self.engine.weight_version != version)
             if not any(behind) and not lost:
                 return
-            self.device.to_weights()
+            self._together(self.device.to_weights)
             self._together(lambda lost=lost: self.engine.recover(lost))
             report = self.engine.load_weights(self._export(), version)
             sent = exchange.gather_json([report.failed, report.lost, report.num_bytes, report.seconds])
@@ -102,7 +102,7 @@ class Generation:
         mine = self.producer.places(len(prompts))
         found: dict[int, list[Rollout]] = {}
         started = time.perf_counter()
-        self.device.to_engine()
+        self._together(self.device.to_engine)
         while True:
             why = self._generate(prompts, [i for i in mine if i not in found], samples_per_prompt, greedy, found)
             lost = {rank: text for rank, text in enumerate(exchange.gather_json(why)) if text is not None}
@@ -111,9 +111,9 @@ class Generation:
             for rank, text in lost.items():
                 log.warning("rank %d lost its engine; what it owes is asked for again: %s", rank, text)
             self.sync_weights()
-            self.device.to_engine()
+            self._together(self.device.to_engine)
         generated = time.perf_counter()
-        self.device.to_trainer()
+        self._together(self.device.to_trainer)
         rollouts = [rollout for i in mine for rollout in found[i]]
         self._note_rollouts(rollouts, generated - started)
         produced: list[Produced] = []

@@ -2,6 +2,7 @@
 
 STAND_IN_FOLDER   each start leaves a file there, PORT-N.json: process ids, arguments, environment
 STAND_IN_DIES     "at once": exit code 3 · "never healthy": no /health · "stubborn": SIGTERM is ignored
+                  a file PID.sick there: /health answers 503
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
+        sick = pathlib.Path(os.environ["STAND_IN_FOLDER"]) / f"{os.getpid()}.sick"
+        self.send_response(503 if sick.exists() else 200)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -69,6 +70,8 @@ class FakeReplica:
                 answers = [*answers, answers[0]]
             case "uneven":
                 answers[-1] = completion_of(mark, logprobs=2)
+            case "older":
+                answers = [dataclasses.replace(x, weight_versions=((-1, 3),)) for x in answers]
             case "abort":
                 answers[0] = completion_of(mark, finish_reason="abort")
         with self._lock:
@@ -165,6 +168,14 @@ def test_a_replica_with_other_weights_gets_nothing():
     found = run([request_of(f"q{index}") for index in range(6)], [old, new])
     assert not old.given and len(found.finished) == 6
     assert found.down == {"old": "it holds weight version 2, this call asks for 3"}
+
+
+def test_an_answer_from_older_weights_is_not_taken():
+    """The server was started again between two calls, under the same URL, and samples from its files."""
+    restarted, sound = FakeReplica("restarted", ["older"]), FakeReplica("sound")
+    found = dispatch([request_of("q")], [restarted, sound], weight_version=VERSION, deadline_s=5.0, max_in_flight=1, attempts=2)
+    assert "version -1, not 3" in found.down["restarted"] and sound.given == ["q"]
+    assert all(x.weight_versions == () for x in found.finished["q"])
 
 
 def test_a_refused_request_ends_the_call_and_aborts_the_others():

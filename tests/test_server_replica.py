@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from megatron_rl.rollout import server_replica
 from megatron_rl.rollout.dispatch import dispatch
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.replica import GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
@@ -147,6 +148,17 @@ def test_what_will_never_work_ends_the_call(fault):
         spread(replica_of(bad.url), replica_of(good.url))
 
 
+def test_what_a_server_with_a_dead_engine_holds_is_cut(monkeypatch):
+    """Its engine is dead, /health says so, and it would hold the weight update that it has taken for ever."""
+    monkeypatch.setattr(server_replica, "HEALTH_S", 0.1)
+    with fake_vllm(start_weight_update=FAULTS["hang"], health=Answer(503, {"detail": "EngineDeadError"})) as sick:
+        replica = replica_of(sick.url, deadline_s=60.0)
+        replica.start()
+        with pytest.raises(ReplicaLost, match="start_weight_update was given up here, since .*/health: 503, EngineDeadError"):
+            replica.control("start_weight_update", {}, 60.0)
+        replica.close()
+
+
 def test_abort_ends_the_request_at_once():
     with fake_vllm(generate=FAULTS["hang"]) as server:
         replica = replica_of(server.url, deadline_s=60.0)
@@ -204,7 +216,7 @@ def other(**changes) -> dict:
 START = {
     "hang": ({"health": FAULTS["hang"]}, ReplicaLost, "was not ready in 0.4 s: .*GET /health was not answered"),
     "not vLLM": ({"health": Answer(404, b"")}, RequestRefused, "another program listens there"),
-    "old": ({"version": {"version": "0.28.3"}}, RequestRefused, "runs vLLM 0.28.3; 0.29 or newer is needed"),
+    "old": ({"version": {"version": "0.28.3"}}, RequestRefused, "runs vLLM 0.28.3; 0.32 or newer is needed"),
     "raw log-probs": (
         {"collective_rpc": other(logprobs_mode="raw_logprobs")}, RequestRefused, "'raw_logprobs'.*--logprobs-mode processed_logprobs",
     ),

@@ -133,11 +133,12 @@ def test_container_command_lines(tmp_path):
 
 def test_vllm_takes_the_last_nodes(tmp_path):
     code, calls, _ = submit(
-        tmp_path, "trainer_and_vllm.sbatch", "a=b", nodes="a1 a2 a3", MODEL="m", VLLM_ARGS="--tensor-parallel-size 8", TRAINER_CODE="0"
+        tmp_path, "trainer_and_vllm.sbatch", "a=b", nodes="a1 a2 a3", MODEL="m", VLLM_TP="8", VLLM_ARGS="--max-model-len 64", TRAINER_CODE="0"
     )
     assert code == 0
     server, trainer = sorted((call for call in calls if call.startswith("srun")), key=lambda call: "node.sh" in call)
-    assert "--nodelist=a3" in server and "--model m" in server and server.endswith("--port 20008 --tensor-parallel-size 8")
+    assert "--nodelist=a3" in server and "--model m" in server and "--api-key-env VLLM_API_KEY --tensor-parallel-size 8" in server
+    assert "--host 0.0.0.0 --port 20008" in server and server.endswith("-- --max-model-len 64")
     assert "--nodelist=a1,a2" in trainer and trainer.endswith("rollout.servers=[http://a3:20008] a=b")
     assert calls.index("curl http://a3:20008/health") < calls.index(trainer)
     code, calls, said = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1", MODEL="m")

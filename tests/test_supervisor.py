@@ -131,6 +131,15 @@ def test_a_server_that_is_never_healthy_counts_as_dead(tmp_path):
         running.wait_all_gone()
 
 
+def test_a_server_that_lives_and_serves_no_more_is_started_again(tmp_path):
+    with tool(tmp_path, "--sick-s", "1") as running:
+        wait_for("a server", lambda: "ready after" in running.said())
+        pid, _ = running.started()[0]["pids"]
+        (tmp_path / f"{pid}.sick").touch()
+        wait_for("the restart", lambda: running.said().count("ready after") == 2)
+        assert "runs, and serves no more" in running.said() and "/health: 503" in running.said() and not is_alive(pid)
+
+
 def test_a_port_in_use_is_named(tmp_path):
     with tool(tmp_path) as first:
         wait_for("a server", lambda: "ready after" in first.said())

@@ -50,6 +50,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--max-restarts", type=int, default=5, help="of all servers together within the window (default 5)")
     parser.add_argument("--restart-window-s", type=float, default=600.0, help="(default 600)")
     parser.add_argument("--ready-s", type=float, default=900.0, help="from start to /health, more counts as a death (default 900)")
+    parser.add_argument("--sick-s", type=float, default=10.0, help="so long /health may refuse before a restart (default 10)")
     parser.add_argument("--grace-s", type=float, default=15.0, help="from SIGTERM to SIGKILL (default 15)")
     parser.add_argument("--module", default=server_command.MODULE, help=f"what python -m runs (default {server_command.MODULE})")
     given = parser.parse_args(own)
@@ -99,7 +100,8 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
 def main(arguments: list[str] | None = None) -> int:
     given, extra = parse(sys.argv[1:] if arguments is None else arguments)
     limits = supervisor.Limits(
-        restarts=given.max_restarts, window_s=given.restart_window_s, ready_s=given.ready_s, grace_s=given.grace_s
+        restarts=given.max_restarts, window_s=given.restart_window_s, ready_s=given.ready_s, grace_s=given.grace_s,
+        sick_s=given.sick_s,
     )  # fmt: skip
     try:
         return supervisor.Supervisor(specs_of(given, extra), limits, say).run()

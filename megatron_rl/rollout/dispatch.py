@@ -188,7 +188,10 @@ class _Call:
             return
         broken_off = [x.finish_reason for x in completions if x.finish_reason not in FINISHED]
         defect = defect_of(attempt.request, completions)
-        if broken_off:
+        older = sorted({v for x in completions for v, _ in x.weight_versions if v < self.weight_version})
+        if older:  # it was started again behind our back, and samples from its files
+            self._lose(attempt, f"sampled with weights of version {older[0]}, not {self.weight_version}")
+        elif broken_off:
             self._lose(attempt, f"broke off {len(broken_off)} of {attempt.request.n} samples, reason {broken_off[0]!r}")
         elif defect is not None:
             self._reject(attempt, defect)

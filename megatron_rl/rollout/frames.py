@@ -37,13 +37,19 @@ def receive(connection: socket.socket) -> tuple[dict, dict[str, np.ndarray]]:
         raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes: the stream is not one of frames")
     header = json.loads(_exactly(connection, text_bytes))
     body = _exactly(connection, body_bytes)
+    if not isinstance(header, dict) or "arrays" not in header:
+        raise ValueError(f"a frame whose header lists no arrays: {str(header)[:200]}")
     arrays, start = {}, 0
     for name, dtype, shape in header.pop("arrays"):
         if dtype not in DTYPES:
             raise ValueError(f"array {name!r} of dtype {dtype!r} in a frame; these travel: {', '.join(DTYPES)}")
+        if any(size < 0 for size in shape):
+            raise ValueError(f"array {name!r} of shape {shape} in a frame")
         count = int(np.prod(shape, dtype=np.int64))
         arrays[name] = np.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)
         start += count * np.dtype(dtype).itemsize
+    if start != body_bytes:
+        raise ValueError(f"the arrays of a frame take {start} of its {body_bytes} bytes")
     return header, arrays
 
 

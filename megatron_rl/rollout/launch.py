@@ -120,9 +120,15 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
         "enforce_eager": not on_gpu,
         "disable_log_stats": True,
         "seed": config.run.seed,
-        **({} if on_gpu else {"block_size": 32}),
+        **({} if on_gpu else _on_cpu(config)),
     }
     return owned | chosen | config.rollout.vllm
+
+
+def _on_cpu(config: Config) -> dict[str, object]:
+    """A prompt cut in chunks makes vLLM (0.32.0) wind a sample's random numbers back, which torch's CPU generator cannot: the engine dies.
+    Its default block of 128 tokens would keep short prompts out of the prefix cache."""
+    return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, _longest(config))}
 
 
 def _process(config: Config, seat: Seat, device: torch.device) -> ProcessReplica:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import pathlib
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -30,6 +32,7 @@ RANK_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
 )  # fmt: skip
 LAST_LINES = 15
+SEND_S = 30  # without a byte taken; an engine that works reads at any time, in a thread of its own
 
 
 def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, threads: int | None) -> dict[str, str]:
@@ -78,6 +81,8 @@ class ProcessReplica:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
+        # An engine that hangs reads nothing: with the socket full, a send would wait for ever. Receiving has no such bound.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as output:
             self._process = subprocess.Popen(
@@ -169,7 +174,15 @@ class ProcessReplica:
                     raise frames.Closed("it was ended")
                 frames.send(self._connection, header, arrays)
         except OSError as error:
+            self._break_off()  # part of the frame may be on its way
             raise ReplicaLost(f"{self.name} is gone ({error}); {self.log_path} ends:\n{self.last_lines()}") from error
+
+    def _break_off(self) -> None:
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError):  # the other end may be gone already
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self, connection: socket.socket, process: subprocess.Popen, ready: Future) -> None:
         """Hands every frame to whoever waits for it, until the process ends; then everyone who still waits is told."""

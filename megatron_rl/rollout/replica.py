@@ -12,6 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+OLDEST_VLLM = (0, 32)  # weight transfer in four calls, weight versions on tokens; older ones were not run
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:

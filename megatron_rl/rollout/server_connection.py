@@ -26,6 +26,10 @@ class NotListening(ReplicaLost):
     """Nobody accepts connections at this address."""
 
 
+class ServerFailed(ReplicaLost):
+    """It answers, and says that it cannot serve (5xx): of /health, that its engine is dead."""
+
+
 class MissingRoute(RequestRefused):
     """The server does not offer this route, by how it was started or by its age."""
 
@@ -129,7 +133,9 @@ class Server:
 
     def _error(self, what: str, path: str, status: int, answer: bytes) -> Exception:
         told = self._told(text_of(answer))
-        if status >= 500 or status in BUSY:
+        if status >= 500:
+            return ServerFailed(f"{what}: {status}, {told}")
+        if status in BUSY:
             return ReplicaLost(f"{what}: {status}, {told}")
         if status == 403 and SCALE_OUT in told or status in (404, 405) and path.startswith("/inference/"):
             return MissingRoute(f"{what}: {status}, {told}. Start the server with {SCALE_OUT} (vLLM 0.29 or newer)")

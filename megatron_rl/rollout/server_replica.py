@@ -8,6 +8,7 @@ of −inf or NaN, or a missing one, comes as −9999; a client that hangs up end
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
@@ -19,13 +20,14 @@ from concurrent.futures import Future
 import numpy as np
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.replica import OLDEST_VLLM, Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.sampling import parse_version, sampling_parameters
 from megatron_rl.rollout.server_command import LOGPROBS_MODE, WORKER_EXTENSION, example
-from megatron_rl.rollout.server_connection import Exchange, MissingRoute, NotListening, Server
+from megatron_rl.rollout.server_connection import Exchange, MissingRoute, NotListening, Server, ServerFailed
 
-OLDEST_VLLM = (0, 29)  # the first with /inference/v1/generate and weight transfer over HTTP
 POLL_S = 0.5
+HEALTH_S = 2.0  # between two looks at a server that owes an answer
+UNHEALTHY = 2  # such looks in a row
 ANSWER_S = 10.0  # of what a server answers from memory
 NO_LOGPROB = -9999.0  # vLLM's word for −inf, NaN and missing
 KEY_SETTING = "rollout.api_key_env"
@@ -39,6 +41,8 @@ def api_key_of(variable: str | None) -> str | None:
 class ServerReplica:
     """One endpoint. Each request has a thread and a connection while it is under way."""
 
+    ours = False
+
     def __init__(self, url: str, *, deadline_s: float, api_key_env: str | None = None, model: str = "MODEL") -> None:
         """``deadline_s`` bounds a request; ``model`` stands in the message that says how to start a server."""
         self.server = Server(url, api_key=api_key_of(api_key_env), key_setting=KEY_SETTING)
@@ -49,9 +53,31 @@ class ServerReplica:
         self._under_way: dict[str, Exchange] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._sick = ""
+        self._numbers = itertools.count()
 
     def start(self) -> None:
-        """Nothing: the server runs already, or somebody starts it."""
+        """The server runs already, or somebody starts it; from here on its health is watched while it owes an answer."""
+        threading.Thread(target=self._watch_health, daemon=True, name=f"health-{self.name}").start()
+
+    def _watch_health(self) -> None:
+        """A server whose engine died may go on holding requests for ever, and end only once they are cut. One that is merely busy, and
+        answers /health late, is left alone."""
+        server, bad = self.server, 0
+        while not self._closed:
+            time.sleep(HEALTH_S)
+            if not self._under_way:
+                continue
+            try:
+                server.call("GET", "/health", timeout_s=ANSWER_S)
+                bad = 0
+            except (NotListening, ServerFailed) as error:
+                bad += 1
+                if bad >= UNHEALTHY:
+                    self._sick = str(error)
+                    self._cut_all()
+            except (ReplicaLost, RequestRefused):  # late, or cut itself
+                bad = 0
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
         """Tried until the time is up: a server that starts, or dies under its supervisor, fails in every way for a while."""
@@ -178,7 +204,7 @@ class ServerReplica:
             answer = self.server.call("POST", "/inference/v1/generate", body, timeout_s=self.deadline_s, exchange=exchange)
             completions = self._completions(request, answer)
         except Exception as error:  # noqa: BLE001 (whatever it is, who waits for the future raises it)
-            failure = error
+            failure = self._explained(error)
         with self._lock:
             if self._under_way.get(request.request_id) is exchange:
                 del self._under_way[request.request_id]
@@ -229,7 +255,22 @@ class ServerReplica:
                 raise ValueError(f"an engine has no control message {other!r}")
 
     def _post(self, path: str, body: object, timeout_s: float) -> object:
-        return self.server.call("POST", path, body, timeout_s=timeout_s)
+        name, exchange = f"control {next(self._numbers)}", Exchange()
+        with self._lock:
+            self._under_way[name] = exchange
+        try:
+            return self.server.call("POST", path, body, timeout_s=timeout_s, exchange=exchange)
+        except ReplicaLost as error:
+            raise self._explained(error) from error
+        finally:
+            with self._lock:
+                self._under_way.pop(name, None)
+
+    def _explained(self, error: Exception) -> Exception:
+        """Why a request was cut, where the reason is the server's health."""
+        if self._sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
+            return ReplicaLost(f"{error}, since {self._sick}")
+        return error
 
     def _ask_workers(self, method: str, timeout_s: float) -> list:
         answer = self._post("/collective_rpc", {"method": method, "timeout": timeout_s}, timeout_s)
@@ -253,6 +294,7 @@ class ServerReplica:
     def restart(self) -> None:
         """The server is not ours to end: what is under way here is given up, and ``wait_ready`` waits for whoever restarts it."""
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
+        self._sick = ""
         self._cut_all()
 
     def close(self) -> None:

@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.rollout.replica import ReplicaLost, RequestRefused
-from megatron_rl.rollout.server_connection import Server
+from megatron_rl.rollout.server_connection import NotListening, Server, ServerFailed
 from megatron_rl.types import ConfigError
 
 POLL_S = 0.2
 HEALTH_S = 5.0
+WATCH_S = 2.0  # between two looks at one that was ready
 LAST_LINES = 30
 
 
@@ -47,12 +48,14 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """restarts: of all servers together within ``window_s`` · ready_s: from start to /health · grace_s: from SIGTERM to SIGKILL."""
+    """restarts: of all servers together within ``window_s`` · ready_s: from start to /health · grace_s: from SIGTERM to SIGKILL ·
+    sick_s: so long a server that was ready may refuse /health."""
 
     restarts: int = 5
     window_s: float = 600.0
     ready_s: float = 900.0
     grace_s: float = 15.0
+    sick_s: float = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +65,7 @@ class _Running:
     started: float
     ready: threading.Event = field(default_factory=threading.Event)
     gone: threading.Event = field(default_factory=threading.Event)
+    sick: str = ""
 
 
 def is_loopback(host: str) -> bool:
@@ -163,21 +167,31 @@ class Supervisor:
         return running
 
     def _watch_health(self, running: _Running) -> None:
-        """Until it is healthy once; whether it lives after that shows in its process."""
+        """Until it is healthy, and then whether it stays so: one whose engine died can wait for ever for requests that it still holds.
+        A late answer is no sign of that; a busy server gives one."""
         server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health wants none
-        while not running.gone.wait(POLL_S):
+        bad_since: float | None = None
+        while not running.gone.wait(POLL_S if not running.ready.is_set() else WATCH_S):
             try:
                 server.call("GET", "/health", timeout_s=HEALTH_S)
+            except (NotListening, ServerFailed) as error:
+                bad_since = bad_since or time.monotonic()
+                if running.ready.is_set() and time.monotonic() - bad_since > self.limits.sick_s:
+                    running.sick = f"runs, and serves no more: {error}"
+                continue
             except (ReplicaLost, RequestRefused):
                 continue
-            running.ready.set()
-            self.say(f"{running.spec.name}: ready after {time.monotonic() - running.started:.1f} s, {running.spec.url}")
-            return
+            bad_since = None
+            if not running.ready.is_set():
+                running.ready.set()
+                self.say(f"{running.spec.name}: ready after {time.monotonic() - running.started:.1f} s, {running.spec.url}")
 
     def _cause_to_restart(self, running: _Running) -> str | None:
         code = running.process.poll()
         if code is not None:
             return f"ended with exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
+        if running.sick:
+            return running.sick
         if not running.ready.is_set() and time.monotonic() - running.started > self.limits.ready_s:
             return f"did not answer /health in {self.limits.ready_s:g} s"
         return None

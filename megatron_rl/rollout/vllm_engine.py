@@ -16,12 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.dispatch import dispatch
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport, check_prompts, sample_seed
-from megatron_rl.rollout.replica import Completion, GenerateRequest, Replica, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.replica import OLDEST_VLLM, Completion, GenerateRequest, Replica, ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.types import ConfigError, EngineError, Prompt, Rollout
 from megatron_rl.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
-OLDEST = (0, 32)  # its weight-transfer API and the weight versions on tokens; older ones were not run
 SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
 MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError")
 
@@ -44,6 +43,7 @@ class VllmEngine:
         self._unready = list(self._replicas)
         self._lost: list[Replica] = []
         self._restarts = 0
+        self._why_lost = ""  # the latest loss, in an engine's words
         self._closed = False
         self._asked = 0
         for replica in self._replicas:
@@ -70,9 +70,10 @@ class VllmEngine:
         gone = [replica for replica in self._replicas if replica.name in lost]
         for replica in gone:
             if self._restarts >= self._rollout.max_restarts:
-                raise EngineError(
+                times = (
                     f"{replica.name} was lost {self._restarts + 1} times in a row, and rollout.max_restarts={self._rollout.max_restarts}"
                 )
+                raise EngineError(self._with_advice(f"{times}. {self._why_lost}"))
             log.warning("%s is started again", replica.name)
             self._sync.forget(replica)
             replica.restart()
@@ -98,8 +99,8 @@ class VllmEngine:
 
     def _check(self, replica: Replica, facts: ReplicaFacts) -> None:
         release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
-        if release < OLDEST:
-            raise ConfigError(f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST))} or newer")
+        if release < OLDEST_VLLM:
+            raise ConfigError(f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or newer")
         if facts.logprobs_mode != "processed_logprobs":
             raise ConfigError(
                 f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it samples by; "
@@ -119,7 +120,10 @@ class VllmEngine:
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the report."""
         behind = [x for x in self._replicas if x.weight_version != version] if self._drives else []
-        return self._sync.deliver(tensors, version, behind)
+        report = self._sync.deliver(tensors, version, behind)
+        if report.lost:
+            self._why_lost = "; ".join(report.failed.values())
+        return report
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """What all ranks' drivers report together, by the replicas' names."""
@@ -132,6 +136,8 @@ class VllmEngine:
         """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
         check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._longest)
         version = self.weight_version
+        if prompts and self._lost:
+            raise EngineLost(self._with_advice(self._why_lost), finished={})
         if prompts and version == NO_WEIGHTS:
             raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
         self._asked += 1
@@ -153,8 +159,10 @@ class VllmEngine:
         if found.lost:
             self._lost = [x for x in self._replicas if x.name in found.down]
             why = "; ".join(dict.fromkeys(found.down.values()))
+            self._why_lost = why
             raise EngineLost(self._with_advice(why), finished=rollouts)
         self._lost = [x for x in self._replicas if x.name in found.down]
+        self._why_lost = "; ".join(found.down.values())
         self._restarts = 0
         return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
 
@@ -211,8 +219,13 @@ class VllmEngine:
         self._everywhere("wake", {"tags": list(tags)})
 
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
-        for replica in self._replicas if self._drives else []:
-            replica.control(method, arguments, self._sync.deadline_s)
+        """One that still starts is awake when it serves; one that does not answer is lost, which the next sync mends on all ranks."""
+        for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
+            try:
+                replica.control(method, arguments, self._sync.deadline_s)
+            except ReplicaLost as error:
+                self._why_lost = f"{error}"
+                self._lost.append(replica)
 
     def close(self) -> None:
         if not self._closed:

@@ -51,10 +51,13 @@ class EngineProcess:
                     self._send_output(output)
 
     def _read(self) -> None:
+        """Whatever ends it ends the engine: the rank is gone, broke off within a frame, or there was no memory for one."""
         try:
             while True:
                 self.inbox.put(frames.receive(self.connection))
-        except (frames.Closed, OSError):
+        except frames.Closed:
+            return
+        finally:
             self.inbox.put(None)
 
     def _handle(self, message: tuple[dict, dict] | None) -> bool:
@@ -170,7 +173,10 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # what is left (worker processes of tensor parallelism) ends with this one; vLLM's own teardown may wait
+    code = 1
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # out of memory, telling it can fail too
+        os._exit(code)  # what is left (worker processes of tensor parallelism) ends with this one; vLLM's own teardown may wait

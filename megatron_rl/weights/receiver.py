@@ -74,9 +74,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._broken = ""
         self._ended: BucketInfo | None = None
         self._tally = Tally()
-        self._arrived: set[str] = set()  # names as the trainer gives them
+        self._arrived: dict[str, int] = {}  # how many values, by name as the trainer gives it
         self._loaded: set[str] = set()  # parameters, as vLLM names them; several names may fill one
         self._wanted: set[str] = set()
+        self._wanted_values = 0  # of all of them, without what pads a vocabulary
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
     def init_transfer_engine(self, init_info: ChannelInfo) -> None:
@@ -98,13 +99,23 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         if self._open:
             self._drop_half_loaded()
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
-        self._ended, self._tally, self._arrived, self._loaded = None, Tally(), set(), set()
+        self._ended, self._tally, self._arrived, self._loaded = None, Tally(), {}, set()
         if self.device.type == "cpu":
             self._forget_packed_experts()
         own = {name for name, _ in self.model.named_parameters()}  # a tied alias is not listed twice here, and is below
         initialize_layerwise_reload(self.model)
         self._wanted = own & {name for name, _ in self.model.named_parameters()}
+        self._wanted_values = self._count_values()
         self._open = True
+
+    def _count_values(self) -> int:
+        padding = {
+            id(layer.weight): (layer.num_embeddings_padded - layer.org_vocab_size) * layer.embedding_dim
+            for layer in self.model.modules()
+            if isinstance(layer, VocabParallelEmbedding)
+        }
+        wanted = [parameter for name, parameter in self.model.named_parameters() if name in self._wanted]
+        return sum(get_tensor_load_numel(parameter) - padding.get(id(parameter), 0) for parameter in wanted)
 
     def _drop_half_loaded(self) -> None:
         """The sync before this one broke off. What vLLM still holds back of it is forgotten, and every layer gets its tensors of before
@@ -147,6 +158,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
             raise ValueError(f"the bucket {names} arrived with checksum {seen.value()}, the trainer sent {bucket.checksum}")
         self._tally.add(bucket.checksum, len(weights))
+        for name, tensor in weights:
+            if name in self._arrived:
+                raise ValueError(f"weight {name!r} arrived twice; a sync brings every weight once")
+            self._arrived[name] = tensor.numel()
         try:
             self._loaded |= self.model.load_weights(weights)
         except Exception as error:
@@ -182,6 +197,13 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         partial = self._partial()
         if partial:
             raise ValueError(f"{len(partial)} of the engine's layers arrived in part: {', '.join(partial[:8])}")
+        aliases = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
+        values = sum(count for name, count in self._arrived.items() if name not in aliases)
+        if self.parallel_config.world_size == 1 and values != self._wanted_values:  # vLLM takes what it needs, and says nothing
+            raise ValueError(
+                f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has another shape there, or "
+                "the engine has no such weight"
+            )
         self._ended = end
 
     def _partial(self) -> list[str]:

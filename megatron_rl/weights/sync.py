@@ -7,6 +7,7 @@ caller sends everything again or stops. The exporting iterator is always run to 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +16,13 @@ from datetime import timedelta
 import torch
 
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.replica import Replica, ReplicaLost, WeightReceipt
+from megatron_rl.rollout.replica import Replica, ReplicaLost, RequestRefused, WeightReceipt
 from megatron_rl.types import EngineError
 from megatron_rl.weights.channel import Segment, Tally, broadcast, listen, open_group
 from megatron_rl.weights.checksum import Checksum
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see weights/receiver.py
+OPEN = "already active"  # vLLM (0.32.0, gpu_worker.py) of an update that broke off, this trainer's or that of one before it
 ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 
 
@@ -159,7 +161,15 @@ class _Delivery:
     def _begin(self, replica: Replica) -> None:
         replica.weight_version = NO_WEIGHTS
         self.sync.join(replica)
-        replica.control("start_weight_update", {}, self.sync.deadline_s)
+        call, deadline_s = replica.control, self.sync.deadline_s
+        try:
+            call("start_weight_update", {}, deadline_s)
+        except (RequestRefused, ReplicaLost) as error:  # a server says 500
+            if OPEN not in str(error):
+                raise
+            with contextlib.suppress(RequestRefused, ReplicaLost):  # its answer to every abort
+                call("update_weights", {"kind": "abort"}, deadline_s)
+            call("start_weight_update", {}, deadline_s)
 
     def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         turn = 0
@@ -171,7 +181,13 @@ class _Delivery:
             if half is not None and half.used and not half.fits(tensor):
                 self._flush(half)
                 turn = 1 - turn
-            self._with_room(turn, tensor).add(name, tensor)
+            try:
+                half = self._with_room(turn, tensor)
+            except OSError as error:  # no shared memory; not raised, since the other ranks still gather
+                for replica in self.living:
+                    self._drop(replica, error)
+                continue
+            half.add(name, tensor)
         if self.halves[turn] is not None:
             self._flush(self.halves[turn])
         for half in self.halves:

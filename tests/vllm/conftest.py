@@ -39,9 +39,10 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def bench(inputs, tmp_path_factory):
     """A running engine of a tied qwen2, with weights; a test that restarts it leaves it able to recover."""
-    from tests.vllm.rig import start_bench
+    from tests.vllm.rig import model_folder, start_bench
 
-    started = start_bench(inputs / "model", tmp_path_factory.mktemp("bench"))
+    root = tmp_path_factory.mktemp("bench")
+    started = start_bench(model_folder(inputs / "model", root / "model", "qwen2", tied=True), root / "run")
     try:
         started.engine.recover(())
         started.load(0)

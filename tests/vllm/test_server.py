@@ -65,6 +65,7 @@ class Served:
             sys.executable, str(ROOT / "tools" / "serve_vllm.py"), "--model", str(model_folder), "--port", str(self.port),
             "--replicas", "2", "--api-key-env", "KEY_OF_THE_TESTS", "--log-dir", str(folder), "--grace-s", "5", "--",
             "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-num-seqs", "32",
+            "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
         ]  # fmt: skip
         environment = {
             **os.environ, "KEY_OF_THE_TESTS": KEY, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
@@ -84,6 +85,17 @@ class Served:
         engine = next(x for x in others if "EngineCore" in x.name() or "EngineCore" in " ".join(x.cmdline()))
         (engine if victim == "engine" else api).send_signal(signal.SIGKILL)
 
+    def end(self) -> None:
+        processes: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        self.process.wait(60)
+        _, left = psutil.wait_procs(processes, timeout=10)
+        for process in left:
+            process.kill()
+        assert not left, f"the supervisor left {left} behind"
+
     def requests_running(self, index: int) -> int:
         request = urllib.request.Request(f"{self.urls[index]}/metrics", headers={"Authorization": f"Bearer {KEY}"})
         with urllib.request.urlopen(request, timeout=10) as answer:
@@ -93,18 +105,10 @@ class Served:
 @pytest.fixture(scope="session")
 def served(model_folder, tmp_path_factory) -> Iterator[Served]:
     running = Served(model_folder, tmp_path_factory.mktemp("server"))
-    processes: list[psutil.Process] = []
     try:
         yield running
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes = psutil.Process(running.process.pid).children(recursive=True)
-        running.process.terminate()
-        running.process.wait(60)
-        _, left = psutil.wait_procs(processes, timeout=10)
-        for process in left:
-            process.kill()
-    assert not left, f"the supervisor left {left} behind"
+        running.end()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,159 @@
+"""Which rank has which engine, what its process is told, and which settings are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.rollout.launch import Place, Seat, engine_arguments, place_of, shares_device
+from megatron_rl.rollout.process_replica import RANK_VARIABLES, engine_environment
+from megatron_rl.types import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(None, ["rollout.engine=vllm", *overrides])
+
+
+def places(config: Config, world_size: int, node_size: int | None = None) -> list[Place]:
+    node_size = node_size or world_size
+    return [
+        place_of(config, Seat(rank=rank, world_size=world_size, local_rank=rank % node_size, local_world_size=node_size))
+        for rank in range(world_size)
+    ]
+
+
+def own(number: int, engines: int) -> Place:
+    return Place(share=(number, engines), starts=True, drives=True)
+
+
+NONE = Place(share=None, starts=False, drives=False)
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, wanted",
+    [
+        ([], 1, [own(0, 1)]),
+        ([], 3, [own(0, 3), own(1, 3), own(2, 3)]),
+        (["rollout.tensor_parallel=2"], 4, [own(0, 2), NONE, own(1, 2), NONE]),
+        (["rollout.tensor_parallel=2"], 5, [own(0, 2), NONE, own(1, 2), NONE, NONE]),
+        (["rollout.num_engines=1"], 4, [own(0, 1), NONE, NONE, NONE]),
+        (["rollout.num_engines=2"], 4, [own(0, 2), NONE, own(1, 2), NONE]),
+        (["rollout.num_engines=2", "rollout.tensor_parallel=2"], 4, [own(0, 2), NONE, own(1, 2), NONE]),
+        (["rollout.num_engines=3"], 5, [own(0, 3), own(1, 3), own(2, 3), NONE, NONE]),
+        (["rollout.num_engines=1", "rollout.tensor_parallel=4"], 4, [own(0, 1), NONE, NONE, NONE]),
+    ],
+)
+def test_engines_of_the_runs_own(overrides, world_size, wanted):
+    assert places(config_of(*overrides), world_size) == wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_with_servers_every_rank_asks_and_the_first_sends_weights(world_size):
+    found = places(config_of("rollout.servers=[http://127.0.0.1:8000]"), world_size)
+    assert [place.share for place in found] == [(rank, world_size) for rank in range(world_size)]
+    assert [place.drives for place in found] == [True] + [False] * (world_size - 1)
+    assert not any(place.starts for place in found)
+
+
+def test_with_transformers_every_rank_has_its_model():
+    assert places(load_config(), 2) == [Place(share=(rank, 2), starts=False, drives=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, node_size, words",
+    [
+        (["rollout.num_engines=3"], 2, None, ["rollout.num_engines=3", "need 3 ranks", "there are 2"]),
+        (["rollout.tensor_parallel=4"], 2, None, ["rollout.tensor_parallel=4", "need 4 ranks", "there are 2"]),
+        (["rollout.num_engines=2", "rollout.tensor_parallel=2"], 3, None, ["num_engines=2", "tensor_parallel=2", "need 4", "there are 3"]),
+        (["rollout.tensor_parallel=4"], 4, 2, ["rollout.tensor_parallel=4", "the 2 ranks of a node"]),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused_with_both_numbers(overrides, world_size, node_size, words):
+    """On every rank alike, so that none waits for another."""
+    for rank in range(world_size):
+        seat = Seat(rank=rank, world_size=world_size, local_rank=0, local_world_size=node_size or world_size)
+        with pytest.raises(ConfigError) as refused:
+            place_of(config_of(*overrides), seat)
+        assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_every_prompt_has_one_engine():
+    """The shares of the ranks that have an engine are 0 … n−1 of n, whatever the world."""
+    for world_size in range(1, 13):
+        for width in range(1, world_size + 1):
+            for engines in [None, *range(1, world_size // width + 1)]:
+                chosen = [f"rollout.tensor_parallel={width}", *([] if engines is None else [f"rollout.num_engines={engines}"])]
+                found = places(config_of(*chosen), world_size)
+                shares = [place.share for place in found if place.share is not None]
+                wanted = engines or world_size // width
+                assert shares == [(number, wanted) for number in range(wanted)], (world_size, width, engines)
+                starts = [rank for rank, place in enumerate(found) if place.starts]
+                assert all(right - left >= width for left, right in zip(starts, [*starts[1:], world_size], strict=True))
+
+
+def test_an_engines_environment_is_not_a_ranks():
+    given = dict.fromkeys(RANK_VARIABLES, "1") | {
+        "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PATH": "/bin",
+        "HOME": "/root", "PYTHONPATH": "/of/the/user", "VLLM_CPU_KVCACHE_SPACE": "4",
+    }  # fmt: skip
+    before = dict(given)
+    found = engine_environment(given, None, 3)
+    assert given == before
+    assert not {*RANK_VARIABLES, "VLLM_ALLOW_INSECURE_SERIALIZATION"} & found.keys()
+    assert not any(name.startswith("TORCHELASTIC_") for name in found)
+    assert found["PATH"] == "/bin" and found["HOME"] == "/root" and found["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert found["PYTHONPATH"].endswith(":/of/the/user") and found["OMP_NUM_THREADS"] == "3"
+    assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "CUDA_VISIBLE_DEVICES" not in found
+
+
+def test_an_engines_environment_names_its_gpus():
+    found = engine_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "OMP_NUM_THREADS": "9"}, ["2", "3"], None)
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3" and found["OMP_NUM_THREADS"] == "9" and "VLLM_CPU_OMP_THREADS_BIND" not in found
+
+
+def test_an_engines_arguments():
+    config = config_of("rollout.vllm={max_num_seqs: 7, enforce_eager: false, block_size: 16}", "data.max_prompt_tokens=100")
+    found = engine_arguments(config, CPU)
+    assert (found["max_num_seqs"], found["enforce_eager"], found["block_size"]) == (7, False, 16)
+    assert found["max_model_len"] == 100 + config.rollout.max_response_tokens
+    assert found["logprobs_mode"] == "processed_logprobs" and found["generation_config"] == "vllm" and not found["enable_sleep_mode"]
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["rollout.vllm={dtype: float16}"], ["rollout.vllm.dtype='float16'", "model.dtype decides it"]),
+        (["rollout.vllm={worker_extension_cls: mine}"], ["rollout.vllm.worker_extension_cls"]),
+        (["rollout.vllm={logprobs_mode: raw_logprobs}"], ["rollout.vllm.logprobs_mode"]),
+        (["rollout.engine=sglang"], ["rollout.engine='sglang'", "vllm"]),
+        (["rollout.sleep=sometimes"], ["rollout.sleep='sometimes'", "auto"]),
+        (["rollout.servers=[127.0.0.1:8000]"], ["'127.0.0.1:8000'", "http://host:port"]),
+        (["rollout.servers=[http://127.0.0.1:8000/v1]"], ["http://127.0.0.1:8000/v1", "without a path"]),
+        (["rollout.servers=[http://a:1]", "rollout.num_engines=2"], ["rollout.num_engines=2", "rollout.servers=['http://a:1']"]),
+        (["rollout.engine=transformers", "rollout.servers=[http://a:1]"], ["rollout.servers", "rollout.engine=vllm"]),
+        (["rollout.gpu_memory_utilization=1.5"], ["rollout.gpu_memory_utilization=1.5", "at most 1"]),
+        (["rollout.tensor_parallel=0"], ["rollout.tensor_parallel=0", "at least 1"]),
+        (["rollout.max_restarts=-1"], ["rollout.max_restarts=-1", "at least 0"]),
+        (["rollout.request_s=0"], ["rollout.request_s=0", "at least 1"]),
+        (["rollout.temperature=0"], ["rollout.temperature=0", "above 0"]),
+        (["rollout.max_logprob_gap=-1"], ["rollout.max_logprob_gap=-1", "at least 0"]),
+        (["weight_sync.channel=carrier"], ["weight_sync.channel='carrier'", "shared_memory"]),
+        (["weight_sync.bucket_mb=0"], ["weight_sync.bucket_mb=0", "above 0"]),
+        (["weight_sync.attempts=0"], ["weight_sync.attempts=0", "at least 1"]),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(overrides, words):
+    with pytest.raises(ConfigError) as refused:
+        config_of(*overrides)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_sleeping_needs_a_shared_gpu():
+    assert shares_device(config_of(), torch.device("cuda")) and not shares_device(config_of(), CPU)
+    assert not shares_device(config_of("rollout.sleep=never"), torch.device("cuda"))
+    assert not shares_device(config_of("rollout.servers=[http://a:1]"), torch.device("cuda"))
+    with pytest.raises(ConfigError, match="rollout.sleep=always needs a GPU"):
+        shares_device(config_of("rollout.sleep=always"), CPU)
