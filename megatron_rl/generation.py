@@ -62,7 +62,7 @@ class Generation:
             if not any(behind) and not lost:
                 return
             self._together(self.device.to_weights)
-            self._together(lambda lost=lost: self.engine.recover(lost))
+            self._recover(lost)
             report = self.engine.load_weights(self._export(), version)
             sent = exchange.gather_json([report.failed, report.lost, report.num_bytes, report.seconds])
             failed = {name: why for part in sent for name, why in part[0].items()}
@@ -73,6 +73,13 @@ class Generation:
             told = "; ".join(f"{name}: {why}" for name, why in failed.items())
             log.warning("sync of weight version %d failed (attempt %d of %d): %s", version, attempt, attempts, told)
         raise EngineError(f"weight version {version} did not arrive in {attempts} attempts (weight_sync.attempts): {told}")
+
+    def _recover(self, lost: Sequence[str]) -> None:
+        unreached: list[str] = []
+        self._together(lambda: unreached.extend(self.engine.recover(lost) or ()))
+        everywhere = {name for part in exchange.gather_json(unreached) for name in part}
+        if everywhere:
+            self.engine.leave_out(everywhere)
 
     def _note_sync(self, sent: list) -> None:
         """sent: of each rank [failed, lost, bytes, seconds]."""

@@ -189,6 +189,8 @@ def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
 class FakeReplica:
     """Answers every control message; a word in ``silent`` is one that finds it gone."""
 
+    ours = True
+
     def __init__(self) -> None:
         self.name, self.weight_version, self.asked, self.silent = "the engine", NO_WEIGHTS, [], ()
 

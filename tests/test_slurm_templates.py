@@ -133,7 +133,14 @@ def test_container_command_lines(tmp_path):
 
 def test_vllm_takes_the_last_nodes(tmp_path):
     code, calls, _ = submit(
-        tmp_path, "trainer_and_vllm.sbatch", "a=b", nodes="a1 a2 a3", MODEL="m", VLLM_TP="8", VLLM_ARGS="--max-model-len 64", TRAINER_CODE="0"
+        tmp_path,
+        "trainer_and_vllm.sbatch",
+        "a=b",
+        nodes="a1 a2 a3",
+        MODEL="m",
+        VLLM_TP="8",
+        VLLM_ARGS="--max-model-len 64",
+        TRAINER_CODE="0",
     )
     assert code == 0
     server, trainer = sorted((call for call in calls if call.startswith("srun")), key=lambda call: "node.sh" in call)

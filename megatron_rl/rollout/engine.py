@@ -43,9 +43,13 @@ class Engine(Protocol):
     weight_version: int
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
 
-    def recover(self, lost: Sequence[str]) -> None:
+    def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Waits until it serves, after its start or a loss. ``lost``: what any rank knows to be gone. Raises EngineError where it will not
-        come back; weights are to be loaded after it."""
+        come back; weights are to be loaded after it. Returns the names of what the run can do without for now."""
+        ...
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """What some rank cannot reach for now; tried again by every later ``recover``."""
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:

@@ -57,8 +57,12 @@ class TransformersEngine:
 
     lost = ()
 
-    def recover(self, lost: Sequence[str]) -> None:
+    def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Nothing: it is in this process, and lives and dies with it."""
+        return ()
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Never: see ``recover``."""
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Nothing: ``load_weights`` has raised what went wrong."""

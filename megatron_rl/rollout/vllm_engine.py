@@ -21,6 +21,7 @@ from megatron_rl.types import ConfigError, EngineError, Prompt, Rollout
 from megatron_rl.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
+PROBE_S = 0.6  # for a server that others stand in for
 SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
 MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError")
 
@@ -42,6 +43,7 @@ class VllmEngine:
         self._drives, self._rank = drives, rank
         self._unready = list(self._replicas)
         self._lost: list[Replica] = []
+        self._absent: set[str] = set()  # servers that the run does without for now
         self._restarts = 0
         self._why_lost = ""  # the latest loss, in an engine's words
         self._closed = False
@@ -54,20 +56,54 @@ class VllmEngine:
         """What all that serve hold; NO_WEIGHTS where they differ, or where one has to be made ready first."""
         if self._unready or self._lost:
             return NO_WEIGHTS
-        held = {replica.weight_version for replica in self._replicas}
+        held = {replica.weight_version for replica in self._present}
         return held.pop() if len(held) == 1 else NO_WEIGHTS
 
     @property
-    def has_replicas(self) -> bool:
-        return bool(self._replicas)
+    def _present(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.name not in self._absent]
 
     @property
     def lost(self) -> list[str]:
         return [replica.name for replica in self._lost]
 
-    def recover(self, lost: Sequence[str]) -> None:
-        """Waits for engines that start, and restarts those that were lost. Raises EngineError after too many restarts in a row."""
-        gone = [replica for replica in self._replicas if replica.name in lost]
+    def recover(self, lost: Sequence[str]) -> Sequence[str]:
+        """Waits for engines that start, and restarts those that were lost; a lost server is somebody else's to restart, and left out for
+        as long as others serve. Raises EngineError after too many restarts in a row."""
+        self._await()
+        servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
+        for server in servers:
+            server.restart()
+            self._sync.forget(server)
+        unreached, ends_at = servers, time.monotonic() + self._rollout.start_s
+        while unreached:
+            unreached = [x for x in unreached if not self._serves_again(x)]
+            if len(unreached) < len(self._replicas):
+                break
+            if time.monotonic() > ends_at:
+                raise EngineError(f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: {self._why_lost}")
+        self._absent -= {x.name for x in servers if x not in unreached}
+        self._lost = [x for x in self._lost if x.ours]
+        self._restart([x for x in self._replicas if x.ours and x.name in lost])
+        return [x.name for x in unreached]
+
+    def _serves_again(self, server: Replica) -> bool:
+        try:
+            self._check(server, server.wait_ready(PROBE_S))
+        except ReplicaLost as error:
+            self._why_lost = f"{error}"
+            return False
+        except RequestRefused as error:
+            raise ConfigError(f"{error}") from error
+        log.warning("%s serves again", server.name)
+        return True
+
+    def leave_out(self, names: Collection[str]) -> None:
+        for name in sorted(set(names) - self._absent):
+            log.warning("%s is left out until it serves again", name)
+        self._absent |= set(names)
+
+    def _restart(self, gone: Sequence[Replica]) -> None:
         for replica in gone:
             if self._restarts >= self._rollout.max_restarts:
                 times = (
@@ -80,6 +116,9 @@ class VllmEngine:
             self._unready.append(replica)
         self._restarts += bool(gone)
         self._lost = []
+        self._await()
+
+    def _await(self) -> None:
         ends_at = time.monotonic() + self._rollout.start_s
         while self._unready:
             replica = self._unready[0]
@@ -119,9 +158,9 @@ class VllmEngine:
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the report."""
-        behind = [x for x in self._replicas if x.weight_version != version] if self._drives else []
+        behind = [x for x in self._present if x.weight_version != version] if self._drives else []
         report = self._sync.deliver(tensors, version, behind)
-        if report.lost:
+        if report.failed:
             self._why_lost = "; ".join(report.failed.values())
         return report
 
@@ -129,14 +168,14 @@ class VllmEngine:
         """What all ranks' drivers report together, by the replicas' names."""
         # one of ours is started anew after any failure: cheaper than to reason about what is left of half a sync
         self._lost = [x for x in self._replicas if x.name in lost or (x.ours and x.name in failed)]
-        for replica in self._replicas:
+        for replica in self._present:
             replica.weight_version = NO_WEIGHTS if replica.name in failed else version
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
         """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
         check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._longest)
         version = self.weight_version
-        if prompts and self._lost:
+        if prompts and (self._lost or not self._present):
             raise EngineLost(self._with_advice(self._why_lost), finished={})
         if prompts and version == NO_WEIGHTS:
             raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
@@ -146,7 +185,7 @@ class VllmEngine:
             for index, prompt in enumerate(prompts)
         ]
         found = dispatch(
-            requests, self._replicas, weight_version=version, deadline_s=self._rollout.request_s,
+            requests, self._present, weight_version=version, deadline_s=self._rollout.request_s,
             max_in_flight=self._rollout.max_requests, attempts=self._rollout.max_restarts + 1, rotation=self._rank,
         )  # fmt: skip
         for name, cause in found.down.items():

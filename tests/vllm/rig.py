@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Iterator
@@ -149,5 +150,5 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) ->
 
 
 def segments() -> list[pathlib.Path]:
-    """Weight segments that lie about."""
-    return [path for folder in segment_folders() for path in folder.glob(f"{SEGMENT_PREFIX}*")]
+    """Weight segments of this process that lie about."""
+    return [path for folder in segment_folders() for path in folder.glob(f"{SEGMENT_PREFIX}{os.getpid()}-*")]

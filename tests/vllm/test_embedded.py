@@ -122,6 +122,7 @@ def family(request, inputs, tmp_path_factory):
         started.engine.close()
 
 
+@pytest.mark.long
 def test_after_every_sync_logprobs_equal_hugging_faces(family):
     """Several weights one after the other; a bucket of one byte takes one tensor, and grows to it."""
     gaps, last = [], NO_WEIGHTS

@@ -142,11 +142,13 @@ def test_a_call_disturbed_by_a_kill_equals_an_undisturbed_one(own, driver, quiet
     assert own.largest_gap(PROMPTS[:4], 1) < LOGPROB_TOLERANCE
 
 
+@pytest.mark.long
 def test_a_call_disturbed_twice_equals_an_undisturbed_one(own, driver, quiet):
     with in_mid_generation(own, kill, 3), in_mid_generation(own, kill, 9):
         assert driver.produce() == quiet
 
 
+@pytest.mark.long
 def test_a_call_disturbed_by_a_hang_equals_an_undisturbed_one(own, driver, quiet):
     pid = own.pid
     with settings(own, request_s=4.0), in_mid_generation(own, stop, 6) as when:
@@ -163,6 +165,7 @@ def test_an_engine_killed_between_two_calls_is_replaced_by_the_next_sync(own, dr
     assert driver.produce() == quiet and own.pid != pid
 
 
+@pytest.mark.long
 def test_an_engine_killed_in_mid_sync_is_replaced_and_the_sync_sent_again(own, driver, quiet):
     replica, control, pids = own.replica, own.replica.control, [own.pid]
 
@@ -179,6 +182,7 @@ def test_an_engine_killed_in_mid_sync_is_replaced_and_the_sync_sent_again(own, d
     assert len(pids) == 2 and own.pid != pids[0]
 
 
+@pytest.mark.long
 def test_a_send_to_an_engine_that_hangs_ends(own, driver, quiet, monkeypatch):
     """Its socket is full, so the prompt itself cannot be sent: that wait has a bound too."""
     monkeypatch.setattr(process_replica, "SEND_S", 2)
@@ -218,6 +222,7 @@ def test_an_engine_out_of_memory_too_often_ends_with_advice(own, driver, quiet):
     assert driver.produce() == quiet
 
 
+@pytest.mark.long
 def test_too_many_restarts_in_a_row_end_the_call(own, driver, quiet):
     """Each engine is killed at its first answer; there is one restart, and then the error."""
     with settings(own, max_restarts=1), pytest.MonkeyPatch.context() as planted:

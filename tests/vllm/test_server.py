@@ -79,6 +79,9 @@ class Served:
         """The process of each start of a server: the small parent that ends all of it."""
         return [int(pid) for pid in re.findall(rf"server {index}: starting, process (\d+)", self.log.read_text())]
 
+    def log_of(self, index: int) -> str:
+        return (self.log.parent / f"server{index}.log").read_text()
+
     def kill(self, index: int, victim: str) -> None:
         """kill -9 of a server's API process, or of its engine's."""
         api, *others = psutil.Process(self.starts(index)[-1]).children(recursive=True)

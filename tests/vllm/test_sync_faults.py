@@ -28,10 +28,12 @@ SMALL = {"channel": "shared_memory", "bucket_bytes": 12_000}  # several buckets,
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_in_shared_memory() -> Iterator[None]:
-    before = set(segments())
+def nothing_left_in_shared_memory(bench) -> Iterator[None]:
+    assert not segments()
     yield
-    assert set(segments()) == before
+    if bench.engine.weight_version == NO_WEIGHTS:  # a test that failed: the next one is not to suffer from it
+        bench.engine.recover([bench.replica.name])
+    assert not segments()
 
 
 def whole_sync_is_exact(bench: Bench, seed: int = 9, **changes) -> None:
@@ -41,7 +43,7 @@ def whole_sync_is_exact(bench: Bench, seed: int = 9, **changes) -> None:
 
 def holds_nothing(bench: Bench) -> None:
     assert bench.engine.weight_version == bench.replica.weight_version == NO_WEIGHTS
-    with pytest.raises(RuntimeError, match="hold no complete set of weights"):
+    with pytest.raises(RuntimeError):  # EngineLost too: a failed engine of the run's own may be started anew before it is asked again
         bench.engine.generate(PROMPTS, 1)
     if bench.pid:
         assert bench.replica.control("weights_received", {}, DEADLINE_S) == [{"version": -1, "checksum": "", "num_tensors": 0}]
