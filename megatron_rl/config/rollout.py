@@ -84,7 +84,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Weights to the engines. ``channel``: ``shared_memory`` on one host, ``broadcast`` (NCCL or gloo) across hosts; ``auto`` chooses.
+    """Weights to the engines. ``channel``: ``shared_memory`` on one host, ``broadcast`` (NCCL or gloo) across hosts; ``auto`` chooses one
+    of these. ``cuda_ipc``: an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank.
 
     ``bucket_mb``: extra memory of gathering and sending. ``deadline_s``: of every answer. ``attempts``: whole syncs, before the run ends.
     """
@@ -95,7 +96,7 @@ class WeightSyncConfig:
     attempts: int = 3
 
     def __post_init__(self) -> None:
-        choose("weight_sync.channel", self.channel, ("auto", "shared_memory", "broadcast"))
+        choose("weight_sync.channel", self.channel, ("auto", "shared_memory", "broadcast", "cuda_ipc"))
         at_least("weight_sync.bucket_mb", self.bucket_mb, 0.0, exclusive=True)
         at_least("weight_sync.deadline_s", self.deadline_s, 1.0)
         at_least("weight_sync.attempts", self.attempts, 1)

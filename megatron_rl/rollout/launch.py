@@ -60,6 +60,11 @@ def place_of(config: Config, seat: Seat) -> Place:
             f"rollout.tensor_parallel={width} is more than the {seat.local_world_size} ranks of a node; an engine stays on one"
         )
     number, rest = divmod(seat.rank, seat.world_size // engines)
+    if rest == 0 and number < engines and seat.local_rank + width > seat.local_world_size:
+        raise ConfigError(
+            f"an engine of rollout.tensor_parallel={width} would begin at rank {seat.local_rank} of a node's {seat.local_world_size} "
+            "and reach beyond it; take a width that divides a node's ranks, or fewer rollout.num_engines"
+        )
     owns = rest == 0 and number < engines
     return Place(share=(number, engines) if owns else None, starts=owns, drives=owns)
 
@@ -84,7 +89,7 @@ def build_engine(
     replicas = _servers(config) if rollout.servers else [_process(config, seat, device)] if place.starts else []
     given = config.weight_sync
     sync = WeightSync(
-        channel=_channel(config), bucket_bytes=given.bucket_bytes // 2, deadline_s=given.deadline_s, device=device,
+        channel=_channel(config, device), bucket_bytes=given.bucket_bytes // 2, deadline_s=given.deadline_s, device=device,
         address=_own_address(rollout.servers),
     )  # fmt: skip
     return VllmEngine(
@@ -151,8 +156,13 @@ def _servers(config: Config) -> list[ServerReplica]:
     ]
 
 
-def _channel(config: Config) -> str:
+def _channel(config: Config, device: torch.device) -> str:
     asked = config.weight_sync.channel
+    if asked == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
+        raise ConfigError(
+            f"weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on {device.type} with "
+            f"rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
+        )
     if asked != "auto":
         return asked
     hosts = [urlsplit(server).hostname for server in config.rollout.servers]

@@ -91,7 +91,7 @@ class ProcessReplica:
                 start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first
             )  # fmt: skip
         theirs.close()
-        self.name = f"the embedded vLLM engine (process {self._process.pid})"
+        self.name = f"the embedded vLLM engine (process {self._process.pid} of {socket.gethostname()})"
         self.weight_version = NO_WEIGHTS
         self._ready = Future()
         with self._lock:

@@ -1,10 +1,14 @@
-"""How a bucket's bytes get from the trainer to an engine: a file in memory that both map, or a broadcast in a process group of their own.
+"""How a bucket's bytes get from the trainer to an engine: a file in memory that both map, a broadcast in a process group of their own, or
+the trainer's own GPU memory, opened by the engine.
 
 Both sides import this, so it needs torch alone.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
@@ -32,24 +36,62 @@ class Segment:
 
     def __init__(self, num_bytes: int) -> None:
         """Raises OSError where the memory is not there, rather than a bus error on a later write."""
-        self.path = segment_folders()[0] / f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        folder, name = segment_folders()[0], f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        remove_abandoned(folder)
+        draft, self.path = folder / f".{name}", folder / name
+        self._file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # before it has its name; held until it is closed, or its owner killed
+        draft.rename(self.path)
         try:
-            os.posix_fallocate(file, 0, num_bytes)
-            self.bytes = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+            os.posix_fallocate(self._file, 0, num_bytes)
+            self.bytes = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
         except OSError as error:
-            self.path.unlink()
+            self.close()
             raise OSError(
                 error.errno,
                 f"{num_bytes:,} bytes of shared memory in {self.path.parent}: {error.strerror}; lower weight_sync.bucket_mb, enlarge it "
                 "(docker: --shm-size), or use weight_sync.channel=broadcast",
             ) from error
-        finally:
-            os.close(file)
 
     def close(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.path.unlink(missing_ok=True)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def remove_abandoned(folder: pathlib.Path) -> None:
+    """Segments whose owner was killed: nobody holds their lock any more."""
+    for path in folder.glob(f"{SEGMENT_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):  # gone meanwhile, another user's, in use
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
+
+
+def share_storage(packed: torch.Tensor) -> dict[str, object]:
+    """What another process on this host needs to open ``packed``'s GPU memory, in JSON: CUDA's handles are bytes, and nothing is pickled.
+
+    Each call is an export of its own, which that process releases with its tensor (torch/multiprocessing/reductions.py, 2.13). NOT RUN:
+    no GPU was at hand.
+    """
+    _, handle, num_bytes, offset, counter, counter_offset, event, waits = packed.untyped_storage()._share_cuda_()
+    plain = {"num_bytes": num_bytes, "offset": offset, "counter_offset": counter_offset, "waits": waits}
+    secret = {"handle": handle, "counter": counter, "event": event}
+    return plain | {name: base64.b64encode(value).decode() for name, value in secret.items()}
+
+
+def open_storage(shared: dict, device_index: int) -> torch.Tensor:
+    """uint8, on the GPU that this process knows by that index. NOT RUN, as ``share_storage``."""
+    handle, counter, event = (base64.b64decode(shared[name]) for name in ("handle", "counter", "event"))
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device_index, handle, shared["num_bytes"], shared["offset"], counter, shared["counter_offset"], event, shared["waits"]
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Tally:

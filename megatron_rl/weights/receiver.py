@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from megatron_rl.weights.channel import SEGMENT_PREFIX, Tally, join_group, receive, segment_folders
+from megatron_rl.weights.channel import SEGMENT_PREFIX, Tally, join_group, open_storage, receive, segment_folders
 from megatron_rl.weights.checksum import Checksum
 
 BACKEND = "megatron_rl"
@@ -31,7 +31,8 @@ BACKEND = "megatron_rl"
 
 @dataclass
 class ChannelInfo(WeightTransferInitInfo):
-    """How buckets arrive: ``shared_memory`` (a file that both processes map) or ``broadcast`` (a process group with the trainer)."""
+    """How buckets arrive: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the trainer) or
+    ``cuda_ipc`` (the trainer's memory on the same GPU)."""
 
     channel: str
     address: str = ""
@@ -56,6 +57,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     num_bytes: int = 0
     checksum: str = ""
     segment: str = ""
+    storage: dict = field(default_factory=dict)
     version: int = -1
     num_tensors: int = 0
 
@@ -172,6 +174,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         """The bucket's bytes, uint8."""
         if self._group is not None:
             return receive(self._group, bucket.num_bytes, self.device)
+        if bucket.storage:  # the trainer's GPU is the first that this engine sees
+            return open_storage(bucket.storage, 0)
         path = pathlib.Path(bucket.segment)
         if path.parent not in segment_folders() or not path.name.startswith(SEGMENT_PREFIX):
             raise ValueError(f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}")

@@ -18,7 +18,7 @@ import torch
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.replica import Replica, ReplicaLost, RequestRefused, WeightReceipt
 from megatron_rl.types import EngineError
-from megatron_rl.weights.channel import Segment, Tally, broadcast, listen, open_group
+from megatron_rl.weights.channel import Segment, Tally, broadcast, listen, open_group, share_storage
 from megatron_rl.weights.checksum import Checksum
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see weights/receiver.py
@@ -30,6 +30,7 @@ class _Half:
     """Half a bucket's memory, filled with tensors one after the other while the engines load the other half."""
 
     def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
+        self.channel = channel
         self.segment = Segment(num_bytes) if channel == "shared_memory" else None
         self.bytes = self.segment.bytes if self.segment else torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.under_way: list[tuple[Replica, Future]] = []
@@ -50,7 +51,9 @@ class _Half:
 
     def message(self) -> dict[str, object]:
         content = {"kind": "bucket", "tensors": self.tensors, "num_bytes": self.used, "checksum": str(self.checksum.value())}
-        return {**content, "segment": str(self.segment.path)} if self.segment else content
+        if self.segment:
+            return {**content, "segment": str(self.segment.path)}
+        return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
 
     def close(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -61,7 +64,8 @@ class _Half:
 class WeightSync:
     """One rank's sender to the replicas that it drives.
 
-    channel:      ``shared_memory`` (one host) or ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs).
+    channel:      ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs), or
+                  ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
     bucket_bytes: memory of the two halves together; a tensor above a half enlarges both to its size.
     deadline_s:   of every single answer.
     """
