@@ -116,6 +116,7 @@ def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib
                         raise RuntimeError(f"the sync by {channel} failed: {report.failed}")
                     seconds.append(report.seconds)
                 sync.forget(engine._replicas[0])
+                sync.free()
                 rows.append({"channel": channel, "bucket_mb": bucket_mb, "bytes": num_bytes, "seconds": statistics.median(seconds[1:])})
     finally:
         engine.close()

@@ -272,3 +272,4 @@ class VllmEngine:
             for replica in self._replicas:
                 self._sync.forget(replica)
                 replica.close()
+            self._sync.free()

@@ -74,6 +74,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._group = None
         self._open = False
         self._broken = ""
+        self._maps: dict[str, torch.Tensor] = {}
         self._ended: BucketInfo | None = None
         self._tally = Tally()
         self._arrived: dict[str, int] = {}  # how many values, by name as the trainer gives it
@@ -102,6 +103,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._drop_half_loaded()
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
         self._ended, self._tally, self._arrived, self._loaded = None, Tally(), {}, set()
+        self._maps.clear()
         if self.device.type == "cpu":
             self._forget_packed_experts()
         own = {name for name, _ in self.model.named_parameters()}  # a tied alias is not listed twice here, and is below
@@ -176,7 +178,15 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             return receive(self._group, bucket.num_bytes, self.device)
         if bucket.storage:  # the trainer's GPU is the first that this engine sees
             return open_storage(bucket.storage, 0)
-        path = pathlib.Path(bucket.segment)
+        if bucket.segment not in self._maps:
+            self._maps[bucket.segment] = self._mapped(pathlib.Path(bucket.segment))
+        mapped = self._maps[bucket.segment]
+        if len(mapped) < bucket.num_bytes:
+            raise ValueError(f"the segment {bucket.segment} holds {len(mapped):,} bytes and the bucket {bucket.num_bytes:,}")
+        return mapped
+
+    def _mapped(self, path: pathlib.Path) -> torch.Tensor:
+        """A segment's memory; mapped once in a sync, which goes through the same two again and again."""
         if path.parent not in segment_folders() or not path.name.startswith(SEGMENT_PREFIX):
             raise ValueError(f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}")
         try:
@@ -187,7 +197,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 "without the host's /dev/shm needs weight_sync.channel=broadcast"
             ) from error
         try:
-            return torch.frombuffer(mmap.mmap(file, bucket.num_bytes), dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
         finally:
             os.close(file)
 
@@ -226,6 +236,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             raise RuntimeError("finish_weight_update without the sync's end: what arrived may be part of the weights only")
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
+        self._maps.clear()
         self._process_tied()
         end = self._ended
         self.receipt = {"version": end.version, "checksum": end.checksum, "num_tensors": end.num_tensors}

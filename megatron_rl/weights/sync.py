@@ -66,13 +66,15 @@ class WeightSync:
 
     channel:      ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs), or
                   ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
-    bucket_bytes: memory of the two halves together; a tensor above a half enlarges both to its size.
+    bucket_bytes: memory of the two halves together; a tensor above a half enlarges it to its size. Shared memory is kept from one sync to
+                  the next, since fresh pages cost more than the copy; memory of a device is not.
     deadline_s:   of every single answer.
     """
 
     def __init__(self, *, channel: str, bucket_bytes: int, deadline_s: float, device: torch.device, address: str = "127.0.0.1") -> None:
         self.channel, self.bucket_bytes, self.deadline_s, self.device, self.address = channel, bucket_bytes, deadline_s, device, address
         self.groups: dict[int, object] = {}
+        self.halves: list[_Half | None] = [None, None]
         self._joined: set[int] = set()
 
     def forget(self, replica: Replica) -> None:
@@ -81,6 +83,13 @@ class WeightSync:
         group = self.groups.pop(id(replica), None)
         if group is not None:
             group.shutdown()
+
+    def free(self) -> None:
+        """Gives the buckets' memory back; the next sync takes new."""
+        for half in self.halves:
+            if half is not None:
+                half.close()
+        self.halves[:] = [None, None]
 
     def deliver(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int, replicas: Sequence[Replica]) -> SyncReport:
         """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the report."""
@@ -122,20 +131,20 @@ class _Delivery:
         self.lost: list[str] = []
         self.tally = Tally()
         self.num_bytes = 0
-        self.halves: list[_Half | None] = [None, None]
+        self.halves = sync.halves
 
     def run(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> SyncReport:
-        started = time.perf_counter()
+        started, came_through = time.perf_counter(), False
         try:
             self._everywhere(self._begin)
             self._send(tensors)
             self._everywhere(self._end)
+            came_through = not self.failed
         finally:
             for threads in self.threads.values():
                 threads.shutdown(wait=True, cancel_futures=True)
-            for half in self.halves:
-                if half is not None:
-                    half.close()
+            if not came_through or self.sync.channel != "shared_memory":
+                self.sync.free()
         return SyncReport(
             version=self.version, num_tensors=self.tally.count, num_bytes=self.num_bytes, seconds=time.perf_counter() - started,
             failed=self.failed, lost=tuple(self.lost),
@@ -192,7 +201,7 @@ class _Delivery:
                     self._drop(replica, error)
                 continue
             half.add(name, tensor)
-        if self.halves[turn] is not None:
+        if self.halves[turn] is not None and self.halves[turn].used:
             self._flush(self.halves[turn])
         for half in self.halves:
             self._await(half)

@@ -116,6 +116,8 @@ class Bench:
             sender = WeightSync(**given)
             report = sender.deliver(iter(weights), version, [self.replica])
             sender.forget(self.replica)
+            assert report.failed or changes.get("channel", "shared_memory") != "shared_memory" or any(sender.halves)
+            sender.free()
             self.engine._sync.forget(self.replica)
         else:
             report = self.engine.load_weights(iter(weights), version)
@@ -152,3 +154,8 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) ->
 def segments() -> list[pathlib.Path]:
     """Weight segments of this process that lie about."""
     return [path for folder in segment_folders() for path in folder.glob(f"{SEGMENT_PREFIX}{os.getpid()}-*")]
+
+
+def segments_kept(bench: Bench) -> list[pathlib.Path]:
+    """Those that the engine's own sender keeps for its next sync."""
+    return [half.segment.path for half in bench.engine._sync.halves if half is not None]
