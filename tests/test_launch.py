@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.config import Config, load_config
+from megatron_rl.rollout import launch
 from megatron_rl.rollout.launch import Place, Seat, engine_arguments, place_of, shares_device
 from megatron_rl.rollout.process_replica import RANK_VARIABLES, engine_environment
 from megatron_rl.types import ConfigError
@@ -69,6 +70,7 @@ def test_with_transformers_every_rank_has_its_model():
         (["rollout.tensor_parallel=4"], 2, None, ["rollout.tensor_parallel=4", "need 4 ranks", "there are 2"]),
         (["rollout.num_engines=2", "rollout.tensor_parallel=2"], 3, None, ["num_engines=2", "tensor_parallel=2", "need 4", "there are 3"]),
         (["rollout.tensor_parallel=4"], 4, 2, ["rollout.tensor_parallel=4", "the 2 ranks of a node"]),
+        (["rollout.tensor_parallel=2"], 6, 3, ["engine 1", "rollout.tensor_parallel=2", "rank 2 of a node's 3"]),
     ],
 )
 def test_engines_that_do_not_fit_are_refused_with_both_numbers(overrides, world_size, node_size, words):
@@ -149,6 +151,15 @@ def test_a_setting_that_cannot_work_is_refused(overrides, words):
     with pytest.raises(ConfigError) as refused:
         config_of(*overrides)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
+    with pytest.raises(ConfigError, match="weight_sync.channel=cuda_ipc needs engines of the run's own.*this run is on cpu"):
+        launch._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cpu"))
+    assert launch._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
+    assert launch._channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
+    assert launch._channel(config_of("rollout.servers=[http://127.0.0.1:8000,http://[::1]:8001]"), torch.device("cpu")) == "shared_memory"
+    assert launch._channel(config_of("rollout.servers=[http://127.0.0.1:8000,http://10.0.0.7:8000]"), torch.device("cpu")) == "broadcast"
 
 
 def test_sleeping_needs_a_shared_gpu():

@@ -60,11 +60,13 @@ def place_of(config: Config, seat: Seat) -> Place:
             f"rollout.tensor_parallel={width} is more than the {seat.local_world_size} ranks of a node; an engine stays on one"
         )
     number, rest = divmod(seat.rank, seat.world_size // engines)
-    if rest == 0 and number < engines and seat.local_rank + width > seat.local_world_size:
-        raise ConfigError(
-            f"an engine of rollout.tensor_parallel={width} would begin at rank {seat.local_rank} of a node's {seat.local_world_size} "
-            "and reach beyond it; take a width that divides a node's ranks, or fewer rollout.num_engines"
-        )
+    for engine in range(engines):
+        first = engine * (seat.world_size // engines) % seat.local_world_size
+        if first + width > seat.local_world_size:
+            raise ConfigError(
+                f"engine {engine} of rollout.tensor_parallel={width} would begin at rank {first} of a node's {seat.local_world_size} "
+                "and reach beyond it; take a width that divides a node's ranks, or fewer rollout.num_engines"
+            )
     owns = rest == 0 and number < engines
     return Place(share=(number, engines) if owns else None, starts=owns, drives=owns)
 
