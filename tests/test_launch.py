@@ -158,7 +158,7 @@ def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
         launch._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cpu"))
     assert launch._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
     assert launch._channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
-    assert launch._channel(config_of("rollout.servers=[http://127.0.0.1:8000,http://[::1]:8001]"), torch.device("cpu")) == "shared_memory"
+    assert launch._channel(config_of('rollout.servers=["http://127.0.0.1:8000","http://[::1]:8001"]'), torch.device("cpu")) == "shared_memory"
     assert launch._channel(config_of("rollout.servers=[http://127.0.0.1:8000,http://10.0.0.7:8000]"), torch.device("cpu")) == "broadcast"
 
 
