@@ -155,11 +155,11 @@ def test_a_setting_that_cannot_work_is_refused(overrides, words):
 
 def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
     with pytest.raises(ConfigError, match="weight_sync.channel=cuda_ipc needs engines of the run's own.*this run is on cpu"):
-        launch._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cpu"))
+        launch._channel(config_of("weight_sync.channel=cuda_ipc"), CPU)
     assert launch._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
     assert launch._channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
-    assert launch._channel(config_of('rollout.servers=["http://127.0.0.1:8000","http://[::1]:8001"]'), torch.device("cpu")) == "shared_memory"
-    assert launch._channel(config_of("rollout.servers=[http://127.0.0.1:8000,http://10.0.0.7:8000]"), torch.device("cpu")) == "broadcast"
+    here, elsewhere = ('rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000"))
+    assert launch._channel(config_of(here), CPU) == "shared_memory" and launch._channel(config_of(elsewhere), CPU) == "broadcast"
 
 
 def test_sleeping_needs_a_shared_gpu():
