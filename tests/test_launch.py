@@ -162,6 +162,13 @@ def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
     assert launch._channel(config_of(here), CPU) == "shared_memory" and launch._channel(config_of(elsewhere), CPU) == "broadcast"
 
 
+def test_without_vllm_an_engine_of_ones_own_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    seat = Seat(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    with pytest.raises(ConfigError, match="not installed here; pip install 'megatron_rl\\[vllm\\]'.*rollout.servers"):
+        launch._process(config_of(), seat, CPU)
+
+
 def test_sleeping_needs_a_shared_gpu():
     assert shares_device(config_of(), torch.device("cuda")) and not shares_device(config_of(), CPU)
     assert not shares_device(config_of("rollout.sleep=never"), torch.device("cuda"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,6 +140,11 @@ def _on_cpu(config: Config) -> dict[str, object]:
 
 
 def _process(config: Config, seat: Seat, device: torch.device) -> ProcessReplica:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install 'megatron_rl[vllm]' (a CPU host: "
+            "make test-vllm makes .venv-vllm), or name running servers by rollout.servers"
+        )
     devices, threads = None, None
     if device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
