@@ -88,8 +88,8 @@ class Generation:
         self.totals["syncs"] += 1
         self.totals["sync_s"] += seconds
         self.totals["sync_bytes"] += num_bytes
-        self.metrics["weight_sync/bytes"] = float(num_bytes)
-        self.metrics["weight_sync/bytes_per_second"] = num_bytes / max(seconds, 1e-9)
+        self.metrics["perf/weight_sync_bytes"] = float(num_bytes)
+        self.metrics["perf/weight_sync_bytes_per_second"] = num_bytes / max(seconds, 1e-9)
 
     def _lost_anywhere(self) -> list[str]:
         return sorted({name for part in exchange.gather_json(self.engine.lost) for name in part})
@@ -148,8 +148,8 @@ class Generation:
         counted = exchange.gather_json([sum(len(rollout.response_ids) for rollout in rollouts), min(versions, default=None)])
         oldest = [part[1] for part in counted if part[1] is not None]
         tokens, now = sum(part[0] for part in counted), time.perf_counter()
-        self.metrics["rollout/tokens_per_second"] = tokens / max(seconds, 1e-9)
-        self.metrics["rollout/wait_share"] = (self.waited_s + seconds) / max(now - self.last_end, 1e-9)
+        self.metrics["perf/rollout_tokens_per_second"] = tokens / max(seconds, 1e-9)
+        self.metrics["perf/rollout_wait_share"] = (self.waited_s + seconds) / max(now - self.last_end, 1e-9)
         self.waited_s, self.last_end = 0.0, now
         self.totals["tokens"] += tokens
         self.totals["rollout_s"] += seconds
@@ -163,7 +163,7 @@ class Generation:
 
     def _note_memory(self, ended: Turn) -> None:
         phase = {Turn.TRAINER: "update", Turn.WEIGHTS: "weight_sync", Turn.ENGINE: "rollout"}[ended]
-        self.metrics[f"memory/{phase}_peak_bytes"] = float(HOST.take_peak_memory_bytes())
+        self.metrics[f"perf/{phase}_peak_memory_bytes"] = float(HOST.take_peak_memory_bytes())
 
     def summary(self, run_s: float) -> str:
         """One line for the log at a run's end. run_s: its whole time."""

@@ -137,7 +137,7 @@ def test_a_sync_that_fails_twice_and_comes_through(syncs, caplog):
     assert engine.sent == [4, 4, 4] and engine.weight_version == 4
     assert [message[:47] for message in caplog.messages] == [f"sync of weight version 4 failed (attempt {k} of 3)"[:47] for k in (1, 2)]
     assert engine.recovered == [(), *[("the engine",) if word == "lost" else () for word in syncs]]
-    assert generation.totals["syncs"] == 1 and generation.take_metrics()["weight_sync/bytes"] == 40.0
+    assert generation.totals["syncs"] == 1 and generation.take_metrics()["perf/weight_sync_bytes"] == 40.0
 
 
 def test_a_sync_that_fails_too_often_ends_with_its_causes():

@@ -173,7 +173,7 @@ def test_generation_goes_in_order(alone):
         assert len(generation.produce(PROMPTS, 2).rollouts) == 6
     step = [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, "generate", *TO_TRAINER]
     assert engine.events == step * 2
-    assert {"memory/update_peak_bytes", "memory/rollout_peak_bytes"} <= set(generation.take_metrics())
+    assert {"perf/update_peak_memory_bytes", "perf/rollout_peak_memory_bytes"} <= set(generation.take_metrics())
 
 
 def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):

@@ -142,7 +142,7 @@ def _on_cpu(config: Config) -> dict[str, object]:
 def _process(config: Config, seat: Seat, device: torch.device) -> ProcessReplica:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install 'megatron_rl[vllm]' (a CPU host: "
+            "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install 'megatron_rl[vllm]' (on a CPU "
             "make test-vllm makes .venv-vllm), or name running servers by rollout.servers"
         )
     devices, threads = None, None

@@ -28,7 +28,7 @@ def check_rows(run_dir: pathlib.Path, engines: int) -> None:
     assert len(list((run_dir / "engines").glob("*.log"))) == engines
     # every rollout but the first came from weights that the one before it had moved
     versions = [row["rollout/weight_version_min"] for row in first]
-    assert versions == sorted(set(versions)) and all(row["weight_sync/bytes"] > 0 and row["rollout/tokens_per_second"] > 0 for row in first)
+    assert versions == sorted(set(versions)) and all(row["perf/weight_sync_bytes"] > 0 and row["perf/rollout_tokens_per_second"] > 0 for row in first)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_weights_that_did_not_move_are_not_sent(pool, arithmetic, tmp_path):  # 
     assert code == 0, said
     rows = rows_of(tmp_path)
     assert [row["weight_version"] for row in rows] == [0] * len(rows)
-    assert sum("weight_sync/bytes" in row for row in rows) == 1 and "weights sent 1 times" in said
+    assert sum("perf/weight_sync_bytes" in row for row in rows) == 1 and "weights sent 1 times" in said
 
 
 def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic, tmp_path):  # noqa: F811
