@@ -31,7 +31,14 @@ EVERY_RL_ROW = EVERY_ROW | {
     "rollout", "skip/zero_advantage_ratio", "skip/samples_dropped", "skip/tokens_dropped", "skip/microbatches_dropped",
     "skip/silent_ranks", "skip/tokens_executed", "skip/tokens_dense", "time/update_s", "perf/dense_equivalent_tokens_per_second",
 }  # fmt: skip
-FIRST_OF_ROLLOUT = EVERY_RL_ROW | {"reward/mean", "reward/math_verify", "time/rollout_s", "time/reward_s", "time/logprob_s", "time/weight_sync_s"}
+FIRST_OF_ROLLOUT = EVERY_RL_ROW | {
+    "reward/mean",
+    "reward/math_verify",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/logprob_s",
+    "time/weight_sync_s",
+}
 
 
 def problem(number: int, solution: str) -> dict:
