@@ -171,7 +171,7 @@ class Generation:
         return (
             f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['rollout_s'], 1e-9):,.0f} a second; "
             f"weights sent {t['syncs']} times, "
-            f"{t['sync_s'] / max(t['syncs'], 1):.2f} s and {t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s each; "
+            f"{t['sync_s'] / max(t['syncs'], 1):.3f} s and {t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s each; "
             f"{(t['rollout_s'] + t['sync_s']) / max(run_s, 1e-9):.0%} of {run_s:,.0f} s waited for the two"
         )
 

@@ -171,7 +171,8 @@ def measure_run(given: argparse.Namespace, inputs: pathlib.Path, folder: pathlib
         if done.returncode:
             raise RuntimeError(f"the run with rollout.engine={kind} ended with {done.returncode}:\n{done.stderr[-2000:]}")
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        shares = [line["perf/rollout_wait_share"] for line in lines if "perf/rollout_wait_share" in line][1:]  # the first waits for the start
+        name = "perf/rollout_wait_share"
+        shares = [line[name] for line in lines if name in line][1:]  # the first waits for the start
         rows.append({"engine": kind, "wait_share": statistics.median(shares), "said": _said(done.stderr)})
     return rows
 

@@ -28,7 +28,9 @@ def check_rows(run_dir: pathlib.Path, engines: int) -> None:
     assert len(list((run_dir / "engines").glob("*.log"))) == engines
     # every rollout but the first came from weights that the one before it had moved
     versions = [row["rollout/weight_version_min"] for row in first]
-    assert versions == sorted(set(versions)) and all(row["perf/weight_sync_bytes"] > 0 and row["perf/rollout_tokens_per_second"] > 0 for row in first)
+    assert versions == sorted(set(versions)) and all(
+        row["perf/weight_sync_bytes"] > 0 and row["perf/rollout_tokens_per_second"] > 0 for row in first
+    )
 
 
 @pytest.mark.parametrize(
