@@ -254,13 +254,11 @@ class MegatronBackend:
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
         """The engine's own log-probs of the whole batch, flat over response tokens, float32, on every rank."""
-        offsets = batch.facts.response_offsets
-        flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
-        for i in np.flatnonzero(batch.facts.owners == self.topology.rank):
-            flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(batch.local[batch.facts.owner_rows[i]].logprobs)
-        flat = flat.to(HOST.device)
-        dist.all_reduce(flat)
-        return flat.cpu().numpy()
+        return exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
+
+    def gather_loss_mask(self, batch: Batch) -> np.ndarray:
+        """[T] bool, flat over response tokens, on every rank: where a token carries loss."""
+        return exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask) > 0
 
     def forward_backward(
         self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False

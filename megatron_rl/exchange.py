@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -138,6 +138,24 @@ def bring_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarr
     parts = np.split(receive.cpu().numpy(), np.cumsum(sizes[indices])[:-1]) if indices else []
     held.update({i: _decode(part, i, facts) for i, part in zip(indices, parts, strict=True)})
     return held
+
+
+def gather_flat(facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]) -> np.ndarray:
+    """The owners' numbers of each response token, on every rank: float32, flat over the batch (facts.response_offsets)."""
+    offsets = facts.response_offsets
+    flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
+    for i in np.flatnonzero(facts.owners == rank):
+        flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(of(local[facts.owner_rows[i]]).astype(np.float32))
+    flat = flat.to(HOST.device)
+    dist.all_reduce(flat)
+    return flat.cpu().numpy()
+
+
+def from_first_rank(values: np.ndarray) -> np.ndarray:
+    """Rank 0's float64 array, bitwise, on every rank: exp and log may round differently on another CPU, and plans hang on them."""
+    shared = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).to(HOST.device)
+    dist.broadcast(shared, src=0)
+    return shared.cpu().numpy()
 
 
 def gather_scores(scores: Sequence[Score], places: Sequence[int], num_functions: int) -> tuple[np.ndarray, np.ndarray]:

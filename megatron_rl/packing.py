@@ -118,7 +118,8 @@ def _loss_fields(
     }
     if inputs is not None:
         owner = microbatch.samples[sequence_index]
-        fields["advantages"] = floats(inputs.advantages[owner])
+        importance = 1.0 if inputs.importance_weights is None else inputs.importance_weights[flat_index]
+        fields["advantages"] = floats(inputs.advantages[owner] * importance)
         fields["weights"] = floats(inputs.weights[owner])
         if inputs.old_logprobs is not None:
             fields["old_logprobs"] = floats(inputs.old_logprobs[flat_index])

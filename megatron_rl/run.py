@@ -28,12 +28,13 @@ from megatron_rl.platform import HOST
 from megatron_rl.progress import Progress
 from megatron_rl.prompts import PromptSource, load_rows
 from megatron_rl.report import write_report
-from megatron_rl.reward.function import Reward
+from megatron_rl.reward import Reward
 from megatron_rl.rollout.launch import Seat, build_engine, place_of, shares_device
 from megatron_rl.rollout.producer import Produced, to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
 from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, Score, StepKind, StepPlan, StepResult
+from megatron_rl.verdict import Verdict, decide
 from megatron_rl.watch import Watch, open_watch
 
 log = logging.getLogger(__name__)
@@ -192,14 +193,24 @@ class Run:
         with self.backend.reference_weights():
             return self.backend.logprobs(batch, chosen).flat
 
+    def decide(self, batch: Batch, values: np.ndarray, signal: np.ndarray, passed: np.ndarray, old: np.ndarray | None) -> Verdict:
+        """See verdict.decide. values [S]: advantages; passed bool [S]: the samples whose ``old`` log-probs are known."""
+        return decide(
+            self.config.correction, self.backend, batch, advantages=values, signal=signal, passed=passed, old_logprobs=old,
+            advantage_epsilon=self.rule.advantage_epsilon,
+        )  # fmt: skip
+
     def loss_inputs(
-        self, batch: Batch, mini_batch: MiniBatchPlan, values: np.ndarray, old: np.ndarray | None, reference: np.ndarray | None
-    ) -> LossInputs:
+        self, batch: Batch, mini_batch: MiniBatchPlan, values: np.ndarray, old: np.ndarray | None, reference: np.ndarray | None,
+        importance: np.ndarray | None = None,
+    ) -> LossInputs:  # fmt: skip
         """Folds the reduction's weights into the advantages, by the denominators of this mini-batch. Not a collective."""
         loss = self.config.loss
         counted = mini_batch.members if loss.denominator == "original" else mini_batch.order
         weights = reduction_weights(loss.reduction, batch.facts, counted, max_response_tokens=self.config.rollout.max_response_tokens)
-        return LossInputs(advantages=values * weights, weights=weights, old_logprobs=old, reference_logprobs=reference)
+        return LossInputs(
+            advantages=values * weights, weights=weights, old_logprobs=old, reference_logprobs=reference, importance_weights=importance
+        )
 
     # ---- weights and evaluation ------------------------------------------------------------------------------------
 
@@ -368,6 +379,8 @@ def open_run(config: Config) -> Iterator[Run]:
                 checkpoints.close()
         finally:
             if run is not None:
+                if run.reward is not None:
+                    run.reward.close()
                 run.generation.close()
             writer.close()
             if is_main and pathlib.Path(metrics_path).stat().st_size:

@@ -4,8 +4,9 @@ Invariants (``assert_invariants`` in tests/test_signal.py):
 
 1. Decided on advantages and masks alone, never on a loss value.
 2. A sample without loss token has no signal, whatever its advantage.
-3. A non-zero advantage above ``skip.advantage_epsilon`` on a sample with a loss token is signal.
+3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a sample with a loss token is signal.
 4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
+5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1 change nothing.
 
 Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would train on a number that the cut into
 micro-batches decides: those are refused in every mode (``refuse_uncounted_losses``).
@@ -122,8 +123,11 @@ def signal_rule(config: Config) -> SignalRule:
     )
 
 
-def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0) -> np.ndarray:
-    """[S] bool: some loss token has a non-zero coefficient. advantages [S], importance weights and masks already in them.
+def has_signal(
+    advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0, largest_weights: np.ndarray | None = None
+) -> np.ndarray:
+    """[S] bool: some loss token has a non-zero coefficient. advantages [S] · loss_tokens int64 [S] · largest_weights [S]: the largest
+    importance weight (≥ 0) of each sample's loss tokens, so that any_t(weight_t · A ≠ 0) = (largest · A ≠ 0); None: all 1.
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """
@@ -133,4 +137,5 @@ def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_eps
             f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample without signal; "
             "look for non-finite rewards in its group"
         )
-    return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)
+    coefficients = advantages if largest_weights is None else advantages * largest_weights
+    return (np.abs(coefficients) > advantage_epsilon) & (loss_tokens > 0)

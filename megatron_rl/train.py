@@ -112,16 +112,20 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     with clock.measure("logprob"):
         trained = samples_of(plan, batch.facts.num_samples)
         logprobs = run.old_logprobs(batch, trained, index)
-        reference = run.reference_logprobs(batch, trained)
-    run.guard_logprob_gap(logprobs.sums)
-    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics, **run.generation.take_metrics()}
+        run.guard_logprob_gap(logprobs.sums)
+        verdict = run.decide(batch, advantages, signal, trained, logprobs.old)
+        if not np.array_equal(verdict.signal, signal):  # masks took samples away: fewer run, none that was not passed
+            signal = verdict.signal
+            plan = backend.plan("train", batch, signal, drops=run.rule.drops)
+        reference = run.reference_logprobs(batch, samples_of(plan, batch.facts.num_samples))
+    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics, **run.generation.take_metrics(), **verdict.metrics}
     with clock.measure("plan"):
         backend.load_rows(batch, plan)
     run.save_plan(plan, index)
     steps = [*zip(plan.mini_batches, plan.fingerprints(), strict=True)] * config.train.epochs_per_rollout
     for number, (mini_batch, fingerprint) in enumerate(steps, start=1):
         with clock.measure("update"):
-            inputs = run.loss_inputs(batch, mini_batch, advantages, logprobs.old, reference)
+            inputs = run.loss_inputs(batch, mini_batch, advantages, logprobs.old, reference, verdict.weights)
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
             result = backend.optim_step(mini_batch.kind)
         last = number == len(steps)

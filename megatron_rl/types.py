@@ -173,13 +173,15 @@ class BatchFacts:
 class LossInputs:
     """What the loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
 
-    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None.
+    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None ·
+    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (loss/correction.py).
     """
 
     advantages: np.ndarray
     weights: np.ndarray
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    importance_weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,19 +140,19 @@ def test_math_verify_outside_the_main_thread_says_so():
         ("rewards_of_test:lenght", "has no 'lenght'; the nearest it has is 'length'"),
         ("rewards_of_test:constant", "is a float, which cannot be called"),
         ("rewards_of_test:Class", "is a class; name an instance"),
-        ("rewards_of_test:later", "is async, which is not supported yet"),
-        ("rewards_of_test:later_object", "is async, which is not supported yet"),
+        ("rewards_of_test:yields", "is an async generator; return the list"),
+        ("rewards_of_test:yields_object", "is an async generator; return the list"),
     ],
 )
 def test_names_that_do_not_resolve(module, name, message):
-    async def later(**_):
-        return []
+    async def yields(**_):
+        yield 1.0
 
     class Class:
         async def __call__(self, **_):
-            return []
+            yield 1.0
 
-    module.length, module.constant, module.Class, module.later, module.later_object = (lambda **_: []), 1.0, Class, later, Class()
+    module.length, module.constant, module.Class, module.yields, module.yields_object = (lambda **_: []), 1.0, Class, yields, Class()
     with pytest.raises(ConfigError, match=message):
         Reward(RewardConfig(functions=(name,)))
 

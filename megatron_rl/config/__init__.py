@@ -3,6 +3,7 @@
 Every error is a ConfigError that names the key, the value and the way out.
 """
 
+from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.file import config_to_yaml, load_config
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
@@ -12,7 +13,6 @@ from megatron_rl.config.sections import (
     AdvantageConfig,
     CheckpointConfig,
     Config,
-    CorrectionConfig,
     DataConfig,
     EvalConfig,
     LossConfig,
@@ -30,6 +30,7 @@ from megatron_rl.config.sections import (
 )
 
 __all__ = [
+    "CORRECTIONS",
     "ESTIMATORS",
     "POLICIES",
     "REDUCTIONS",

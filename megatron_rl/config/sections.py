@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.correction import CorrectionConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.types import ConfigError
 
@@ -116,17 +117,33 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """``functions``: names (``arithmetic``, ``math_verify``) or ``module:function``; ``weights`` one each, default 1."""
+    """``functions``: names (``arithmetic``, ``math_verify``) or ``module:function``; ``weights`` one each, default 1.
+
+    ``num_workers``: processes per rank that call them; 0: the rank's own. ``deadline_s``: of a sample in a worker. ``in_process``: of
+    the functions, those that the rank's own process calls all the same (one that holds a model, say).
+    """
 
     functions: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     on_error: str = "fail"
+    num_workers: int = 0
+    deadline_s: float = 30.0
+    in_process: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; give one weight each"
+            )
+        at_least("reward.num_workers", self.num_workers, 0)
+        at_least("reward.deadline_s", self.deadline_s, 0.0, exclusive=True)
+        for name in self.in_process:
+            choose("reward.in_process", name, self.functions)
+        if self.functions and self.num_workers and set(self.in_process) == set(self.functions):
+            raise ConfigError(
+                f"reward.in_process names every one of reward.functions, which leaves nothing for reward.num_workers={self.num_workers}; "
+                "set that to 0, or leave a function to the workers"
             )
 
     @property
@@ -192,16 +209,6 @@ class LossConfig:
             raise ConfigError(f"loss.dual_clip={self.dual_clip} belongs to loss.policy=ppo and the policy is {self.policy}; set it to null")
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ConfigError(f"loss.dual_clip={self.dual_clip} must be above 1 (3 is usual), or null")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrectionConfig:
-    """``old_logprobs``: ``recompute`` by the trainer over the survivors, or the engine's own (``rollout``)."""
-
-    old_logprobs: str = "recompute"
-
-    def __post_init__(self) -> None:
-        choose("correction.old_logprobs", self.old_logprobs, ("recompute", "rollout"))
 
 
 @dataclass(frozen=True, kw_only=True)

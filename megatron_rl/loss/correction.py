@@ -1,0 +1,121 @@
+"""Importance weights between the engine's policy μ and the trainer's π_old at the same weights, and what they mask. Semantics §7.
+
+With d_t = log π_old(t) − log μ(t) over a sample's loss tokens, the raw weight ρ is e^{d_t} (``token_*``), e^{Σ d_t} (``sequence_*``) or
+e^{mean d_t} (``geometric_*``), the same for every token of the sample in the latter two. Within [floor, cap] it stays; outside,
+
+- ``*_truncate`` moves it to the bound: min(ρ, C), as truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
+  brings you off-policy RL training"; Espeholt et al., arXiv:1802.01561, §4.1);
+- ``*_mask`` sets it to 0: ρ · 1[ρ ≤ C], as IcePop (Ling team 2025, "Small leak can sink a great ship") per token and masked importance
+  sampling (Liu, Li et al. 2025, "When speed kills stability") per sequence. It is never clamped back to a bound.
+
+Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i iff A_i < 0 and mean_t(log μ − log π_old) > δ, in nats:
+π_old for the paper's π_θ, so that it is known before the forward; the two are equal at the first step of a rollout.
+
+The weights multiply the advantage and nothing else: KL and entropy keep their own (``loss.kl_estimator=unbiased`` has its ratio within).
+Pure numpy: the same arrays give the same weights, and no denominator is counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.config import CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Correction:
+    """Flat over the batch's response tokens [T] (see BatchFacts.response_offsets), T in all.
+
+    weights: float64, ≥ 0 and finite; 0 where masked, and where a token carries no loss or its sample was not decided on.
+    largest: float64 [S], each sample's largest weight: 0 where nothing of it is left to train on. capped: bool [T], moved to a bound.
+
+    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0), largest 1.5; ``token_truncate`` → (1.5, 2.0), capped (F, T).
+    """
+
+    weights: np.ndarray
+    largest: np.ndarray
+    capped: np.ndarray
+
+
+def importance_weights(
+    old_logprobs: np.ndarray,
+    rollout_logprobs: np.ndarray,
+    loss_mask: np.ndarray,
+    response_tokens: np.ndarray,
+    advantages: np.ndarray,
+    decided: np.ndarray,
+    config: CorrectionConfig,
+) -> Correction:
+    """old_logprobs, rollout_logprobs [T] flat, loss_mask bool [T] · response_tokens int64 [S], each at least 1 · advantages [S] ·
+    decided bool [S]: the samples that π_old is known of; the others have weight 0, and must not be trained.
+
+    Raises ValueError, naming a sample, where d_t or its sum is NaN.
+    """
+    num_samples = len(response_tokens)
+    owner = np.repeat(np.arange(num_samples), response_tokens)
+    counted = loss_mask & decided[owner]
+    gap = np.zeros(len(owner))
+    with np.errstate(invalid="ignore"):  # −inf − −inf, named below
+        np.subtract(old_logprobs, rollout_logprobs, out=gap, where=counted, dtype=np.float64)
+    tokens = np.bincount(owner, weights=counted, minlength=num_samples)
+    total = np.bincount(owner, weights=gap, minlength=num_samples)
+    bad = np.flatnonzero(np.isnan(total))
+    if len(bad):
+        raise ValueError(
+            f"Σ (log π_old − log μ) of sample {bad[0]} is NaN ({len(bad)} such samples in the batch), and so would its weight be; "
+            "look for non-finite log-probs of the engine or of the trainer"
+        )
+    mean = total / np.maximum(tokens, 1)
+    level = {"token": gap, "sequence": total[owner], "geometric": mean[owner], "none": np.zeros(len(owner))}[config.mode.split("_")[0]]
+    weights, capped = _bounded(level, config)
+    keeps = counted
+    if config.off_policy_delta is not None:
+        keeps = counted & ~off_policy(advantages, mean, config.off_policy_delta)[owner]
+    weights = np.where(keeps, weights, 0.0)
+    return Correction(weights=weights, largest=largest_weights(weights, response_tokens), capped=capped & keeps)
+
+
+def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(weights, moved to a bound) of raw weights e^log_ratio."""
+    with np.errstate(over="ignore"):  # inf is above every cap
+        ratio = np.exp(log_ratio)
+    low = 0.0 if config.floor is None else config.floor
+    outside = (ratio > config.cap) | (ratio < low)
+    if config.mode.endswith("_mask"):
+        return np.where(outside, 0.0, ratio), np.zeros_like(outside)
+    return np.clip(ratio, low, config.cap), outside
+
+
+def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np.ndarray:
+    """[S] bool: A_i < 0 and mean_t(log μ − log π_old) > δ. mean_gap [S]: mean over loss tokens of log π_old − log μ, nats."""
+    return (advantages < 0) & (-mean_gap > delta)
+
+
+def largest_weights(weights: np.ndarray, response_tokens: np.ndarray) -> np.ndarray:
+    """[S] the largest of each sample's weights [T] flat."""
+    starts = np.cumsum(response_tokens) - response_tokens
+    return np.maximum.reduceat(weights, starts) if len(starts) else np.zeros(0)
+
+
+def correction_metrics(correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray) -> dict[str, float]:
+    """``correction/*`` over the loss tokens of the samples with signal by advantage [S]: what the weights were there to move.
+
+    ``weight_mean`` counts masked tokens as 0; ``masked_samples`` have no loss token left.
+    """
+    measured = loss_mask & np.repeat(signal, response_tokens)
+    masked_samples = float((signal & (correction.largest == 0)).sum())
+    count = int(measured.sum())
+    if count == 0:
+        return {"correction/masked_samples": masked_samples}
+
+    def mean(values: np.ndarray) -> float:
+        return float(values[measured].sum()) / count
+
+    return {
+        "correction/weight_mean": mean(correction.weights),
+        "correction/masked_share": mean(correction.weights == 0),
+        "correction/capped_share": mean(correction.capped),
+        "correction/masked_samples": masked_samples,
+    }

@@ -1,0 +1,224 @@
+"""Persistent reward workers: whole groups out, outcomes back, and a sample that hangs or kills its worker costs only itself.
+
+1. Every task carries an id that no other ever has, and a killed worker's socket is closed: a late answer reaches nobody.
+2. A task has one sample's deadline, however many samples it has: one that is hung is known after that time, and what is only slow is
+   scored again a sample at a time (work.py), after which tasks are smaller.
+3. Every wait is one `select` on the workers' sockets, until something comes or the nearest deadline: nothing polls.
+4. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that may kill them,
+   and by STARTS in a row that do not get ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import selectors
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron_rl.reward.function import Outcome, columns_of
+from megatron_rl.reward.messages import is_json
+from megatron_rl.reward.process import CLOSE_S, START_S, Gone, WorkerProcess
+from megatron_rl.reward.work import Failure, Task, Work
+from megatron_rl.types import ConfigError, RewardError, Rollout
+
+log = logging.getLogger(__name__)
+
+STARTS = 3
+
+
+class Pool:
+    """functions: by name; the workers import them, this process does not. deadline_s: of one sample, and of a task of several.
+
+    Raises ConfigError for a function that a worker cannot import. One thread at a time may use it.
+    """
+
+    def __init__(self, functions: Sequence[str], num_workers: int, deadline_s: float) -> None:
+        self.functions = tuple(functions)
+        self.num_workers = num_workers
+        self.deadline_s = deadline_s
+        self.most_samples: int | None = None
+        self.num_started = 0
+        self._workers: list[WorkerProcess] = []
+        self._failed_starts = 0
+        self._ids = itertools.count()
+        self._in_use = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        # A worker ends with the thread that started it (child.py): one that lives as long as the pool.
+        self._starter: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
+        try:
+            while sum(worker.ready for worker in self._workers) < num_workers:
+                self._fill()
+                self._wait(None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
+    def score(self, rollouts: Sequence[Rollout]) -> Work:
+        """Every function on every sample; groups are neighbours with the same prompt.
+
+        Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no worker starts.
+        """
+        columns = columns_of(rollouts)
+        _check_columns(rollouts)
+        with self._used_here():
+            work = Work(rollouts, len(self.functions), self.most_samples)
+            try:
+                self._wait(None, until=time.monotonic())  # who died since the last batch is no sample's doing
+                while not work.done:
+                    self._fill()
+                    self._hand_out(work, columns)
+                    self._wait(work)
+            finally:
+                for worker in [worker for worker in self._workers if worker.task is not None]:
+                    self._end(worker)  # an error leaves here: what is under way is nobody's any more
+        slow = work.slow_samples()
+        if slow is not None:
+            self.most_samples = max(1, slow // 2)
+            log.warning(
+                "%d samples together took over reward.deadline_s=%g and none of them did alone: tasks hold at most %d from here on; "
+                "a longer deadline, or a faster function, keeps them whole", slow, self.deadline_s, self.most_samples,
+            )  # fmt: skip
+        return work
+
+    def close(self) -> None:
+        """Ends the workers; what is under way is lost. May be called again."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            if worker.idle:
+                worker.leave()
+        until = time.monotonic() + CLOSE_S
+        for worker in workers:
+            if worker.idle:
+                worker.wait(until)
+            worker.end()
+        self._selector.close()
+        if self._starter is not None:
+            self._starter.shutdown()
+            self._starter = None
+
+    @contextlib.contextmanager
+    def _used_here(self) -> Iterator[None]:
+        if self._starter is None:
+            raise RuntimeError("the reward workers are closed")
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("two threads score with the same reward workers; one at a time may")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        while len(self._workers) < self.num_workers:
+            try:
+                worker = self._starter.submit(WorkerProcess, self.functions, self.deadline_s).result(START_S)
+            except OSError as error:  # TimeoutError is one: no memory, no process, or a file system that hangs
+                raise RewardError(f"no reward worker can be started: {type(error).__name__}: {error}") from error
+            self.num_started += 1
+            self._workers.append(worker)
+            self._selector.register(worker.socket, worker.events, worker)
+
+    def _hand_out(self, work: Work, columns: Sequence[str]) -> None:
+        for worker in self._workers:
+            if worker.idle and (task := work.next()) is not None:
+                worker.give(task, next(self._ids), _message(task, self.functions[task.function], work.rollouts, columns))
+                self._selector.modify(worker.socket, worker.events, worker)
+
+    def _wait(self, work: Work | None, until: float | None = None) -> None:
+        """Until a worker has something to say, or a deadline. What was said in time counts, even where it is read late."""
+        deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
+        nearest = min(deadlines) if until is None else until
+        for key, events in self._selector.select(max(0.0, nearest - time.monotonic())):
+            self._attend(key.data, events, work)
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if worker.deadline is not None and worker.deadline <= now]:
+            self._overdue(worker, work)
+
+    def _attend(self, worker: WorkerProcess, events: int, work: Work | None) -> None:
+        if events & selectors.EVENT_WRITE:
+            worker.flush()
+            self._selector.modify(worker.socket, worker.events, worker)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            for message in worker.read():
+                self._hear(worker, message, work)
+        except Gone as error:
+            self._gone(worker, str(error), work)
+
+    def _hear(self, worker: WorkerProcess, message: dict, work: Work | None) -> None:
+        if "refused" in message or message["kind"] == "refused":
+            raise ConfigError(message.get("refused") or message["error"])
+        if message["kind"] == "ready":
+            worker.ready, worker.deadline = True, None
+            self._failed_starts = 0
+        elif worker.task is None or message["id"] != worker.task_id:
+            log.warning("reward worker %d answered %s, which nobody waits for", worker.pid, message["id"])
+        else:
+            task = worker.take_back()
+            if "error" in message:
+                work.failed(task, Failure.RAISED, message["error"])
+            else:
+                pairs = zip(message["values"], message["errors"], strict=True)
+                work.answered(task, [Outcome(value=value, error=error) for value, error in pairs])
+
+    def _gone(self, worker: WorkerProcess, why: str, work: Work | None) -> None:
+        task, was_ready = worker.take_back(), worker.ready
+        how = self._end(worker)
+        log.warning("reward worker %d is gone (%s, %s) and is replaced", worker.pid, why, how)
+        if task is not None:
+            work.failed(task, Failure.DIED, f"it killed its worker twice ({how})")
+        elif not was_ready:
+            self._not_started(f"ended before it was ready ({how})")
+
+    def _overdue(self, worker: WorkerProcess, work: Work | None) -> None:
+        task, stacks = worker.take_back(), worker.stacks()
+        self._end(worker)
+        if task is None:
+            self._not_started(f"was not ready after {START_S:g} s")
+            return
+        log.warning("reward worker %d did not answer in %g s; it was killed and is replaced", worker.pid, self.deadline_s)
+        said = f"it took over {self.deadline_s:g} s (reward.deadline_s) and its worker was killed"
+        work.failed(task, Failure.OVERDUE, f"{said}; it stood at:\n{stacks}" if stacks else said)
+
+    def _not_started(self, what: str) -> None:
+        self._failed_starts += 1
+        if self._failed_starts >= STARTS:
+            raise RewardError(f"a reward worker {what}, {STARTS} times in a row; read what it wrote, or set reward.num_workers to 0")
+
+    def _end(self, worker: WorkerProcess) -> str:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.socket)
+        return worker.end()
+
+
+def _check_columns(rollouts: Sequence[Rollout]) -> None:
+    for prompt in {id(rollout.prompt): rollout.prompt for rollout in rollouts}.values():
+        for key, value in prompt.columns.items():
+            if not (type(key) is str and is_json(value)):
+                raise ConfigError(
+                    f"column {key!r} of prompt {prompt.prompt_id} is {value!r:.80}, which would reach a reward worker as something else: "
+                    "JSON travels; name the function that takes it in reward.in_process"
+                )
+
+
+def _message(task: Task, function: str, rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict:
+    """All samples of a task have one prompt, which is sent once."""
+    samples = [rollouts[i] for i in task.samples]
+    prompt = samples[0].prompt
+    return {
+        "function": function,
+        "prompt": prompt.text,
+        "columns": {key: prompt.columns.get(key) for key in columns},
+        "completions": [sample.text for sample in samples],
+        "completion_ids": [list(sample.response_ids) for sample in samples],
+    }

@@ -1,0 +1,143 @@
+"""The configured reward functions as one: where each is called, what is weighed, and what happens when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config import RewardConfig
+from megatron_rl.reward.function import BUILT_IN, Outcome, RewardFunction, arguments_of, call, check_signature, columns_of, resolve
+from megatron_rl.reward.pool import Pool
+from megatron_rl.types import ConfigError, RewardError, Rollout, Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """One function that failed on one sample; ``message`` is the traceback, or what was wrong with the value."""
+
+    sample_id: str
+    function: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answers:
+    """One function's. outcomes: [S]. unexplained: (samples, traceback) of calls that failed as a whole and on none of them alone."""
+
+    outcomes: Sequence[Outcome]
+    unexplained: Sequence[tuple[Sequence[Rollout], str]]
+
+
+class Reward:
+    """The configured reward functions as one.
+
+    A reward function is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or ``async``,
+    called by keyword with lists of equal length: prompt texts, completion texts, completion token ids, and every column of the dataset
+    as a list (None where a row lacks it; a column with the name of one of the first three is not passed). It returns one number per
+    sample, or None where it does not apply.
+
+    With ``reward.num_workers`` functions are called in worker processes, on a group at a time, unless ``reward.in_process`` names
+    them; else here, on the whole batch. Only a worker can be interrupted: ``reward.deadline_s`` is of functions that run there.
+
+    A function **fails on a sample** when it raises there, gives a value that is not a finite number or None, or (in a worker) takes
+    too long or kills its process. When a call on several samples fails whole, nobody knows whose fault it was: the function is called
+    again **one sample at a time**, and only those that fail alone are guilty. So a function must not depend on which samples it is
+    called with, and may be called more than once on the same one. If none raises alone, the first call itself is the error.
+
+    ``last_errors``: the failures of the last `score`, for metrics and the log.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ConfigError for no function, a repeated one, or one that does not resolve where it is to run."""
+        if not config.functions:
+            raise ConfigError(f"reward.functions is empty; name one of {', '.join(BUILT_IN)}, or your own module:function")
+        repeated = sorted({name for name in config.functions if config.functions.count(name) > 1})
+        if repeated:
+            raise ConfigError(f"reward.functions names {repeated[0]!r} more than once; name it once and raise its reward.weights")
+        self.names = tuple(config.functions)
+        self.last_errors: tuple[RewardFailure, ...] = ()
+        self._weights = tuple(config.resolved_weights)
+        self._on_error = config.on_error
+        apart = [name for name in self.names if config.num_workers and name not in config.in_process]
+        self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in self.names if name not in apart}
+        self.pool = Pool(apart, config.num_workers, config.deadline_s) if apart else None
+
+    def close(self) -> None:
+        """Ends the workers. May be called again."""
+        if self.pool is not None:
+            self.pool.close()
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """[S] one Score per rollout, in order.
+
+        ``total`` is the weighted sum over the functions that applied, None if none did. A sample on which any function failed
+        meets ``reward.on_error``: ``fail`` raises RewardError with its id and the traceback, ``drop`` gives a total of None,
+        ``zero`` a total of 0.0. Raises ConfigError where a function cannot take the dataset's columns.
+        """
+        self.last_errors = ()
+        if not rollouts:
+            return []
+        from_workers = self._ask_workers(rollouts)
+        failures: list[RewardFailure] = []
+        values_by_function = []
+        for name in self.names:
+            answers = from_workers[name] if name in from_workers else _call_here(name, self._functions[name], rollouts)
+            failures.extend(self._failures(name, answers, rollouts))
+            values_by_function.append([outcome.value for outcome in answers.outcomes])
+        self.last_errors = tuple(failures)
+        guilty = {failure.sample_id for failure in failures}
+        return [
+            self._combine(by_function, rollout.sample_id in guilty)
+            for rollout, by_function in zip(rollouts, zip(*values_by_function, strict=True), strict=True)
+        ]
+
+    def _ask_workers(self, rollouts: Sequence[Rollout]) -> dict[str, _Answers]:
+        if self.pool is None:
+            return {}
+        work = self.pool.score(rollouts)
+        return {
+            name: _Answers(outcomes=work.outcomes[number], unexplained=work.unexplained(number))
+            for number, name in enumerate(self.pool.functions)
+        }
+
+    def _combine(self, by_function: tuple[float | None, ...], failed: bool) -> Score:
+        if failed:
+            return Score(total=0.0 if self._on_error == "zero" else None, by_function=by_function)
+        applied = [weight * value for weight, value in zip(self._weights, by_function, strict=True) if value is not None]
+        return Score(total=sum(applied) if applied else None, by_function=by_function)
+
+    def _failures(self, name: str, answers: _Answers, rollouts: Sequence[Rollout]) -> list[RewardFailure]:
+        """Of one function; RewardError where ``on_error`` is fail, or where no sample explains a failure."""
+        for samples, error in answers.unexplained:
+            raise RewardError(
+                f"reward function {name!r} failed on a batch of {len(samples)} samples ({samples[0].sample_id} to "
+                f"{samples[-1].sample_id}) and on none of them alone; mend what depends on the batch:\n{error}"
+            )
+        failures = [
+            RewardFailure(sample_id=rollout.sample_id, function=name, message=outcome.error)
+            for rollout, outcome in zip(rollouts, answers.outcomes, strict=True)
+            if outcome.error
+        ]
+        if failures and self._on_error == "fail":
+            first = failures[0]
+            raise RewardError(
+                f"reward function {name!r} failed on sample {first.sample_id} "
+                f"({len(failures)} of {len(rollouts)} samples failed); "
+                f"mend it, or set reward.on_error to drop or zero:\n{first.message}"
+            )
+        return failures
+
+
+def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout]) -> _Answers:
+    """One function over the whole batch, in this process."""
+    columns = columns_of(rollouts)
+    check_signature(name, function, columns)
+    outcomes, batch_error = call(function, arguments_of(rollouts, columns))
+    if batch_error is None:
+        return _Answers(outcomes=outcomes, unexplained=())
+    outcomes, found_guilty = [], False
+    for rollout in rollouts:
+        single, error = call(function, arguments_of([rollout], columns))
+        outcomes += single if error is None else [Outcome(error=error)]
+        found_guilty |= error is not None
+    return _Answers(outcomes=outcomes, unexplained=() if found_guilty else [(rollouts, batch_error)])

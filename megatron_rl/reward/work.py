@@ -1,0 +1,102 @@
+"""What a batch still asks of the workers: whole groups first, and who is guilty when a task fails. No processes here.
+
+A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples, each a task of its own. Alone, a sample
+that raises or runs out of time is guilty; one whose worker dies is tried once more, since the machine may have been at fault. So a task
+of n samples costs at most 1 + 2n workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_rl.reward.function import Outcome
+from megatron_rl.types import Rollout
+
+
+class Failure(Enum):
+    RAISED = "raised"
+    OVERDUE = "overdue"
+    DIED = "died"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Split:
+    """A task that failed whole; ``left`` of its samples are yet to be tried alone."""
+
+    task: Task
+    failure: Failure
+    error: str
+    left: int
+    found_guilty: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """One call of one function. samples: places in the batch. split: the failed task that it is a part of, or None."""
+
+    function: int
+    samples: Sequence[int]
+    split: Split | None = None
+    deaths: int = 0
+
+
+class Work:
+    """outcomes: [F][S], complete once ``done``. most_samples: of a task; a larger group is cut."""
+
+    def __init__(self, rollouts: Sequence[Rollout], num_functions: int, most_samples: int | None = None) -> None:
+        self.rollouts = rollouts
+        self.outcomes: list[list[Outcome | None]] = [[None] * len(rollouts) for _ in range(num_functions)]
+        self.splits: list[Split] = []
+        self._left = num_functions * len(rollouts)
+        groups = [list(places) for _, places in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))]
+        self._waiting = deque(
+            Task(function=function, samples=group[start : start + (most_samples or len(group))])
+            for group in groups
+            for start in range(0, len(group), most_samples or len(group))
+            for function in range(num_functions)
+        )
+
+    @property
+    def done(self) -> bool:
+        return self._left == 0
+
+    def next(self) -> Task | None:
+        """None: what is left is under way."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def answered(self, task: Task, outcomes: Sequence[Outcome]) -> None:
+        for place, outcome in zip(task.samples, outcomes, strict=True):
+            assert self.outcomes[task.function][place] is None
+            self.outcomes[task.function][place] = outcome
+        self._left -= len(task.samples)
+        if task.split is not None:
+            task.split.left -= 1
+
+    def failed(self, task: Task, failure: Failure, error: str) -> None:
+        if len(task.samples) > 1:
+            split = Split(task=task, failure=failure, error=error, left=len(task.samples))
+            self.splits.append(split)
+            # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
+            self._waiting.extendleft(
+                Task(function=task.function, samples=[place], split=split) for place in reversed(task.samples)
+            )  # fmt: skip
+        elif failure is Failure.DIED and task.deaths == 0:
+            self._waiting.appendleft(Task(function=task.function, samples=task.samples, split=task.split, deaths=1))
+        else:
+            if task.split is not None:
+                task.split.found_guilty = True
+            self.answered(task, [Outcome(error=error)])
+
+    def unexplained(self, function: int) -> list[tuple[list[Rollout], str]]:
+        """(samples, traceback) of each task that raised as a whole, and on none of its samples alone."""
+        found = [split for split in self.splits if split.failure is Failure.RAISED and not split.found_guilty]
+        return [([self.rollouts[i] for i in s.task.samples], s.error) for s in found if s.task.function == function]
+
+    def slow_samples(self) -> int | None:
+        """The fewest samples that ran out of time together and not alone: a sample's deadline is too short for as many."""
+        slow = [s for s in self.splits if s.failure is Failure.OVERDUE and not s.found_guilty]
+        return min((len(s.task.samples) for s in slow), default=None)

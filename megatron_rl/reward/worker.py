@@ -1,0 +1,105 @@
+"""A reward worker: its own process and main thread (math-verify's deadlines are SIGALRM), without torch unless a function imports it.
+
+    python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
+
+The first message names the functions; then one task at a time arrives and its answer leaves. What interrupts a task is the pool, which
+kills this process: a call that takes a whole list cannot be interrupted otherwise. Shortly before, the stacks go to STACK_FD.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+from megatron_rl.child import end_with_parent
+from megatron_rl.reward.function import RewardFunction, call, check_signature, formatted_traceback, resolve
+from megatron_rl.reward.messages import Inbox, encode
+from megatron_rl.types import ConfigError
+
+STACK_AT = 0.9  # of the deadline
+
+
+def answer(task: dict, function: RewardFunction) -> dict:
+    """What the pool is told of a task."""
+    size = len(task["completions"])
+    columns = {key: [value] * size for key, value in task["columns"].items()}
+    fixed = {"prompts": [task["prompt"]] * size, "completions": task["completions"], "completion_ids": task["completion_ids"]}
+    try:
+        check_signature(task["function"], function, list(columns))
+    except ConfigError as error:
+        return {"id": task["id"], "refused": str(error)}
+    try:
+        outcomes, error = call(function, {**columns, **fixed})
+    except (KeyboardInterrupt, SystemExit):
+        error = formatted_traceback()  # of the function's own making: nobody interrupts a worker
+    if error is not None:
+        return {"id": task["id"], "error": error}
+    return {"id": task["id"], "values": [outcome.value for outcome in outcomes], "errors": [outcome.error for outcome in outcomes]}
+
+
+def resolve_all(names: list[str]) -> dict[str, RewardFunction]:
+    """Raises ConfigError that names the function."""
+    functions = {}
+    for name in names:
+        try:
+            functions[name] = resolve(name)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (met in a reward worker, a process of its own; a function that only the rank's main process has is named in "
+                "reward.in_process)"
+            ) from error
+        except BaseException as error:  # a module may exit
+            raise ConfigError(
+                f"reward function {name!r}: importing it in a reward worker ended with {type(error).__name__}: {error}; mend the module, "
+                "or name the function in reward.in_process"
+            ) from error
+    return functions
+
+
+def serve(messages: Iterator[dict], send: Callable[[dict], None], stacks: int) -> None:
+    own = os.getpid()
+    setup = next(messages, None)
+    if setup is None:
+        return
+    sys.path[:] = setup["path"]
+    try:
+        functions = resolve_all(setup["functions"])
+    except ConfigError as error:
+        send({"kind": "refused", "error": str(error)})
+        return
+    send({"kind": "ready"})
+    for task in messages:
+        os.lseek(stacks, 0, os.SEEK_SET)
+        os.ftruncate(stacks, 0)
+        faulthandler.dump_traceback_later(STACK_AT * setup["deadline_s"], file=stacks)
+        told = answer(task, functions[task["function"]])
+        if os.getpid() != own:  # the function forked, and this is the child that came back
+            os._exit(0)
+        faulthandler.cancel_dump_traceback_later()
+        send({"kind": "answer", **told})
+
+
+def received(connection: socket.socket) -> Iterator[dict]:
+    """Ends where the rank closed the connection."""
+    inbox = Inbox()
+    while piece := connection.recv(1 << 20):
+        yield from inbox.take(piece)
+
+
+def main(arguments: list[str]) -> None:
+    descriptor, stacks, parent = map(int, arguments)
+    end_with_parent(parent)
+    for inherited in (descriptor, stacks):
+        os.set_inheritable(inherited, False)
+    connection = socket.socket(fileno=descriptor)
+    try:
+        serve(received(connection), lambda message: connection.sendall(encode(message)), stacks)
+    except ConnectionError:
+        return  # the rank is gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
