@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
@@ -27,16 +27,16 @@ def end_with_parent(number: int) -> None:
 
 def main(arguments: list[str]) -> int:
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
-    asked = threading.Event()
+    asked: list[int] = []  # no Event: its lock may be held by the very wait that the handler interrupts
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda number, _: asked.append(number))
     end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         return 1
     server = subprocess.Popen(command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGKILL))
     try:
-        while server.poll() is None and not asked.wait(0.1):
-            pass
+        while server.poll() is None and not asked:
+            time.sleep(0.1)
         if server.poll() is None:
             server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # it had its time

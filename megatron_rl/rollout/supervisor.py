@@ -123,12 +123,12 @@ class Supervisor:
 
     def __init__(self, specs: Sequence[ServerSpec], limits: Limits, say: Callable[[str], None]) -> None:
         self.specs, self.limits, self.say = tuple(specs), limits, say
-        self._stop = threading.Event()
+        self._stopped = False  # no Event: a signal's handler may interrupt the wait that holds its lock
         self._running: list[_Running] = []
         self._restarts: collections.deque[float] = collections.deque()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stopped = True
 
     def run(self) -> int:
         """Until ``stop``, SIGTERM, SIGINT or SIGHUP (0), or until servers die too often (1). No child outlives it."""
@@ -138,7 +138,8 @@ class Supervisor:
             check_free(spec.host, spec.port)
         try:
             self._running = [self._start(spec) for spec in self.specs]
-            while not self._stop.wait(POLL_S):
+            while not self._stopped:
+                time.sleep(POLL_S)
                 for index, running in enumerate(self._running):
                     cause = self._cause_to_restart(running)
                     if cause is None:
