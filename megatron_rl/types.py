@@ -56,6 +56,7 @@ class Prompt:
     prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never contains a rank.
     token_ids: the prompt's tokens, as the model sees them.
     columns:   every column of the dataset's row; reward functions receive them all.
+    attempt:   how often it was asked before; seeds derive from it too, so that the same weights answer it anew.
 
     Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer": "7"})``
     """
@@ -64,6 +65,12 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     columns: Mapping[str, object]
+    attempt: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique over the run: its id, and its attempt where it was asked before, as in ``17@0.2``."""
+        return f"{self.prompt_id}.{self.attempt}" if self.attempt else self.prompt_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +99,7 @@ class Rollout:
 
     @property
     def sample_id(self) -> str:
-        return f"{self.prompt.prompt_id}#{self.sample_index}"
+        return f"{self.prompt.name}#{self.sample_index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

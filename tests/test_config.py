@@ -19,6 +19,15 @@ def keys_of(section: type) -> list[str]:
     return [f.name for f in dataclasses.fields(section)]
 
 
+def leaves_of(section: type) -> list[str]:
+    """Dotted keys of a section, those of the sections within it too."""
+    found = []
+    for each in dataclasses.fields(section):
+        within = dataclasses.is_dataclass(each.default_factory)
+        found += [f"{each.name}.{key}" for key in leaves_of(each.default_factory)] if within else [each.name]
+    return found
+
+
 def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train: {steps: 7, prompts_per_step: 5}\noptimizer: {lr: 1.0e-3}\n")
@@ -76,9 +85,9 @@ def test_the_documentation_lists_every_key_and_no_other():
     for row in re.findall(r"^\| (`[^|]+) \|", text, flags=re.MULTILINE):
         section = ""
         for name in re.findall(r"`([\w.]+)`", row):
-            section = name.split(".")[0] or section
-            documented.add(section + "." + name.split(".")[-1])
-    known = {f"{f.name}.{key}" for f in dataclasses.fields(Config) for key in keys_of(f.default_factory)}
+            section = name.rpartition(".")[0] or section
+            documented.add(section + "." + name.rpartition(".")[2])
+    known = set(leaves_of(Config))
     assert documented == known, sorted(documented ^ known)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -153,7 +154,7 @@ def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
     assert len({r.response_ids for r in first[:8]}) > 4
     ids = [r.response_ids for r in first]
     assert [r.response_ids for r in engine.generate(PROMPTS[:3], 8)] == ids
-    assert [r.response_ids for r in engine.generate(PROMPTS[:3], 8, attempt=1)] != ids
+    assert [r.response_ids for r in engine.generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS[:3]], 8)] != ids
     engine.load_weights(iter(model.state_dict().items()), version=2)
     second = engine.generate(PROMPTS[:3], 8)
     assert [r.response_ids for r in second] != ids

@@ -13,6 +13,7 @@ run:        a short training run with each engine; the share of the time between
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -147,7 +148,7 @@ def measure_generation(given: argparse.Namespace, model: pathlib.Path, folder: p
         for turn in range(given.repeats + 1):
             for kind, engine in engines.items():
                 started = time.perf_counter()
-                found = engine.generate(prompts, given.samples, attempt=turn)
+                found = engine.generate([dataclasses.replace(prompt, attempt=turn) for prompt in prompts], given.samples)
                 rates[kind].append(sum(len(x.response_ids) for x in found) / (time.perf_counter() - started))
     finally:
         for engine in engines.values():

@@ -3,9 +3,10 @@
 Every error is a ConfigError that names the key, the value and the way out.
 """
 
+from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.file import config_to_yaml, load_config
-from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
+from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
     ESTIMATORS,
     POLICIES,
@@ -39,6 +40,7 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "DataConfig",
+    "DynamicSamplingConfig",
     "EvalConfig",
     "LossConfig",
     "MegatronConfig",
@@ -47,6 +49,9 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PlanConfig",
+    "ProducerConfig",
+    "ReplayConfig",
+    "RerollConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -19,6 +19,56 @@ OWNED_ARGUMENTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProducerConfig:
+    """When rollouts are generated, next to when they are trained; what is trained does not depend on ``mode`` at ``max_staleness: 0``.
+
+    ``mode``: ``sync``, ``prefetch`` (``depth`` rollouts ahead of the one that is trained, generated meanwhile) or ``streaming`` (ahead too,
+    and a rollout is scored, and passed for log-probs, in parts while the rest is generated). ``min_groups``: groups of a part (null: the
+    whole rollout is one); log-prob passes are cut there in every mode. ``max_staleness``: optimizer steps between the weights of a token
+    and those of its rollout's first step; null: what ``depth`` brings about.
+    """
+
+    mode: str = "sync"
+    depth: int = 1
+    min_groups: int | None = None
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        choose("rollout.producer.mode", self.mode, ("sync", "prefetch", "streaming"))
+        at_least("rollout.producer.depth", self.depth, 0)
+        at_least("rollout.producer.min_groups", self.min_groups, 1)
+        at_least("rollout.producer.max_staleness", self.max_staleness, 0)
+        if self.mode == "prefetch" and self.depth == 0:
+            raise ConfigError("rollout.producer.depth=0 fetches nothing ahead; set it to 1 or more, or rollout.producer.mode=sync")
+        if self.mode == "streaming" and self.min_groups is None:
+            raise ConfigError(
+                "rollout.producer.mode=streaming scores a rollout in parts, and rollout.producer.min_groups=null is one part; set it, "
+                "say to an eighth of train.prompts_per_step"
+            )
+
+    @property
+    def ahead(self) -> int:
+        """Rollouts that may be under way or finished beyond the one that is trained."""
+        return 0 if self.mode == "sync" else self.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Groups without signal are replaced by those of further prompts, before anything is trained (DAPO, arXiv:2503.14476, section 3.2).
+
+    ``max_rounds``: of asking again, per rollout; 0: never. ``on_exhausted``: what is still without signal after them is skipped as ever
+    (``skip``), or ends the run (``fail``).
+    """
+
+    max_rounds: int = 0
+    on_exhausted: str = "skip"
+
+    def __post_init__(self) -> None:
+        at_least("rollout.dynamic_sampling.max_rounds", self.max_rounds, 0)
+        choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Generation. Log-probs are taken at ``temperature``, by the engine and by the trainer.
 
@@ -48,6 +98,8 @@ class RolloutConfig:
     max_restarts: int = 3  # in a row, before the run ends
     warn_logprob_gap: float | None = None  # null: 0.05 in bfloat16, 0.001 in float32
     max_logprob_gap: float | None = 0.5
+    producer: ProducerConfig = field(default_factory=ProducerConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
     def __post_init__(self) -> None:
         choose("rollout.engine", self.engine, ("transformers", "vllm"))
@@ -87,10 +139,14 @@ class WeightSyncConfig:
     """Weights to the engines. ``channel``: ``shared_memory`` on one host, ``broadcast`` (NCCL or gloo) across hosts; ``auto`` chooses one
     of these. ``cuda_ipc``: an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank.
 
-    ``bucket_mb``: extra memory of gathering and sending. ``deadline_s``: of every answer. ``attempts``: whole syncs, before the run ends.
+    ``interval``: optimizer steps that the engines' weights may lag behind before they are sent again. ``in_flight``: they are sent while
+    completions are under way, which go on with the new ones. ``bucket_mb``: extra memory of gathering and sending. ``deadline_s``: of every
+    answer. ``attempts``: whole syncs, before the run ends.
     """
 
     channel: str = "auto"
+    interval: int = 1
+    in_flight: bool = False
     bucket_mb: float = 512.0
     deadline_s: float = 300.0
     attempts: int = 3
@@ -100,6 +156,7 @@ class WeightSyncConfig:
         at_least("weight_sync.bucket_mb", self.bucket_mb, 0.0, exclusive=True)
         at_least("weight_sync.deadline_s", self.deadline_s, 1.0)
         at_least("weight_sync.attempts", self.attempts, 1)
+        at_least("weight_sync.interval", self.interval, 1)
 
     @property
     def bucket_bytes(self) -> int:

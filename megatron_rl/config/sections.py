@@ -9,6 +9,7 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.checks import at_least, choose
 from megatron_rl.config.correction import CorrectionConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
@@ -275,9 +276,11 @@ class WarmupConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """``steps`` rollouts of ``prompts_per_step`` prompts; each is trained in mini-batches of ``samples_per_mini_batch``."""
+    """``steps`` rollouts of ``prompts_per_step`` prompts; each is trained in mini-batches of ``samples_per_mini_batch``. ``epochs`` with
+    ``steps: null``: as many rollouts as it takes to train every prompt so often."""
 
-    steps: int = 100
+    steps: int | None = 100
+    epochs: int | None = None
     prompts_per_step: int = 64
     samples_per_mini_batch: int | None = None
     epochs_per_rollout: int = 1
@@ -286,6 +289,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least("train.steps", self.steps, 0)
+        at_least("train.epochs", self.epochs, 1)
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(
+                f"train.steps={self.steps} and train.epochs={self.epochs}: one of the two says when the run ends; set the other to null"
+            )
         at_least("train.prompts_per_step", self.prompts_per_step, 1)
         at_least("train.samples_per_mini_batch", self.samples_per_mini_batch, 1)
         at_least("train.epochs_per_rollout", self.epochs_per_rollout, 1)
@@ -351,6 +359,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    reroll: RerollConfig = field(default_factory=RerollConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     skip: SkipConfig = field(default_factory=SkipConfig)
     loss: LossConfig = field(default_factory=LossConfig)

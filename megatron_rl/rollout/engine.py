@@ -65,10 +65,10 @@ class Engine(Protocol):
         """What the reports of all ranks say together of the sync that just ended: engines by name."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> list[Rollout]:
         """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
-        ``attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for a
+        ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for a
         prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
         """
         ...

@@ -117,7 +117,7 @@ class TransformersEngine:
         self.weight_version = version
         return SyncReport(version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started)
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> list[Rollout]:
         """See ``Engine.generate``. Greedy log-probs are at the sampling temperature too."""
         self._check(prompts, samples_per_prompt)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
@@ -130,7 +130,7 @@ class TransformersEngine:
             for start in range(0, len(order), num_prompts):
                 batch = order[start : start + num_prompts]
                 rows = [(prompts[index], sample) for index in batch for sample in samples]
-                uniforms = None if greedy else self._uniforms(rows, attempt)
+                uniforms = None if greedy else self._uniforms(rows)
                 token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms)
                 keys = [(index, sample) for index in batch for sample in samples]
                 rollouts.update(zip(keys, self._to_rollouts(rows, token_ids, logprobs), strict=True))
@@ -151,12 +151,12 @@ class TransformersEngine:
             raise RuntimeError("TransformersEngine.generate: no complete set of weights was loaded; call load_weights first")
         check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._max_positions)
 
-    def _uniforms(self, rows: Sequence[tuple[Prompt, int]], attempt: int) -> torch.Tensor:
+    def _uniforms(self, rows: Sequence[tuple[Prompt, int]]) -> torch.Tensor:
         """[positions, rows] float64 in [0, 1): each row's own stream, drawn ahead for every position."""
         num_positions = self._rollout.max_response_tokens
         raw = np.empty((len(rows), num_positions), dtype=np.uint64)
         for row, (prompt, sample) in enumerate(rows):
-            seed = sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, attempt)
+            seed = sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
             # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions (NEP 19).
             raw[row] = np.random.Philox(key=seed).random_raw(num_positions)
         return torch.from_numpy((raw >> np.uint64(11)).T * 2.0**-53).to(self._device)

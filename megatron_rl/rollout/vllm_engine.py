@@ -171,7 +171,7 @@ class VllmEngine:
         for replica in self._present:
             replica.weight_version = NO_WEIGHTS if replica.name in failed else version
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, attempt: int = 0) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> list[Rollout]:
         """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
         check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._longest)
         version = self.weight_version
@@ -180,10 +180,7 @@ class VllmEngine:
         if prompts and version == NO_WEIGHTS:
             raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
         self._asked += 1
-        requests = [
-            self._request(index, prompt, samples_per_prompt, version, greedy=greedy, attempt=attempt)
-            for index, prompt in enumerate(prompts)
-        ]
+        requests = [self._request(index, prompt, samples_per_prompt, version, greedy=greedy) for index, prompt in enumerate(prompts)]
         found = dispatch(
             requests, self._present, weight_version=version, deadline_s=self._rollout.request_s,
             max_in_flight=self._rollout.max_requests, attempts=self._rollout.max_restarts + 1, rotation=self._rank,
@@ -213,8 +210,8 @@ class VllmEngine:
             )
         return why
 
-    def _request(self, index: int, prompt: Prompt, samples: int, version: int, *, greedy: bool, attempt: int) -> GenerateRequest:
-        seed = sample_seed(self._seed, prompt.prompt_id, 0, version, attempt) & ((1 << SEED_BITS) - 1)
+    def _request(self, index: int, prompt: Prompt, samples: int, version: int, *, greedy: bool) -> GenerateRequest:
+        seed = sample_seed(self._seed, prompt.prompt_id, 0, version, prompt.attempt) & ((1 << SEED_BITS) - 1)
         return GenerateRequest(
             request_id=f"{self._rank}-{self._asked}-{index}", token_ids=prompt.token_ids, n=1 if greedy else samples,
             max_tokens=self._rollout.max_response_tokens, temperature=0.0 if greedy else self._rollout.temperature, seed=seed,

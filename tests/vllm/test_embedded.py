@@ -90,7 +90,7 @@ def test_samples_of_a_prompt_are_distinct_draws(loaded):
 
 def test_another_attempt_or_version_draws_others(loaded):
     first = told(loaded.engine.generate(PROMPTS, 4))
-    assert told(loaded.engine.generate(PROMPTS, 4, attempt=1)) != first
+    assert told(loaded.engine.generate([replace(prompt, attempt=1) for prompt in PROMPTS], 4)) != first
     loaded.load(1)  # the same weights under another version
     assert told(loaded.engine.generate(PROMPTS, 4)) != first
 
