@@ -7,7 +7,8 @@ Invariants (``assert_invariants`` in tests/test_advantage.py):
 2. A sample that is not included has advantage 0.0 and moves no other sample's.
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
 4. Advantages are finite; a non-finite reward is an error that names the sample.
-5. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
+5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's advantages are not 0.
+6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
    not on how they are cut in micro-batches or spread over ranks.
 """
 
@@ -67,6 +68,30 @@ def advantages(
     if estimator == "reinforce_plus_plus":
         return _whiten(centred, included, loss_tokens, whiten, epsilon)
     raise ValueError(f"advantage.estimator={estimator!r} is not known")
+
+
+def may_have_advantage(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    included: np.ndarray,
+    *,
+    estimator: str,
+    whiten: str = "scale",
+    rewards_by_function: np.ndarray | None = None,
+    function_weights: tuple[float, ...] = (),
+    sample_ids: tuple[str, ...] = (),
+) -> np.ndarray:
+    """[S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands. Arguments as of `advantages`.
+
+    What is taken over the batch only divides, so a part of a batch says as much as the whole; but ``center_and_scale`` moves every sample.
+    """
+    if whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo"):
+        return included.copy()
+    values = advantages(
+        rewards, groups, included, estimator="gdpo" if estimator == "gdpo" else "dr_grpo", epsilon=1.0, whiten="scale",
+        rewards_by_function=rewards_by_function, function_weights=function_weights, sample_ids=sample_ids,
+    )  # fmt: skip
+    return values != 0
 
 
 def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple[str, ...]) -> None:

@@ -45,7 +45,7 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
         fault = _routed_fault(s)
         layers_top_k = (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
         lengths = (s.prompt_tokens, len(s.token_ids) - s.prompt_tokens, int(s.loss_mask.sum()))
-        columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault])
+        columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault, s.weight_version])
     rows = [(*column, rank, i) for rank, part in enumerate(gather_json(columns)) for i, column in enumerate(part)]
     rows.sort(key=lambda row: row[0])
     if len({row[0] for row in rows}) != len(rows):
@@ -58,11 +58,12 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
                 f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a token is predicted "
                 "from the one before it"
             )
-    numbers = np.array([[*row[1:5], *row[6:8], *row[9:]] for row in rows], dtype=np.int64).reshape(len(rows), 8)
+    numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(len(rows), 10)
     shapes = numbers[:, 4:6]
     return BatchFacts(
         sample_ids=tuple(row[5] for row in rows), groups=numbers[:, 0], prompt_tokens=numbers[:, 1], response_tokens=numbers[:, 2],
-        loss_tokens=numbers[:, 3], owners=numbers[:, 6], owner_rows=numbers[:, 7], routed_shapes=shapes if shapes.any() else None,
+        loss_tokens=numbers[:, 3], weight_versions=numbers[:, 6], owners=numbers[:, 7], owner_rows=numbers[:, 8], places=numbers[:, 9],
+        routed_shapes=shapes if shapes.any() else None,
     )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
         experts = routed.view(np.int16)[: math.prod(shape)].reshape(shape)
     return Sample(
         sample_id=facts.sample_ids[index], prompt_tokens=prompt, token_ids=tokens.astype(np.int64), loss_mask=mask.astype(bool),
-        logprobs=logprobs.view(np.float32), routed_experts=experts,
+        logprobs=logprobs.view(np.float32), routed_experts=experts, weight_version=int(facts.weight_versions[index]),
     )  # fmt: skip
 
 

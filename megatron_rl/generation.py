@@ -16,8 +16,8 @@ import torch
 from megatron_rl import exchange
 from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.platform import HOST
-from megatron_rl.rollout.engine import Engine, EngineLost
-from megatron_rl.rollout.producer import Produced, Producer
+from megatron_rl.rollout.engine import NO_WEIGHTS, Engine
+from megatron_rl.rollout.producer import Job, Producer
 from megatron_rl.rollout.shared_device import SharedDevice, Turn
 from megatron_rl.types import EngineError, Prompt, Rollout, Score
 
@@ -26,26 +26,31 @@ WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}  # nats per token in the mean; fl
 
 
 class Generation:
-    """Methods are collectives.
+    """Methods are collectives unless they say otherwise.
 
     export:  the trainer's weights under their Hugging Face names (``MegatronBackend.export``), and ``version`` their version.
     offload, restore: the trainer's way off a shared device and back; None where the engine has a device of its own.
     share:   (this rank's number among the ranks with prompts, how many these are); None for a rank without an engine.
+    score_apart: whether ``score`` may be called in another thread than the main one.
     """
 
     def __init__(
         self, engine: Engine, score: Callable[[Sequence[Rollout]], list[Score]] | None, config: Config, *,
         export: Callable[[], Iterator[tuple[str, torch.Tensor]]], version: Callable[[], int], share: tuple[int, int] | None,
-        offload: Callable[[], object] | None = None, restore: Callable[[], None] | None = None,
+        offload: Callable[[], object] | None = None, restore: Callable[[], None] | None = None, score_apart: bool = False,
     ):  # fmt: skip
         self.engine, self.config = engine, config
-        self.producer = Producer(score, share)
+        given = config.rollout.producer
+        self.producer = Producer(engine, score, given, apart=score_apart, share=share, deadline_s=config.run.deadline_s)
+        self.in_background = given.ahead > 0 or given.mode == "streaming"
+        self.jobs: list[Job] = []  # started, and not collected whole
+        self.sent_version = NO_WEIGHTS  # the same on every rank, whatever became of an engine since
         self._export, self._version = export, version
         self.device = SharedDevice(engine, offload, restore, self._note_memory)
         self.metrics: dict[str, float] = {}
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
         self.last_end = time.perf_counter()
-        self.totals = {"tokens": 0.0, "rollout_s": 0.0, "syncs": 0, "sync_s": 0.0, "sync_bytes": 0.0}
+        self.totals = {"tokens": 0.0, "generation_s": 0.0, "waited_s": 0.0, "syncs": 0, "sync_s": 0.0, "sync_bytes": 0.0}
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -53,14 +58,20 @@ class Generation:
         """Hands the engines the current weights, unless they all have them: a step that moved nothing sends nothing.
 
         A sync that fails anywhere is sent again whole, to engines that are started again where they were lost; EngineError, on every
-        rank, after ``weight_sync.attempts``.
+        rank, after ``weight_sync.attempts``. What is under way ends first, unless the engines take weights in between
+        (``weight_sync.in_flight``).
         """
         version, attempts = self._version(), self.config.weight_sync.attempts
+        if not self.config.weight_sync.in_flight:
+            self._drain()
         for attempt in range(1, attempts + 1):
             lost = self._lost_anywhere()
             behind = exchange.gather_json(self.engine.weight_version != version)
             if not any(behind) and not lost:
+                self.sent_version = version
                 return
+            if lost:
+                self._drain()  # nobody generates while engines are started again
             self._together(self.device.to_weights)
             self._recover(lost)
             report = self.engine.load_weights(self._export(), version)
@@ -68,6 +79,7 @@ class Generation:
             failed = {name: why for part in sent for name, why in part[0].items()}
             self.engine.take_report(version, failed, {name for part in sent for name in part[1]})
             if not failed:
+                self.sent_version = version
                 self._note_sync(sent)
                 return
             told = "; ".join(f"{name}: {why}" for name, why in failed.items())
@@ -104,61 +116,106 @@ class Generation:
 
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
-    def produce(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Produced:
-        """This rank's share of scored rollouts. What an engine owes when it is lost is asked for again once it has weights again."""
-        mine = self.producer.places(len(prompts))
-        found: dict[int, list[Rollout]] = {}
-        started = time.perf_counter()
-        self._together(self.device.to_engine)
+    def job(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Job:
+        """This rank's share of prompts that are named by place on every rank. Not a collective, and nothing is generated yet."""
+        places = sorted(prompts)
+        mine = [places[k] for k in self.producer.places(len(places))]
+        return Job(prompts, mine, samples_per_prompt, greedy=greedy)
+
+    def restored_job(self, prompts: Mapping[int, Prompt]) -> Job:
+        """One that was finished before a checkpoint; its groups are put into it, on whichever rank they are read."""
+        return Job(prompts, (), self.config.rollout.samples_per_prompt)
+
+    def start(self, job: Job) -> None:
+        """From here on it is generated while the caller does something else, where engines have a device of their own; else by
+        ``collect``. Weights must have been sent. Not a collective."""
+        self.jobs.append(job)
+        if self.in_background:
+            self.producer.start(job)
+
+    def collect(self, job: Job, places: Sequence[int]) -> None:
+        """Until every rank's share of the places is there, scored. What an engine owes when it is lost is asked for again once it has
+        weights again. Raises on every rank what one met."""
+        started, scored_s = time.perf_counter(), self.producer.scored_here_s
+        mine = [place for place in places if place in job.mine]
         while True:
-            why = self._generate(prompts, [i for i in mine if i not in found], samples_per_prompt, greedy, found)
-            lost = {rank: text for rank, text in enumerate(exchange.gather_json(why)) if text is not None}
-            if not lost:
+            if not self.in_background and any(exchange.gather_json(bool(job.missing))):
+                self._generate_here(job)
+            self._together(lambda: self.producer.wait(job, mine))
+            lost = self._owed()
+            if not any(lost):
                 break
-            for rank, text in lost.items():
+            self._mend(lost)
+        waited = time.perf_counter() - started - (self.producer.scored_here_s - scored_s)
+        self.waited_s += waited
+        self.totals["waited_s"] += waited
+
+    def finish(self, job: Job) -> None:
+        """To be called once a job was collected whole: its measures, and nothing is owed of it any more. Several jobs before one
+        ``take_metrics`` add up."""
+        self.jobs = [x for x in self.jobs if x is not job]
+        parts = exchange.gather_json([job.num_tokens(), job.generation_s])
+        tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
+        tokens += self.metrics.get("rollout/tokens", 0.0)
+        seconds += self.metrics.get("perf/rollout_generation_s", 0.0)
+        self.metrics |= {
+            "rollout/tokens": float(tokens), "perf/rollout_generation_s": seconds,
+            "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
+            "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self.last_end, 1e-9)),
+        }  # fmt: skip
+
+    def _generate_here(self, job: Job) -> None:
+        self._together(self.device.to_engine)
+        self.producer.generate(job)
+        if not any(exchange.gather_json(job.lost is not None)):
+            self._together(self.device.to_trainer)
+
+    def settle(self) -> None:
+        """Until nothing is under way on any rank, and nothing is owed."""
+        while True:
+            self._drain()
+            lost = self._owed()
+            if not any(lost):
+                return
+            self._mend(lost)
+
+    def _owed(self) -> list[list[str]]:
+        """Of each rank: why the engine was lost of the jobs that it owes something of."""
+        return exchange.gather_json([x.lost for x in self.jobs if x.lost is not None])
+
+    def _drain(self) -> None:
+        self._together(lambda: [self.producer.drain(job) for job in self.jobs])
+
+    def _mend(self, lost: Sequence[Sequence[str]]) -> None:
+        """lost: of each rank, why its jobs' engine was lost."""
+        for rank, texts in enumerate(lost):
+            for text in dict.fromkeys(texts):
                 log.warning("rank %d lost its engine; what it owes is asked for again: %s", rank, text)
-            self.sync_weights()
-            self._together(self.device.to_engine)
-        generated = time.perf_counter()
-        self._together(self.device.to_trainer)
-        rollouts = [rollout for i in mine for rollout in found[i]]
-        self._note_rollouts(rollouts, generated - started)
-        produced: list[Produced] = []
-        self._together(lambda: produced.append(self.producer.score(rollouts, mine, samples_per_prompt, generated - started)))
-        return produced[0]
+        self._drain()
+        self.sync_weights()
+        for job in self.jobs if self.in_background else ():
+            if job.lost is not None:
+                self.producer.start(job)
 
-    def _generate(
-        self, prompts: Sequence[Prompt], places: Sequence[int], samples: int, greedy: bool, found: dict[int, list[Rollout]]
-    ) -> str | None:
-        """Adds to ``found``; why the engine was lost, or None. Every rank raises what one met."""
-        error, why = None, None
-        try:
-            rollouts = self.engine.generate([prompts[i] for i in places], samples, greedy=greedy) if places else []
-            found.update({place: rollouts[k * samples : (k + 1) * samples] for k, place in enumerate(places)})
-        except EngineLost as lost:
-            found.update({places[k]: rollouts for k, rollouts in lost.finished.items()})
-            why = str(lost)
-        except Exception as met:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
-            error = met
-        exchange.raise_together(error)
-        return why
-
-    def _note_rollouts(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        versions = [rollout.weight_version for rollout in rollouts]
-        counted = exchange.gather_json([sum(len(rollout.response_ids) for rollout in rollouts), min(versions, default=None)])
-        oldest = [part[1] for part in counted if part[1] is not None]
-        tokens, now = sum(part[0] for part in counted), time.perf_counter()
-        self.metrics["perf/rollout_tokens_per_second"] = tokens / max(seconds, 1e-9)
-        self.metrics["perf/rollout_wait_share"] = (self.waited_s + seconds) / max(now - self.last_end, 1e-9)
-        self.waited_s, self.last_end = 0.0, now
-        self.totals["tokens"] += tokens
-        self.totals["rollout_s"] += seconds
-        if oldest:
-            self.metrics["rollout/weight_version_min"] = float(min(oldest))
+    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Job:
+        """This rank's share of scored rollouts by the current weights, at once; what is under way ends before."""
+        self.settle()
+        self.sync_weights()
+        job = self.job(prompts, samples_per_prompt, greedy=greedy)
+        self.start(job)
+        self.collect(job, sorted(prompts))
+        if greedy:  # an evaluation: no rollout's
+            self.jobs = [x for x in self.jobs if x is not job]
+        else:
+            self.finish(job)
+        return job
 
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call; not a collective."""
         taken, self.metrics = self.metrics, {}
+        self.totals["tokens"] += taken.get("rollout/tokens", 0.0)
+        self.totals["generation_s"] += taken.get("perf/rollout_generation_s", 0.0)
+        self.waited_s, self.last_end = 0.0, time.perf_counter()
         return taken
 
     def _note_memory(self, ended: Turn) -> None:
@@ -169,30 +226,34 @@ class Generation:
         """One line for the log at a run's end. run_s: its whole time."""
         t = self.totals
         return (
-            f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['rollout_s'], 1e-9):,.0f} a second; "
+            f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['generation_s'], 1e-9):,.0f} a second; "
             f"weights sent {t['syncs']} times, "
             f"{t['sync_s'] / max(t['syncs'], 1):.3f} s and {t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s each; "
-            f"{(t['rollout_s'] + t['sync_s']) / max(run_s, 1e-9):.0%} of {run_s:,.0f} s waited for the two"
+            f"{(t['waited_s'] + t['sync_s']) / max(run_s, 1e-9):.0%} of {run_s:,.0f} s waited for the two"
         )
 
     def close(self) -> None:
         self.engine.close()
+        self.producer.close()
 
 
-def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str) -> None:
+def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
     """Warns, or raises EngineError, where trainer and engine give other log-probs to the same tokens (in the mean, nats per token).
 
     sums: of a log-prob pass, over all ranks; see MegatronBackend.forward. A pass of no token says nothing. dtype: model.dtype.
+    fresh: whether both had the same weights. Where they had not, a gap is what training did: only ``warn_logprob_gap``, where it is set,
+    says something then.
     """
     if not sums.get("tokens"):
         return
     mean, highest = sums["logprob_gap_abs"] / sums["tokens"], sums["logprob_gap_max"]
     found = f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
-    if not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
+    if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
             f"{found}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, another tokenizer, dtype or "
             "temperature. Compare them on one prompt (docs/vllm.md), or raise the setting if the difference is meant"
         )
-    limit = WARN_GAP[dtype] if rollout.warn_logprob_gap is None else rollout.warn_logprob_gap
+    default = WARN_GAP[dtype] if fresh else math.inf
+    limit = default if rollout.warn_logprob_gap is None else rollout.warn_logprob_gap
     if mean > limit:
-        log.warning("%s, above rollout.warn_logprob_gap=%g", found, limit)
+        log.warning("%s, above rollout.warn_logprob_gap=%g%s", found, limit, "" if fresh else "; its weights are older than the trainer's")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -36,6 +37,12 @@ def load_rows(path: str | pathlib.Path, key: str = "data.train") -> list[dict]:
     if not rows:
         raise ConfigError(f"{key}={str(path)!r} has no rows; it needs at least one JSON object on a line of its own")
     return rows
+
+
+def _place_of(prompt_id: str) -> tuple[int, int]:
+    """(row, epoch) of ``"<row>@<epoch>"``."""
+    row, epoch = prompt_id.split("@")
+    return int(row), int(epoch)
 
 
 def _parse_line(line: bytes, where: str) -> dict:
@@ -90,6 +97,7 @@ class PromptSource:
             )
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
         self._cursors = {"prompts": 0, "solutions": 0}
+        self._returned: deque[tuple[int, int, int]] = deque()  # (row, epoch, attempt), in the order in which they were put back
         self._order_of: tuple[int, np.ndarray] | None = None
         self._solutions_checked = False
 
@@ -97,9 +105,34 @@ class PromptSource:
         """Prompts per epoch: the rows that were not dropped."""
         return len(self._kept)
 
-    def next(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; wraps over epochs. A prompt's id is ``"<row>@<epoch>"``."""
-        return [self._prompt(row, epoch) for row, epoch in self._draw("prompts", count)]
+    def next(self, count: int, epochs: int | None = None) -> list[Prompt]:
+        """The next ``count`` prompts, those that were put back first; wraps over epochs. A prompt's id is ``"<row>@<epoch>"``.
+
+        epochs: where the data end; fewer than ``count`` are left before it, and none at it.
+        """
+        if count < 0:
+            raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
+        again = [self._returned.popleft() for _ in range(min(count, len(self._returned)))]
+        rest = count - len(again)
+        if epochs is not None:
+            rest = min(rest, max(0, epochs * len(self) - self._cursors["prompts"]))
+        return [self._prompt(*which) for which in [*again, *self._draw("prompts", rest)]]
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """What was drawn and not trained: it is drawn again before the cursor moves on."""
+        self._returned.extend((*_place_of(prompt.prompt_id), prompt.attempt) for prompt in prompts)
+
+    def recall(self, prompt_id: str, attempt: int) -> Prompt:
+        """A prompt that was drawn before, by its id; the cursor stays where it is."""
+        return self._prompt(*_place_of(prompt_id), attempt)
+
+    def remain(self, epochs: int) -> bool:
+        """Whether ``next`` has a prompt of so many epochs."""
+        return bool(self._returned) or self._cursors["prompts"] < epochs * len(self)
+
+    def share_drawn(self, epochs: int) -> float:
+        """How much of so many epochs was drawn, 0 to 1; what was put back counts as not drawn."""
+        return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
     def next_solutions(self, count: int) -> list[tuple[Prompt, tuple[int, ...]]]:
         """The next ``count`` (prompt, response token ids) for the supervised warm-up, on a cursor of their own.
@@ -125,8 +158,8 @@ class PromptSource:
         return pairs
 
     def state(self) -> dict:
-        """The cursor as JSON-able values: how many prompts and solutions were drawn, and of which order."""
-        return {**self._cursors, **self._identity()}
+        """The cursor as JSON-able values: how many prompts and solutions were drawn, of which order, and what was put back."""
+        return {**self._cursors, **self._identity(), "returned": [list(which) for which in self._returned]}
 
     def load_state(self, state: Mapping[str, object]) -> None:
         """Continue where `state` was taken. Raises ConfigError where seed, shuffle or row count differ: another order."""
@@ -137,6 +170,7 @@ class PromptSource:
                     "means nothing here; restore that value, or start a new run from the exported weights"
                 )
         self._cursors = {name: int(state[name]) for name in self._cursors}
+        self._returned = deque(tuple(which) for which in state["returned"])
 
     def _identity(self) -> dict:
         return {"seed": self._seed, "shuffle": self._data.shuffle, "prompts_per_epoch": len(self)}
@@ -163,12 +197,12 @@ class PromptSource:
             self._order_of = (epoch, np.random.Generator(np.random.Philox(key=key)).permutation(self._kept))
         return self._order_of[1]
 
-    def _prompt(self, row: int, epoch: int) -> Prompt:
+    def _prompt(self, row: int, epoch: int, attempt: int = 0) -> Prompt:
         columns = dict(self._rows[row])
         if self._data.answer_key in columns:
             columns["answer"] = columns[self._data.answer_key]
         token_ids = tuple(self._token_ids[row].tolist())
-        return Prompt(prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns)
+        return Prompt(prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt)
 
     def _text(self, row: int, key: str, setting: str) -> str:
         """A column that must be there and be text."""

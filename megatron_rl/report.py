@@ -26,7 +26,8 @@ class Figure:
     """A line plot to be: ``lines`` are (metrics key, legend label); ``real_only`` leaves ghost steps out.
 
     They have no gradient and no trained token, so a zero there would be drawn for a value that does not exist. A ``required``
-    figure that the metrics cannot fill is named on the page; any other is left out in silence.
+    figure that the metrics cannot fill is named on the page; any other is left out in silence, as one that is 0 throughout is
+    where ``nonzero`` is set.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Figure:
     filled: bool = False
     real_only: bool = False
     required: bool = True
+    nonzero: bool = False
 
 
 TIME_TITLE = "Step time"
@@ -96,6 +98,22 @@ FIGURES = (
         from_zero=True,
         real_only=True,
         required=False,
+    ),
+    Figure(
+        title="Staleness",
+        lines=(("async/staleness_max", "oldest token"),),
+        subtitle="optimizer steps between its weights and those it is trained on",
+        from_zero=True,
+        required=False,
+        nonzero=True,
+    ),
+    Figure(
+        title="Replayed groups",
+        lines=(("replay/replaced", "replayed"),),
+        subtitle="groups of the rollout that stood in for some without signal",
+        from_zero=True,
+        required=False,
+        nonzero=True,
     ),
 )
 
@@ -199,7 +217,7 @@ def _draw(figure: Figure, rows: Sequence[Row], frame: Frame) -> str | None:
     colors = (OTHER_COLOR, 1) if len(figure.lines) == 2 else (1,)
     drawn = [_series(used, key, label, color) for (key, label), color in zip(figure.lines, colors, strict=True)]
     drawn = [s for s in drawn if np.isfinite(s.values).any()]
-    if not drawn:
+    if not drawn or (figure.nonzero and not any(np.nan_to_num(s.values).any() for s in drawn)):
         return None
     svg = line_plot(
         figure.title, drawn, frame,

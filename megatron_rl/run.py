@@ -9,19 +9,20 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_rl import exchange
-from megatron_rl.advantage import advantages, reduction_weights
+from megatron_rl.advantage import reduction_weights
 from megatron_rl.backend import Batch
 from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.cost import plan_seconds
+from megatron_rl.feed import Feed
 from megatron_rl.generation import Generation, guard_logprob_gap
-from megatron_rl.metrics import MetricsWriter, read_metrics, step_metrics
+from megatron_rl.intake import Intake, add_sums
+from megatron_rl.metrics import MetricsWriter, divide, read_metrics, step_metrics
 from megatron_rl.model.build import DTYPES
 from megatron_rl.plan import padded_lengths
 from megatron_rl.platform import HOST
@@ -29,8 +30,8 @@ from megatron_rl.progress import Progress
 from megatron_rl.prompts import PromptSource, load_rows
 from megatron_rl.report import write_report
 from megatron_rl.reward import Reward
-from megatron_rl.rollout.launch import Seat, build_engine, place_of, shares_device
-from megatron_rl.rollout.producer import Produced, to_sample
+from megatron_rl.rollout.launch import Seat, build_engine, place_of, refuse_sharing, shares_device
+from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
 from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, Score, StepKind, StepPlan, StepResult
@@ -40,30 +41,12 @@ from megatron_rl.watch import Watch, open_watch
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scored:
-    """A batch whose rewards every rank knows: facts, advantages [S], and metrics of the rollout."""
-
-    batch: Batch
-    advantages: np.ndarray
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OldLogProbs:
-    """Flat over the batch's response tokens; ``old`` is None where the engine's own are used (see Run.old_logprobs)."""
-
-    old: np.ndarray | None
-    sums: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
 class Run:
     """Everything a run holds. Methods are collectives unless they say otherwise."""
 
     def __init__(
         self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch,
-        checkpoints: Checkpoints, found: Found | None,
+        checkpoints: Checkpoints, found: Found | None, prompts: PromptSource,
     ):  # fmt: skip
         self.config = config
         self.backend = backend
@@ -74,10 +57,14 @@ class Run:
         self.clock = Clock(watch.stage)
         self.rule = signal_rule(config)
         self.reward = Reward(config.reward) if config.reward.functions else None
-        self.prompts = PromptSource(load_rows(config.data.train), tokenizer, config.data, config.run.seed, backend.shape.context_tokens)
+        self.prompts = prompts
         self.eval_prompts = self._eval_prompts()
         self.generation = self._generation()
-        self.total_steps = total_rl_steps(config)
+        self.total_steps = total_rl_steps(config, len(self.prompts))
+        self.feed = Feed(
+            config, backend, self.generation, self.prompts, passes_parts=config.correction.old_logprobs == "recompute",
+            passes_all=not self.rule.drops_logprob_passes, steps_per_rollout=steps_per_rollout(config),
+        )  # fmt: skip
         self.recorder = Recorder(config, backend, resumed=found is not None)
         self.checkpoints = checkpoints
         self.rollouts_done = checkpoints.restore(self, found)
@@ -90,6 +77,7 @@ class Run:
         )  # fmt: skip
         place = place_of(config, local)
         shared = shares_device(config, HOST.device)
+        refuse_sharing(config, shared)
         engine = build_engine(
             config, self.tokenizer, seat=local, place=place, device=HOST.device, dtype=DTYPES[config.model.dtype],
             vocab_size=backend.shape.vocab_size,
@@ -98,7 +86,7 @@ class Run:
         return Generation(
             engine, self._score if self.reward else None, config, export=lambda: backend.export(bucket_bytes=bucket_bytes),
             version=lambda: backend.weight_version, share=place.share, offload=backend.offload if shared else None,
-            restore=backend.restore if shared else None,
+            restore=backend.restore if shared else None, score_apart=self.reward is not None and self.reward.runs_apart,
         )  # fmt: skip
 
     def _eval_prompts(self) -> list[Prompt]:
@@ -115,34 +103,7 @@ class Run:
         with self.watch.stage("reward"):
             return self.reward.score(rollouts)
 
-    # ---- rollouts and rewards --------------------------------------------------------------------------------------
-
-    def produce(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Produced:
-        """This rank's share of scored rollouts."""
-        return self.generation.produce(prompts, samples_per_prompt, greedy=greedy)
-
-    def score_batch(self, produced: Produced) -> Scored:
-        """Rewards to everyone, the rollout to trace.jsonl, then advantages by the same arithmetic on every rank."""
-        config, group_size = self.config, self.config.rollout.samples_per_prompt
-        batch = self.backend.gather(produced.samples(), [place // group_size for place in produced.places], produced.places)
-        totals, by_function = exchange.gather_scores(produced.scores, produced.places, len(config.reward.functions))
-        facts, included = batch.facts, ~np.isnan(totals)
-        self.recorder.rollout(facts, totals, by_function)
-        values = advantages(
-            totals, facts.groups, included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,
-            whiten=config.advantage.whiten, rewards_by_function=by_function, function_weights=config.reward.resolved_weights,
-            loss_tokens=facts.loss_tokens, sample_ids=facts.sample_ids,
-        )  # fmt: skip
-        metrics = {
-            "reward/excluded": float((~included).sum()),
-            "rollout/response_tokens_mean": float(facts.response_tokens.mean()),
-        }
-        if included.any():
-            metrics["reward/mean"] = float(totals[included].mean())
-        for name, column in zip(config.reward.functions, by_function.T, strict=True):
-            if not np.isnan(column).all():
-                metrics[f"reward/{name}"] = float(np.nanmean(column))
-        return Scored(batch=batch, advantages=values, metrics=metrics)
+    # ---- samples ---------------------------------------------------------------------------------------------------
 
     def supervised_samples(self, count: int) -> tuple[list[Sample], list[int], list[int]]:
         """This rank's share of ``count`` solutions, as rows, their groups and their places. Not a collective."""
@@ -161,29 +122,34 @@ class Run:
 
     # ---- log-probs and the loss ------------------------------------------------------------------------------------
 
-    def old_logprobs(self, batch: Batch, trained: np.ndarray, index: int) -> OldLogProbs:
-        """π_old and its gap to the engine's log-probs.
+    def old_logprobs(self, intake: Intake, trained: np.ndarray, index: int) -> tuple[np.ndarray, dict[str, float]]:
+        """(π_old flat [T], metrics), after a pass over what is not known yet.
 
         trained: [S] bool, what the training plan runs; all samples are passed where the skip does not cover these passes.
         Every ``metrics.dense_every`` rollouts a few dropped samples are passed too, for the metrics alone. Under
-        ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own.
+        ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own; so it is for replayed groups without
+        ``replay.recompute_logprobs``.
         """
-        config = self.config
-        chosen = trained.copy() if self.rule.drops_logprob_passes else np.ones_like(trained)
-        from_engine = config.correction.old_logprobs == "rollout"
-        if from_engine:
-            chosen[:] = False
+        config, batch = self.config, intake.batch
+        from_engine = np.full_like(trained, config.correction.old_logprobs == "rollout")
+        if not config.replay.recompute_logprobs:
+            from_engine |= intake.replayed
+        wanted = (trained if self.rule.drops_logprob_passes else np.ones_like(trained)) & ~from_engine
         if config.metrics.dense_every and index % config.metrics.dense_every == 0:
-            chosen[np.flatnonzero(~chosen)[: config.metrics.dense_samples]] = True
-        passed = self.backend.logprobs(batch, chosen)
-        coverage = {"logprob/coverage": float(chosen.mean())}
-        if from_engine:
-            return OldLogProbs(old=self.backend.gather_rollout_logprobs(batch), sums=passed.sums, metrics=coverage)
-        return OldLogProbs(old=passed.flat, sums=passed.sums, metrics=coverage)
+            wanted[np.flatnonzero(~wanted)[: config.metrics.dense_samples]] = True
+        covered = wanted | intake.known
+        passed = self.backend.logprobs(batch, wanted & ~intake.known)
+        sums = add_sums(intake.sums, passed.sums)
+        self.guard_logprob_gap(sums, fresh=intake.is_fresh)
+        metrics = {"logprob/coverage": float(covered.mean()), **divide(sums)}
+        old = np.where(np.repeat(intake.known, batch.facts.response_tokens), intake.old, passed.flat)
+        if from_engine.any():
+            old = np.where(np.repeat(from_engine, batch.facts.response_tokens), self.backend.gather_rollout_logprobs(batch), old)
+        return old, metrics
 
-    def guard_logprob_gap(self, sums: Mapping[str, float]) -> None:
+    def guard_logprob_gap(self, sums: Mapping[str, float], *, fresh: bool) -> None:
         """See generation.guard_logprob_gap; the sums are those of all ranks. Not a collective."""
-        guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype)
+        guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype, fresh=fresh)
 
     def reference_logprobs(self, batch: Batch, trained: np.ndarray) -> np.ndarray | None:
         """log π_ref, flat, of the samples that the training plan will run; None without a KL term."""
@@ -212,21 +178,17 @@ class Run:
             advantages=values * weights, weights=weights, old_logprobs=old, reference_logprobs=reference, importance_weights=importance
         )
 
-    # ---- weights and evaluation ------------------------------------------------------------------------------------
-
-    def sync_weights(self) -> None:
-        """See Generation.sync_weights."""
-        self.generation.sync_weights()
+    # ---- evaluation and export -------------------------------------------------------------------------------------
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
         """Greedy mean@1 on the held-out prompts, as metrics; {} without an evaluation set."""
         if not self.eval_prompts or self.reward is None:
             return {}
-        self.sync_weights()
         started = time.perf_counter()
         with self.watch.stage("eval"):
-            produced = self.produce(self.eval_prompts, 1, greedy=True)
-            totals, _ = exchange.gather_scores(produced.scores, produced.places, len(self.config.reward.functions))
+            job = self.generation.produce(dict(enumerate(self.eval_prompts)), 1, greedy=True)
+            scores = [score for place in job.mine for score in job.scores[place]]
+            totals, _ = exchange.gather_scores(scores, job.mine, len(self.config.reward.functions))
         scored = totals[~np.isnan(totals)]
         name, value = f"eval/{self.config.eval.name}/mean@1{suffix}", float(scored.mean()) if len(scored) else 0.0
         log.info("%s after %d steps: %.4f over %d prompts", name, self.backend.step_index, value, len(scored))
@@ -235,7 +197,7 @@ class Run:
     def evaluation_due(self, index: int) -> bool:
         """After the last rollout, and after every ``eval.every``-th."""
         every = self.config.eval.every
-        return index + 1 == self.config.train.steps or (every is not None and (index + 1) % every == 0)
+        return not self.feed.has(index + 1) or (every is not None and (index + 1) % every == 0)
 
     def export(self, index: int, *, last: bool) -> None:
         """Writes the policy as a Hugging Face directory under checkpoints/step_<n>/hf where the configuration asks for it."""
@@ -295,13 +257,20 @@ class Run:
         }
 
 
-def total_rl_steps(config: Config) -> int:
-    """Optimizer steps of the RL phase, ghosts included."""
+def steps_per_rollout(config: Config) -> int:
+    """Optimizer steps of a whole rollout, ghosts included."""
     samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
     per_epoch = (
         1 if config.skip.steps == "merge" and config.skip.mode != "off" else -(-samples // (config.train.samples_per_mini_batch or samples))
     )
-    return config.train.steps * config.train.epochs_per_rollout * per_epoch
+    return config.train.epochs_per_rollout * per_epoch
+
+
+def total_rl_steps(config: Config, num_prompts: int) -> int:
+    """Optimizer steps of the RL phase, ghosts included; at least, where it ends with the data: prompts that are asked again add some."""
+    given = config.train
+    rollouts = given.steps if given.epochs is None else -(-given.epochs * num_prompts // given.prompts_per_step)
+    return rollouts * steps_per_rollout(config)
 
 
 def load_tokenizer(config: Config):
@@ -341,6 +310,8 @@ def announce(run: Run) -> None:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
     if run.config.correction.old_logprobs == "rollout":
         log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
+    if run.config.rollout.producer.ahead or run.config.weight_sync.interval > 1:
+        log.info("rollouts may come from older weights: rollout.max_logprob_gap guards those of the trainer's own, the first among them")
     if run.config.advantage.whiten == "center_and_scale" and run.config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
         log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")
 
@@ -353,7 +324,9 @@ def open_run(config: Config) -> Iterator[Run]:
     hf_config = AutoConfig.from_pretrained(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     tokenizer = load_tokenizer(config)
-    backend = TimedBackend(config, hf_config=hf_config, total_steps=total_rl_steps(config))
+    prompts = PromptSource(load_rows(config.data.train), tokenizer, config.data, config.run.seed, hf_config.max_position_embeddings)
+    rl_steps = total_rl_steps(config, len(prompts))
+    backend = TimedBackend(config, hf_config=hf_config, total_steps=rl_steps)
     is_main, folder = backend.topology.is_main, config.run.path
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -362,7 +335,7 @@ def open_run(config: Config) -> Iterator[Run]:
     found = checkpoints.find()
     checkpoints.cut_back(found)
     resumed = found.state["metrics"] if found else None
-    steps = config.warmup.steps + total_rl_steps(config)
+    steps = config.warmup.steps + rl_steps
     metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
     with (
         MetricsWriter(folder, config.metrics, steps, is_main, resumed) as writer,
@@ -372,7 +345,7 @@ def open_run(config: Config) -> Iterator[Run]:
         try:
             with open_watch(backend.topology, config.run.deadline_s) as watch:
                 started = time.perf_counter()
-                run = Run(config, backend, tokenizer, writer, progress, watch, checkpoints, found)
+                run = Run(config, backend, tokenizer, writer, progress, watch, checkpoints, found, prompts)
                 announce(run)
                 yield run
                 log.info(run.generation.summary(time.perf_counter() - started))

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_rl.advantage import reduction_weights
 from megatron_rl.config import Config, load_config
-from megatron_rl.metrics import divide, skip_metrics
+from megatron_rl.metrics import skip_metrics
 from megatron_rl.plan import plan_steps
 from megatron_rl.signal import has_signal, signal_rule
 from megatron_rl.simulate.command import add_arguments, simulate_job
@@ -30,6 +30,7 @@ from megatron_rl.types import (
     LockstepError,
     LossInputs,
     NonFiniteGradient,
+    NoSignalError,
     PeerError,
     RewardError,
     StepPlan,
@@ -55,13 +56,15 @@ def train(config: Config) -> bool:
                 run.backend.keep_reference()
             if run.checkpoints.after(run, 0):
                 return False
-        for index in range(done, config.train.steps):
+        index = done
+        while run.feed.has(index):
             train_on_rollout(run, index, before if index == 0 else {})
-            last = index + 1 == config.train.steps
-            run.export(index + 1, last=last)
-            if run.checkpoints.after(run, index + 1, last=last):
+            index += 1
+            last = not run.feed.has(index)
+            run.export(index, last=last)
+            if run.checkpoints.after(run, index, last=last):
                 return False
-        if not config.train.steps:  # a supervised run keeps its policy too
+        if config.train.steps == 0:  # a supervised run keeps its policy too
             run.export(0, last=True)
     return True
 
@@ -97,35 +100,29 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     """One rollout: generate, score, decide what has signal, plan, and take its optimizer steps. ``extra`` joins its first row."""
     config, backend, clock = run.config, run.backend, run.clock
     clock.restart()
-    with clock.measure("weight_sync"):  # nothing where the last step moved nothing
-        run.sync_weights()
-    with clock.measure("rollout"):  # to the slowest rank's end: produce ends in a collective
-        produced = run.produce(run.prompts.next(config.train.prompts_per_step), config.rollout.samples_per_prompt)
-    clock.add("rollout", -produced.reward_s)
-    clock.add("reward", produced.reward_s)
-    with clock.measure("reward"):
-        scored = run.score_batch(produced)
-    batch, advantages = scored.batch, scored.advantages
+    intake = run.feed.take(index, clock)
+    run.feed.start(index, clock)  # those ahead, which are generated from here on
+    batch, advantages = intake.batch, intake.advantages
+    run.recorder.rollout(batch.facts, intake.totals, intake.by_function)
     signal = has_signal(advantages, batch.facts.loss_tokens, advantage_epsilon=run.rule.advantage_epsilon)
     with clock.measure("plan"):
         plan = backend.plan("train", batch, signal, drops=run.rule.drops)
     with clock.measure("logprob"):
         trained = samples_of(plan, batch.facts.num_samples)
-        logprobs = run.old_logprobs(batch, trained, index)
-        run.guard_logprob_gap(logprobs.sums)
-        verdict = run.decide(batch, advantages, signal, trained, logprobs.old)
+        old, measured = run.old_logprobs(intake, trained, index)
+        verdict = run.decide(batch, advantages, signal, trained, old)
         if not np.array_equal(verdict.signal, signal):  # masks took samples away: fewer run, none that was not passed
             signal = verdict.signal
             plan = backend.plan("train", batch, signal, drops=run.rule.drops)
         reference = run.reference_logprobs(batch, samples_of(plan, batch.facts.num_samples))
-    values = {**extra, **scored.metrics, **divide(logprobs.sums), **logprobs.metrics, **run.generation.take_metrics(), **verdict.metrics}
+    values = {**extra, **intake.metrics, **measured, **run.generation.take_metrics(), **verdict.metrics}
     with clock.measure("plan"):
         backend.load_rows(batch, plan)
     run.save_plan(plan, index)
     steps = [*zip(plan.mini_batches, plan.fingerprints(), strict=True)] * config.train.epochs_per_rollout
     for number, (mini_batch, fingerprint) in enumerate(steps, start=1):
         with clock.measure("update"):
-            inputs = run.loss_inputs(batch, mini_batch, advantages, logprobs.old, reference, verdict.weights)
+            inputs = run.loss_inputs(batch, mini_batch, advantages, old, reference, verdict.weights)
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
             result = backend.optim_step(mini_batch.kind)
         last = number == len(steps)
@@ -152,9 +149,9 @@ def check_relations(config: Config) -> None:
         raise ConfigError("model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors")
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(f"model.hf_path={config.model.hf_path!r} holds no config.json; give a local Hugging Face directory")
-    if config.train.steps and not config.reward.functions:
+    if config.train.steps != 0 and not config.reward.functions:
         raise ConfigError("reward.functions is empty and train.steps > 0; name one, as in reward.functions=[math_verify]")
-    if config.train.steps and config.rollout.samples_per_prompt < 2:
+    if config.train.steps != 0 and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} "
             "no baseline: every advantage would be 0; use at least 2"
@@ -165,10 +162,32 @@ def check_relations(config: Config) -> None:
             raise ConfigError(
                 f"rollout.{name}={value:g} must be below run.deadline_s={config.run.deadline_s:g}, which other ranks wait for; raise that"
             )
+    _check_asynchronous(config)
     if config.eval.every and not config.eval.path:
         raise ConfigError(f"eval.every={config.eval.every} and eval.path is null; name a JSONL file, or set eval.every=null")
     if config.metrics.dense_every < 0 or config.metrics.dense_samples < 0:
         raise ConfigError("metrics.dense_every and metrics.dense_samples must be at least 0 (0 turns them off)")
+
+
+def _check_asynchronous(config: Config) -> None:
+    """How rollouts are made next to training. Raises ConfigError."""
+    producer, rounds = config.rollout.producer, config.rollout.dynamic_sampling.max_rounds
+    if config.replay.size and rounds:
+        raise ConfigError(
+            f"replay.size={config.replay.size} and rollout.dynamic_sampling.max_rounds={rounds} both fill the places of groups without "
+            "signal; set one of them to 0"
+        )
+    if config.weight_sync.in_flight and (config.rollout.engine != "vllm" or producer.ahead == 0):
+        raise ConfigError(
+            f"weight_sync.in_flight=true sends weights to vLLM engines that generate ahead, and rollout.engine={config.rollout.engine}, "
+            f"rollout.producer.mode={producer.mode}, depth={producer.depth} have none; set it to false, or take rollout.engine=vllm and "
+            "rollout.producer.mode=prefetch"
+        )
+    if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
+        raise ConfigError(
+            f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for which the other "
+            "ranks wait; raise that"
+        )
 
 
 class _Stderr(logging.Handler):
@@ -233,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_main:
             print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except (CheckpointError, EngineError, LockstepError, NonFiniteGradient, PeerError, RewardError) as error:
+    except (CheckpointError, EngineError, LockstepError, NonFiniteGradient, NoSignalError, PeerError, RewardError) as error:
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_FAILED
 

@@ -42,6 +42,10 @@ class EngineError(RuntimeError):
     """An inference engine answers, and wrongly: the message names the engine, the request and both numbers."""
 
 
+class NoSignalError(RuntimeError):
+    """Dynamic sampling found no signal for every group of a batch, and ``rollout.dynamic_sampling.on_exhausted=fail``."""
+
+
 class StepKind(Enum):
     """REAL runs forward, backward, reduction and optimizer; GHOST has no sample with signal and runs the optimizer alone."""
 
@@ -56,7 +60,7 @@ class Prompt:
     prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never contains a rank.
     token_ids: the prompt's tokens, as the model sees them.
     columns:   every column of the dataset's row; reward functions receive them all.
-    attempt:   how often it was asked before; seeds derive from it too, so that the same weights answer it anew.
+    attempt:   how often answers to it were taken before; seeds derive from it too, so that the same weights answer it anew.
 
     Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer": "7"})``
     """
@@ -125,6 +129,8 @@ class Sample:
     routed_experts: None, or [prompt + response, layers, top_k] int16: the experts that the engine sent each token to, in every layer
                    that has experts; −1 where that is not known (the last token is never fed to the engine). For routing replay.
 
+    weight_version: the oldest weights that any of its tokens comes from.
+
     Example: 3 tokens through one layer of 4 experts, 2 of them each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1, -1]]]``.
     """
 
@@ -134,6 +140,7 @@ class Sample:
     loss_mask: np.ndarray
     logprobs: np.ndarray
     routed_experts: np.ndarray | None = None
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,6 +154,8 @@ class BatchFacts:
     loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of every denominator.
     owners:          int64, global rank that holds the sample's row.
     owner_rows:      int64, the row's position in the owner's local list.
+    places:          int64, each sample's place in the batch, ascending; None in batches that were not gathered.
+    weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None there too.
     routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, (0, 0) where it has none; None where no row has.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
@@ -160,6 +169,8 @@ class BatchFacts:
     owners: np.ndarray
     owner_rows: np.ndarray
     routed_shapes: np.ndarray | None = None
+    places: np.ndarray | None = None
+    weight_versions: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:

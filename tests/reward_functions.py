@@ -1,5 +1,8 @@
 """Reward functions for tests, by dotted path: ``tests.reward_functions:<name>``."""
 
+import random
+import time
+
 
 def explode_on_seven(prompts, completions, completion_ids, answer, **columns):
     """Raises on prompts that start with 7; else rewards completions by the parity of their length."""
@@ -25,3 +28,14 @@ def constant(prompts, completions, completion_ids, **columns):
 
 def not_applicable_to_even_answers(prompts, completions, completion_ids, answer, **columns):
     return [None if int(a) % 2 == 0 else 1.0 for a in answer]
+
+
+def mostly_dead(prompts, completions, completion_ids, answer, **columns):
+    """0 for two prompts of three, whatever is answered; the others as ``parity``."""
+    return [float(len(ids) % 2) if int(right) % 3 == 0 else 0.0 for right, ids in zip(answer, completion_ids, strict=True)]
+
+
+def unsteady(prompts, completions, completion_ids, **columns):
+    """``parity``, after a wait of its own each time: what finishes first is left to chance."""
+    time.sleep(random.SystemRandom().uniform(0.0, 0.05))
+    return parity(prompts, completions, completion_ids)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.advantage import advantages, reduction_weights
+from megatron_rl.advantage import advantages, may_have_advantage, reduction_weights
 from megatron_rl.config import ESTIMATORS, REDUCTIONS
 from megatron_rl.types import BatchFacts
 
@@ -108,7 +108,20 @@ def assert_invariants(case: Case, estimator: str) -> None:
             with pytest.raises(ValueError, match=f"sample index {victim} is {bad}"):
                 case.run(estimator, by_function=rewards)
 
-    assert_reduction_invariants(case)  # 5
+    assert_may_have_advantage(case, estimator, found, centres)  # 5
+
+    assert_reduction_invariants(case)  # 6
+
+
+def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, centres: bool) -> None:
+    may = np.zeros(len(found), dtype=bool)
+    rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan)
+    for half in (case.groups % 2 == 0, case.groups % 2 == 1):
+        may[half] = may_have_advantage(
+            rewards[half], case.groups[half], case.included[half], estimator=estimator, whiten=case.whiten,
+            rewards_by_function=case.by_function[half], function_weights=case.function_weights,
+        )  # fmt: skip
+    assert np.array_equal(may, case.included if centres else found != 0.0)
 
 
 def assert_reduction_invariants(case: Case) -> None:

@@ -189,8 +189,8 @@ def test_2_ranks_check_a_share_each_and_all_files_together(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"version": 2}, ["format 'megatron_rl' version 2", "reads 'megatron_rl' version 1"]),
-        ({"format": "verl"}, ["format 'verl' version 1", "reads 'megatron_rl' version 1"]),
+        ({"version": 3}, ["format 'megatron_rl' version 3", "reads 'megatron_rl' version 2"]),
+        ({"format": "verl"}, ["format 'verl' version 2", "reads 'megatron_rl' version 2"]),
     ],
 )
 def test_an_unknown_format_or_version_is_no_damage_and_both_are_named(tmp_path, changed, words):
@@ -209,7 +209,7 @@ def test_a_manifest_of_another_tool_is_named_and_ours_without_its_digest_is_dama
     with pytest.raises(DamagedCheckpoint, match=MANIFEST):
         read_manifest(manifest.parent)
     manifest.write_text(json.dumps({**content, "format": "other"}))
-    with pytest.raises(CheckpointError, match="format 'other' version 1 .* reads 'megatron_rl' version 1"):
+    with pytest.raises(CheckpointError, match="format 'other' version 2 .* reads 'megatron_rl' version 2"):
         read_manifest(manifest.parent)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rollout.dispatch import Dispatched, dispatch
-from megatron_rl.rollout.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
+from megatron_rl.rollout.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.types import EngineError
 
 BOUND_S = 20.0
@@ -111,7 +111,12 @@ WORDS = st.lists(st.sampled_from(["answer", "answer", "slow", "lost", "gone", "h
 def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flight, attempts, rotation, n):
     replicas = [FakeReplica(f"r{index}", plan) for index, plan in enumerate(plans)]
     requests = [request_of(f"q{index}", n) for index in range(num_requests)]
-    found = run(requests, replicas, deadline_s=0.02, max_in_flight=max_in_flight, attempts=attempts, rotation=rotation)
+    told: list[tuple] = []
+    found = run(
+        requests, replicas, deadline_s=0.02, max_in_flight=max_in_flight, attempts=attempts, rotation=rotation,
+        on_finished=lambda *finished: told.append((*finished, threading.get_ident())),
+    )  # fmt: skip
+    assert told == [(name, completions, threading.get_ident()) for name, completions in found.finished.items()]  # a dict keeps the order
     lost = [request.request_id for request in found.lost]
     assert sorted([*found.finished, *lost]) == sorted(request.request_id for request in requests)
     issued = [name for replica in replicas for name in replica.given]
@@ -121,6 +126,28 @@ def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flig
     assert all(len(causes) < attempts for name, causes in found.causes.items() if name in found.finished)
     if lost:  # lost only where its attempts were used up, or nobody was left
         assert len(found.down) == len(replicas) or all(len(found.causes[name]) == attempts for name in lost)
+
+
+def test_requests_are_told_in_the_order_of_finishing():
+    told = []
+    found = run(
+        [request_of(f"q{index}") for index in range(4)], [FakeReplica("a", ["late", "answer", "slow", "lost"]), FakeReplica("b")],
+        deadline_s=5.0, max_in_flight=4, rotation=0, on_finished=lambda name, completions: told.append((name, completions)),
+    )  # fmt: skip
+    assert dict(told) == found.finished and len(told) == 4 and told == list(found.finished.items())
+    first, last = told[0][0], told[-1][0]
+    assert first != "q0" and last == "q0"  # a has it first and answers it last
+
+
+def test_a_callback_that_raises_leaves_nothing_under_way():
+    replicas = [FakeReplica("a", ["hang", "hang"]), FakeReplica("b")]
+
+    def refuse(name: str, _: object) -> None:
+        raise KeyError(name)
+
+    with pytest.raises(KeyError, match="q1"):
+        run([request_of(f"q{index}") for index in range(3)], replicas, deadline_s=5.0, max_in_flight=2, on_finished=refuse)
+    assert sorted(replicas[0].aborted) == ["q0", "q2"] and replicas[1].given == ["q1"] and not replicas[1].aborted
 
 
 def test_a_late_answer_is_not_taken():
@@ -168,6 +195,40 @@ def test_a_replica_with_other_weights_gets_nothing():
     found = run([request_of(f"q{index}") for index in range(6)], [old, new])
     assert not old.given and len(found.finished) == 6
     assert found.down == {"old": "it holds weight version 2, this call asks for 3"}
+
+
+def test_replicas_with_newer_weights_or_in_an_update_get_requests():
+    newer, updating, failed = FakeReplica("newer", version=4), FakeReplica("updating", version=UPDATING), FakeReplica("failed", version=-1)
+    found = run([request_of(f"q{index}", 1) for index in range(6)], [newer, updating, failed], deadline_s=5.0)
+    assert newer.given and updating.given and not failed.given and len(found.finished) == 6
+    assert found.down == {"failed": "it holds weight version -1, this call asks for 3"}
+
+
+def test_an_update_that_fails_within_the_call_takes_its_replica_out():
+    """What waits for it goes elsewhere; the name that is told is the one that the replica had."""
+    updating, sound = FakeReplica("updating", ["lost"], version=UPDATING), FakeReplica("sound")
+    submit = updating.submit
+
+    def submit_and_fail(request: GenerateRequest) -> Future:
+        updating.weight_version, updating.name = -1, "restarted"
+        return submit(request)
+
+    updating.submit = submit_and_fail
+    found = run([request_of(f"q{index}", 1) for index in range(6)], [updating, sound], deadline_s=5.0, max_in_flight=1)
+    assert len(found.finished) == 6 and updating.given == ["q0"] and list(found.down) == ["updating"]
+
+
+def test_tokens_of_newer_weights_are_taken_and_of_older_ones_not():
+    class Spans(FakeReplica):
+        def submit(self, request: GenerateRequest) -> Future:
+            self.given.append(request.request_id)
+            future: Future = Future()
+            versions = {"older": ((2, 1), (3, 2)), "both": ((3, 1), (4, 2))}[self.name]
+            future.set_result([dataclasses.replace(completion_of(1), weight_versions=versions)] * request.n)
+            return future
+
+    found = run([request_of("q")], [Spans("older"), Spans("both")], deadline_s=5.0)
+    assert found.finished["q"][0].weight_versions == ((3, 1), (4, 2)) and "version 2, not 3" in found.down["older"]
 
 
 def test_an_answer_from_older_weights_is_not_taken():

@@ -17,6 +17,7 @@ from megatron_rl.types import EngineError, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(prompt_id=f"{index}@0", text="", token_ids=(5, 6), columns={}) for index in range(7)]
 SAMPLES = 3
+NAMED = dict(enumerate(PROMPTS))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,18 +61,21 @@ class FakeEngine:
         self.weight_version = NO_WEIGHTS if failed else version
         self.lost = sorted(lost)
 
-    def generate(self, prompts, samples_per_prompt, *, greedy=False) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, greedy=False, on_finished=None) -> list[Rollout]:
         assert self.weight_version != NO_WEIGHTS
         self.calls.append([prompt.prompt_id for prompt in prompts])
         if self.refusal:
             raise self.refusal
         groups = [[rollout_of(prompt, index, self.weight_version) for index in range(samples_per_prompt)] for prompt in prompts]
-        if not self.answers:
+        whole = not self.answers
+        finished = len(prompts) if whole else self.answers.pop(0)
+        done = range(len(prompts) - finished, len(prompts))  # an engine finishes in any order: those at the end, here
+        for k in done:
+            on_finished(k, groups[k])
+        if whole:
             return [rollout for group in groups for rollout in group]
-        finished = self.answers.pop(0)
         self.lost, self.weight_version = ["the engine"], NO_WEIGHTS
-        # an engine finishes in any order: those at the end, here
-        raise EngineLost("it was killed", finished={k: groups[k] for k in range(len(prompts) - finished, len(prompts))})
+        raise EngineLost("it was killed", finished={k: groups[k] for k in done})
 
     def sleep(self) -> None: ...
 
@@ -93,13 +97,15 @@ def test_a_disturbed_call_equals_an_undisturbed_one(answers):
     engine = FakeEngine(answers)
     generation = generation_of(engine)
     generation.sync_weights()
-    produced = generation.produce(PROMPTS, SAMPLES)
-    assert [x.sample_id for x in produced.rollouts] == [f"{prompt.prompt_id}#{k}" for prompt in PROMPTS for k in range(SAMPLES)]
-    assert produced.places == list(range(len(PROMPTS) * SAMPLES)) and len(produced.scores) == len(produced.rollouts)
+    job = generation.produce(NAMED, SAMPLES)
+    assert [x.sample_id for place in job.mine for x in job.found[place]] == [
+        f"{prompt.prompt_id}#{k}" for prompt in PROMPTS for k in range(SAMPLES)
+    ]
+    assert list(job.mine) == list(range(len(PROMPTS))) and {len(x) for x in job.scores.values()} == {SAMPLES}
     owed = [len(PROMPTS) - sum(answers[:k]) for k in range(len(answers) + 1)]
     assert [len(call) for call in engine.calls] == owed  # what is finished is not asked for again
     assert engine.sent == [4] * (1 + len(answers)) and engine.recovered == [(), *[("the engine",)] * len(answers)]
-    assert generation.take_metrics()["rollout/weight_version_min"] == 4.0
+    assert {rollout.weight_version for group in job.found.values() for rollout in group} == {4}
 
 
 def test_a_rank_takes_its_share_alone():
@@ -107,16 +113,17 @@ def test_a_rank_takes_its_share_alone():
     for rank in range(3):
         generation = generation_of(FakeEngine((1,)), share=(rank, 3))
         generation.sync_weights()
-        produced = generation.produce(PROMPTS, SAMPLES)
-        produced_by |= dict(zip(produced.places, [x.sample_id for x in produced.rollouts], strict=True))
-    assert produced_by == {i * SAMPLES + k: f"{prompt.prompt_id}#{k}" for i, prompt in enumerate(PROMPTS) for k in range(SAMPLES)}
+        job = generation.produce(NAMED, SAMPLES)
+        assert job.found.keys().isdisjoint(produced_by)
+        produced_by |= {place: [x.sample_id for x in job.found[place]] for place in job.mine}
+    assert produced_by == {i: [f"{prompt.prompt_id}#{k}" for k in range(SAMPLES)] for i, prompt in enumerate(PROMPTS)}
 
 
 def test_a_rank_without_an_engine_produces_nothing():
     engine = FakeEngine()
     generation = generation_of(engine, share=None)
     generation.sync_weights()
-    assert generation.produce(PROMPTS, SAMPLES).rollouts == [] and engine.calls == []
+    assert generation.produce(NAMED, SAMPLES).found == {} and engine.calls == []
 
 
 def test_what_an_engine_refuses_is_raised_and_not_asked_again():
@@ -124,7 +131,7 @@ def test_what_an_engine_refuses_is_raised_and_not_asked_again():
     generation = generation_of(engine)
     generation.sync_weights()
     with pytest.raises(ValueError, match="the prompt is too long"):
-        generation.produce(PROMPTS, SAMPLES)
+        generation.produce(NAMED, SAMPLES)
     assert len(engine.calls) == 1
 
 
@@ -147,7 +154,7 @@ def test_a_sync_that_fails_too_often_ends_with_its_causes():
     words = ["weight version 4 did not arrive in 3 attempts (weight_sync.attempts)", "the engine: a checksum differs"]
     assert all(word in str(ended.value) for word in words) and engine.sent == [4] * 3
     with pytest.raises(AssertionError):  # and the engine holds no version that could be sampled from
-        engine.generate(PROMPTS, 1)
+        engine.generate(PROMPTS, 1, on_finished=print)
 
 
 def test_a_step_that_moved_nothing_sends_nothing():
@@ -158,7 +165,7 @@ def test_a_step_that_moved_nothing_sends_nothing():
     for version in (4, 4, 5, 5, 5):
         held[0] = version
         generation.sync_weights()
-        generation.produce(PROMPTS, 1)
+        generation.produce(NAMED, 1)
     assert engine.sent == exports == [4, 5] and len(engine.recovered) == 2
 
 

@@ -43,20 +43,26 @@ class RecordingEngine:
     def take_report(self, version, failed, lost) -> None:
         self.weight_version = version
 
-    def generate(self, prompts, samples_per_prompt, *, greedy=False) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, greedy=False, on_finished=None) -> list[Rollout]:
         assert self.awake == {"weights", "kv_cache"}
         self.events.append("generate")
         if self.losses:
             self.losses -= 1
             self.lost, self.weight_version = ["the engine"], NO_WEIGHTS
             raise EngineLost("it was killed", finished={})
-        return [
-            Rollout(
-                prompt=prompt, sample_index=index, response_ids=(7,), logprobs=(-1.0,), text="", finish_reason="stop",
-                weight_versions=((self.weight_version, 1),),
-            )
-            for prompt in prompts for index in range(samples_per_prompt)
+        groups = [
+            [
+                Rollout(
+                    prompt=prompt, sample_index=index, response_ids=(7,), logprobs=(-1.0,), text="", finish_reason="stop",
+                    weight_versions=((self.weight_version, 1),),
+                )
+                for index in range(samples_per_prompt)
+            ]
+            for prompt in prompts
         ]  # fmt: skip
+        for index, group in enumerate(groups if on_finished else ()):
+            on_finished(index, group)
+        return [rollout for group in groups for rollout in group]
 
     def sleep(self) -> None:
         self.events.append("sleep")
@@ -169,8 +175,7 @@ def test_generation_goes_in_order(alone):
     engine = RecordingEngine()
     generation = generation_of(engine)
     for _ in range(2):
-        generation.sync_weights()
-        assert len(generation.produce(PROMPTS, 2).rollouts) == 6
+        assert len(generation.produce(dict(enumerate(PROMPTS)), 2).found) == 3
     step = [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, "generate", *TO_TRAINER]
     assert engine.events == step * 2
     assert {"perf/update_peak_memory_bytes", "perf/rollout_peak_memory_bytes"} <= set(generation.take_metrics())
@@ -180,8 +185,7 @@ def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
     """It is loaded again and goes on; the trainer's state returns once, at the end."""
     engine = RecordingEngine(losses=1)
     generation = generation_of(engine)
-    generation.sync_weights()
-    generation.produce(PROMPTS, 1)
+    generation.produce(dict(enumerate(PROMPTS)), 1)
     lost = ["generate", "recover", "load"]
     assert engine.events == [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, *lost, "generate", *TO_TRAINER]
 

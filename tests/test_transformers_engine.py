@@ -148,6 +148,20 @@ def test_rows_do_not_depend_on_their_batch(model, hf_path):
     assert tokens(PROMPTS[2:4]).items() <= reference.items()
 
 
+@pytest.mark.parametrize("max_batch_samples, at_once", [(64, 7), (10, 2), (3, 1)])
+def test_finished_groups_are_told_once_and_whole(hf_path, model, max_batch_samples, at_once):
+    """After each internal batch those that it completed: seven prompts of five samples in batches of 64, 10 and 3 rows."""
+    engine = _engine(hf_path, model, max_batch_samples=max_batch_samples)
+    told, batches = [], []
+    sample = engine._sample
+    engine._sample = lambda *arguments: (batches.append(len(told)), sample(*arguments))[1]
+    rollouts = engine.generate(PROMPTS, 5, on_finished=lambda index, group: told.append((index, group)))
+    assert sorted(index for index, _ in told) == list(range(len(PROMPTS)))
+    assert [x for _, group in sorted(told) for x in group] == rollouts
+    assert all([x.sample_index for x in group] == list(range(5)) for _, group in told)
+    assert max(np.diff([*batches, len(told)])) == at_once
+
+
 def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
     engine = _engine(hf_path, model)
     first = engine.generate(PROMPTS[:3], 8)

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 from megatron_rl.types import CheckpointError
 
-FORMAT, VERSION = "megatron_rl", 1
+FORMAT, VERSION = "megatron_rl", 2
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_iteration.txt"
 BLOCK_BYTES = 1 << 22
 

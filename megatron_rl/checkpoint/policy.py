@@ -33,8 +33,13 @@ def numbers(backend: MegatronBackend) -> dict[str, object]:
     }  # fmt: skip
 
 
-def save(backend: MegatronBackend, root: pathlib.Path, iteration: int, texts: Mapping[str, str]) -> PendingSave:
-    """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be accumulated."""
+def save(
+    backend: MegatronBackend, root: pathlib.Path, iteration: int, texts: Mapping[str, str], own_files: Mapping[str, bytes] | None = None
+) -> PendingSave:
+    """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be accumulated.
+
+    texts, own_files: what is added to it, see PendingSave.
+    """
     backend.schedule.gather_parameters()
     entries = weight_entries(backend.chunks)
     saved = weights_to_save(entries)
@@ -43,7 +48,7 @@ def save(backend: MegatronBackend, root: pathlib.Path, iteration: int, texts: Ma
         saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
     if backend.optimizer.scheduler.num_steps:
         saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))
-    return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main)
+    return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main, own_files=own_files)
 
 
 def load(backend: MegatronBackend, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:

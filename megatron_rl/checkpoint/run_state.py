@@ -1,7 +1,8 @@
 """When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every`` rollouts, the end, a preemption.
 
-A checkpoint is taken between rollouts, where nothing is half done: no rollout waits to be trained, no gradient is accumulated. Its
-iteration is the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds what is not a tensor.
+A checkpoint is taken between rollouts, where nothing is half done: no gradient is accumulated, and what is generated ahead is waited for.
+Its iteration is the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds what every rank
+knows and is not a tensor; ``rollouts_<rank>.npz`` what a rank holds of rollouts that are not trained yet, and of replayed ones.
 """
 
 from __future__ import annotations
@@ -137,6 +138,9 @@ class Checkpoints:
         state = found.state
         policy.load(self.backend, found.folder, state["backend"], state["model"])
         run.prompts.load_state(state["prompts"])
+        place = self.backend.topology
+        theirs = range(place.rank, state["world_size"], place.world_size)
+        run.feed.restore(state["feed"], [(found.folder / own_file(rank)).read_bytes() for rank in theirs])
         run.recorder.num_rollouts = state["trace_rollouts"]
         self._restore_random(state)
         for key, (before, now) in _changed(state["config"], _plain(self.config)).items():
@@ -178,14 +182,17 @@ class Checkpoints:
 
     def _save(self, run, rollouts: int) -> None:
         started = time.perf_counter()
+        feed, rows = run.feed.save()
         state = {
-            "rollouts": rollouts, "model": policy.identity(self.backend), "backend": policy.numbers(self.backend),
+            "feed": feed, "world_size": self.backend.topology.world_size, "rollouts": rollouts,
+            "model": policy.identity(self.backend), "backend": policy.numbers(self.backend),
             "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
             "bytes": self._appended(),
             "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": _plain(self.config),
         }  # fmt: skip
         try:
-            self.pending = policy.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"})
+            own_files = {own_file(self.backend.topology.rank): rows}
+            self.pending = policy.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files)
         except CheckpointError as error:
             self._failed(error)
         self.waited_s = time.perf_counter() - started
@@ -214,6 +221,10 @@ class Checkpoints:
         if self.settings.on_error == "fail":
             raise CheckpointError(f"{error}; the last good checkpoint stays, and checkpoint.on_error=continue goes on without") from error
         log.error("%s; THE RUN GOES ON (checkpoint.on_error=continue), and the last good checkpoint stays", error)
+
+
+def own_file(rank: int) -> str:
+    return f"rollouts_{rank}.npz"
 
 
 def random_state() -> dict[str, object]:

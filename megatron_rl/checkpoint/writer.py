@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import pathlib
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from unittest.mock import patch
 
 import torch
@@ -41,11 +42,16 @@ SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save
 class PendingSave:
     """One checkpoint on its way to disk. Making one and ``finish`` are collectives; the thread is this rank's alone."""
 
-    def __init__(self, root: pathlib.Path, iteration: int, entries: Sequence[ShardedBase], texts: dict[str, str], *, is_main: bool):
-        """texts: small files that the main rank adds, by name. Raises CheckpointError on every rank where the folder cannot be made."""
+    def __init__(
+        self, root: pathlib.Path, iteration: int, entries: Sequence[ShardedBase], texts: dict[str, str], *, is_main: bool,
+        own_files: Mapping[str, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        """texts: small files that the main rank adds, by name; own_files: that every rank adds, by names of its own. Raises CheckpointError
+        on every rank where the folder cannot be made."""
         self.root, self.iteration, self.is_main = root, iteration, is_main
         self.folder = root / f"{name_of(iteration)}.partial"
         self.texts = texts if is_main else {}
+        self.own_files = dict(own_files or {})
         self.error: Exception | None = None
         self.digests: dict[str, dict] = {}
         raised: Exception | None = None
@@ -81,6 +87,12 @@ class PendingSave:
                 written[number] = answer
                 path = pathlib.Path(bucket[0])
                 self.digests[str(path.relative_to(self.folder))] = digest(path)
+            for name, content in self.own_files.items():
+                with (self.folder / name).open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self.digests[name] = digest(self.folder / name)
             for name, text in self.texts.items():
                 (self.folder / name).write_text(text, encoding="utf-8")
             if self.buckets:
@@ -89,6 +101,9 @@ class PendingSave:
             self.error = error
             for bucket in self.buckets:  # on a full disk the run's metrics need the room
                 pathlib.Path(bucket[0]).unlink(missing_ok=True)
+            for name in self.own_files:
+                (self.folder / name).unlink(missing_ok=True)
+        self.own_files = {}
         self.written_s = time.perf_counter() - started
         self.buckets = []
 

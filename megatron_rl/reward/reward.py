@@ -62,6 +62,11 @@ class Reward:
         self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in self.names if name not in apart}
         self.pool = Pool(apart, config.num_workers, config.deadline_s) if apart else None
 
+    @property
+    def runs_apart(self) -> bool:
+        """Whether workers call every function, so that ``score`` may be called in a thread of its own."""
+        return self.pool is not None and not self._functions
+
     def close(self) -> None:
         """Ends the workers. May be called again."""
         if self.pool is not None:

@@ -5,8 +5,11 @@ Invariants (tests/test_dispatch.py checks them under Hypothesis):
 1. Every request ends in exactly one of ``finished`` and ``lost``.
 2. What stands in ``finished`` is one attempt's whole answer, and that attempt was not given up before it arrived.
 3. A request is issued at most ``attempts`` times, and never while an earlier attempt of it is still waited for.
-4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or holds other weights.
+4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or holds weights older than the call's. One
+   that takes new weights in flight gets requests meanwhile; it may hold newer ones afterwards.
 5. The call ends: every attempt ends by its answer, its error or its deadline.
+6. ``on_finished`` is told of every finished request once, in the caller's thread and in the order of finishing, with what ``finished``
+   holds; where it raises, all that is under way is given up.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ import contextlib
 import queue
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.rollout.replica import Completion, GenerateRequest, Replica, ReplicaLost
+from megatron_rl.rollout.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
 from megatron_rl.types import EngineError
 
 FINISHED = ("stop", "length")  # any other reason: the engine broke the sample off
@@ -61,12 +64,15 @@ def dispatch(
     max_in_flight: int,
     attempts: int,
     rotation: int = 0,
+    on_finished: Callable[[str, list[Completion]], None] | None = None,
 ) -> Dispatched:
     """Each request on the replica with the fewest samples under way, again elsewhere where that fails, until all are finished or lost.
 
-    deadline_s:    of one attempt, from when it is issued.
-    max_in_flight: requests under way on one replica.
-    rotation:      where ties are counted from; clients that start together pass their rank, so that not all pick the first replica.
+    weight_version: no token may come from older weights.
+    deadline_s:     of one attempt, from when it is issued.
+    max_in_flight:  requests under way on one replica.
+    rotation:       where ties are counted from; clients that start together pass their rank, so that not all pick the first replica.
+    on_finished:    told of a request's id and completions as soon as they are there.
 
     Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong twice; the others are aborted then.
     """
@@ -76,17 +82,18 @@ def dispatch(
         raise ValueError(f"{len(doubled)} request ids are not unique, {doubled[0]!r} is there {ids[doubled[0]]} times; give each its own")
     if min(max_in_flight, attempts) < 1 or deadline_s <= 0:
         raise ValueError(f"max_in_flight={max_in_flight}, attempts={attempts}, deadline_s={deadline_s}: each must be above 0")
-    call = _Call(requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation)
+    call = _Call(requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished)
     return call.run()
 
 
 class _Call:
     """One call's state. Everything happens in the caller's thread; futures only say that they are done."""
 
-    def __init__(self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation) -> None:
+    def __init__(self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished) -> None:
         self.replicas = list(replicas)
+        self.names = [replica.name for replica in self.replicas]  # one that is restarted meanwhile has another name then
         self.weight_version, self.deadline_s = weight_version, deadline_s
-        self.max_in_flight, self.attempts = max_in_flight, attempts
+        self.max_in_flight, self.attempts, self.on_finished = max_in_flight, attempts, on_finished
         first = rotation % max(1, len(self.replicas))
         self.order = [*range(first, len(self.replicas)), *range(first)]
         self.waiting: deque[GenerateRequest] = deque(requests)
@@ -116,7 +123,7 @@ class _Call:
             finished=self.finished,
             lost=(*self.lost, *self.waiting),
             causes={name: tuple(causes) for name, causes in self.causes.items()},
-            down={self.replicas[index].name: cause for index, cause in self.down.items()},
+            down={self.names[index]: cause for index, cause in self.down.items()},
         )
 
     def _issue(self) -> None:
@@ -147,7 +154,7 @@ class _Call:
 
     def _usable(self, index: int) -> bool:
         held = self.replicas[index].weight_version
-        if index not in self.down and held != self.weight_version:
+        if index not in self.down and held != UPDATING and held < self.weight_version:
             self.down[index] = f"it holds weight version {held}, this call asks for {self.weight_version}"
         return index not in self.down
 
@@ -197,6 +204,8 @@ class _Call:
             self._reject(attempt, defect)
         else:
             self.finished[attempt.request.request_id] = completions
+            if self.on_finished is not None:
+                self.on_finished(attempt.request.request_id, completions)
 
     def _lose(self, attempt: _Attempt, cause: str) -> None:
         """The replica is down for the rest of the call; the request goes elsewhere."""
@@ -216,7 +225,7 @@ class _Call:
 
     def _again(self, attempt: _Attempt, cause: str) -> None:
         request = attempt.request
-        self.causes[request.request_id].append(f"{self.replicas[attempt.replica].name}: {cause}")
+        self.causes[request.request_id].append(f"{self.names[attempt.replica]}: {cause}")
         if self.issued[request.request_id] < self.attempts:
             self.waiting.appendleft(request)
         else:

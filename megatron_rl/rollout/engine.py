@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.types import ConfigError, Prompt, Rollout
 
+OnFinished = Callable[[int, list[Rollout]], None]  # a prompt's position in the call, and its whole group by sample_index
 NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_weights
 
 
@@ -38,9 +39,12 @@ class EngineLost(RuntimeError):
 
 
 class Engine(Protocol):
-    """Samples completions from the trainer's weights. One owner, one call at a time."""
+    """Samples completions from the trainer's weights. One owner, one call at a time; where ``updates_in_flight``, one thread may generate
+    while another one goes on with the rest, ``load_weights`` among it: tokens sampled before it keep their version, and later ones, from
+    keys and values that are computed again, carry the new one."""
 
     weight_version: int
+    updates_in_flight: bool
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
@@ -65,8 +69,13 @@ class Engine(Protocol):
         """What the reports of all ranks say together of the sync that just ended: engines by name."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, on_finished: OnFinished | None = None
+    ) -> list[Rollout]:
         """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
+
+        ``on_finished`` is called in this thread, once for each prompt whose group is whole, in the order in which they become so; before
+        an EngineLost exactly for those that it holds as finished. What it raises ends the call, with nothing left under way.
 
         ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for a
         prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.

@@ -81,6 +81,17 @@ def shares_device(config: Config, device: torch.device) -> bool:
     return own_engines and device.type == "cuda" and rollout.sleep != "never"
 
 
+def refuse_sharing(config: Config, shared: bool) -> None:
+    """Raises ConfigError where rollouts are to be made while the trainer works, on the device that both take turns on."""
+    given = config.rollout.producer
+    if shared and (given.ahead or given.mode == "streaming"):
+        raise ConfigError(
+            f"rollout.producer.mode={given.mode} generates while the trainer trains, and the engines share its GPUs "
+            f"(rollout.sleep={config.rollout.sleep}); name engines on other GPUs by rollout.servers, keep both in memory at once by "
+            "rollout.sleep=never, or set rollout.producer.mode=sync"
+        )
+
+
 def build_engine(
     config: Config, tokenizer: PreTrainedTokenizerBase, *, seat: Seat, place: Place, device: torch.device, dtype: torch.dtype,
     vocab_size: int,
@@ -97,7 +108,7 @@ def build_engine(
     )  # fmt: skip
     return VllmEngine(
         replicas, sync, tokenizer, rollout, seed=config.run.seed, stop_ids=stop_tokens(config.model.hf_path, tokenizer, vocab_size),
-        vocab_size=vocab_size, longest=_longest(config), drives=place.drives, rank=seat.rank,
+        vocab_size=vocab_size, longest=_longest(config), drives=place.drives, rank=seat.rank, in_flight=given.in_flight,
     )  # fmt: skip
 
 

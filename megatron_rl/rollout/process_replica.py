@@ -94,10 +94,12 @@ class ProcessReplica:
         self.name = f"the embedded vLLM engine (process {self._process.pid} of {socket.gethostname()})"
         self.weight_version = NO_WEIGHTS
         self._ready = Future()
-        with self._lock:
+
+        def connect() -> None:
             self._connection, self._requests, self._answers = ours, {}, {}
+
         threading.Thread(target=self._read, args=(ours, self._process, self._ready), daemon=True, name="vllm-frames").start()
-        self._send({"kind": "start", "engine": self.arguments})
+        self._send({"kind": "start", "engine": self.arguments}, first=connect)  # no other thread's frame comes before this one
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
         try:
@@ -112,11 +114,10 @@ class ProcessReplica:
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
         future: Future[list[Completion]] = Future()
-        with self._lock:
-            self._requests[request.request_id] = future
         header = {"kind": "generate", "request_id": request.request_id, "sampling": sampling_parameters(request)}
+        token_ids = np.array(request.token_ids, dtype=np.int64)
         try:
-            self._send(header, {"token_ids": np.array(request.token_ids, dtype=np.int64)})
+            self._send(header, {"token_ids": token_ids}, first=lambda: self._requests.update({request.request_id: future}))
         except ReplicaLost as error:
             _settle(future, error)
         return future
@@ -129,13 +130,20 @@ class ProcessReplica:
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
         future: Future = Future()
         number = next(self._ids)
-        with self._lock:
-            self._answers[number] = future
-        self._send({"kind": "control", "id": number, "method": method, "arguments": dict(arguments)})
+        header = {"kind": "control", "id": number, "method": method, "arguments": dict(arguments)}
+        self._send(header, first=lambda: self._answers.update({number: future}))
         try:
             return future.result(timeout_s)
         except FutureTimeout:
             raise ReplicaLost(f"{self.name} did not answer {method} in {timeout_s:.0f} s") from None
+
+    def give_up(self, cause: str) -> None:
+        with self._lock:
+            requests, self._requests = self._requests, {}
+        for request_id, future in requests.items():
+            _settle(future, ReplicaLost(f"{self.name}: {cause}"))
+            with contextlib.suppress(ReplicaLost):  # then it generates no more
+                self._send({"kind": "abort", "request_id": request_id})
 
     def restart(self) -> None:
         self._end()
@@ -163,13 +171,22 @@ class ProcessReplica:
             self._process.wait(30)
         with self._lock:
             connection, self._connection = self._connection, None
+            waiting = [*self._requests.values(), *self._answers.values()]
+            self._requests, self._answers = {}, {}
         if connection is not None:
             connection.close()
         self.weight_version = NO_WEIGHTS
+        for future in waiting:  # the thread that reads may learn of the end only when the next process has the place
+            _settle(future, ReplicaLost(f"{self.name} was ended"))
 
-    def _send(self, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def _send(
+        self, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None, *, first: Callable[[], None] | None = None
+    ) -> None:
+        """first: done under the same lock, so that what waits for an answer and what is sent belong to one process."""
         try:
             with self._lock:
+                if first is not None:
+                    first()
                 if self._connection is None:
                     raise frames.Closed("it was ended")
                 frames.send(self._connection, header, arrays)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+UPDATING = -2  # a replica's weight_version while weights reach it in flight: what is asked of it meanwhile waits there
 OLDEST_VLLM = (0, 32)  # weight transfer in four calls, weight versions on tokens; older ones were not run
 
 
@@ -83,7 +84,7 @@ class Replica(Protocol):
 
     ours: bool  # whether restart() ends it
     name: str  # for messages: the URL, or the process id
-    weight_version: int  # what this side knows it to hold; NO_WEIGHTS before, during and after a failed sync
+    weight_version: int  # what this side knows it to hold; NO_WEIGHTS before, during and after a failed sync, UPDATING during one in flight
 
     def start(self) -> None:
         """Begins to start or to connect; returns at once."""
@@ -107,7 +108,16 @@ class Replica(Protocol):
 
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
         """One of: init_weight_transfer, start_weight_update, update_weights, finish_weight_update, reset_prefix_cache, weights_received,
-        sleep, wake. JSON in, JSON out."""
+        sleep, wake, pause, resume. JSON in, JSON out.
+
+        ``pause`` keeps what is under way, and nothing is sampled until ``resume``; reset_prefix_cache with ``running`` set makes what is
+        under way compute its keys and values again.
+        """
+        ...
+
+    def give_up(self, cause: str) -> None:
+        """After an update in flight that failed: what is under way ends, ReplicaLost here, and a server goes on serving; one of ours is
+        restarted anyway. Raises nothing."""
         ...
 
     def restart(self) -> None:

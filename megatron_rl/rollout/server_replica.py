@@ -3,12 +3,15 @@
 Read and run with vLLM 0.32.0. What this file stands on: ``/inference/v1/generate`` takes SamplingParams field by field, and a field that
 is sent is not replaced by the server's generation_config (entrypoints/scale_out/token_in_token_out/serving.py); a stop token of
 ``stop_token_ids`` ends a sample, with it as the last token, whatever ``ignore_eos`` says (v1/core/sched/utils.py, check_stop); a log-prob
-of −inf or NaN, or a missing one, comes as −9999; a client that hangs up ends what was generated for it.
+of −inf or NaN, or a missing one, comes as −9999; a client that hangs up ends what was generated for it. /pause?mode=keep answers once no
+step is under way, and requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import os
 import re
 import threading
@@ -25,10 +28,14 @@ from megatron_rl.rollout.sampling import parse_version, sampling_parameters
 from megatron_rl.rollout.server_command import LOGPROBS_MODE, WORKER_EXTENSION, example
 from megatron_rl.rollout.server_connection import Exchange, MissingRoute, NotListening, Server, ServerFailed
 
+log = logging.getLogger(__name__)
 POLL_S = 0.5
 HEALTH_S = 2.0  # between two looks at a server that owes an answer
 UNHEALTHY = 2  # such looks in a row
 ANSWER_S = 10.0  # of what a server answers from memory
+RESUME_S = 30.0  # of all attempts to resume a server after an update in flight that failed
+UPDATING_LABEL = "updating"  # of its weights from a pause to the update's end: no number, so what is sampled by them is never taken
+UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
 NO_LOGPROB = -9999.0  # vLLM's word for −inf, NaN and missing
 KEY_SETTING = "rollout.api_key_env"
 
@@ -235,6 +242,8 @@ class ServerReplica:
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
         match method:
             case "init_weight_transfer":
+                with contextlib.suppress(MissingRoute):
+                    self._post("/resume", None, timeout_s)  # a trainer that was killed in mid-update left it paused
                 return self._post("/init_weight_transfer_engine", {"init_info": dict(arguments)}, timeout_s)
             case "start_weight_update":
                 return self._post("/start_weight_update", None, timeout_s)
@@ -243,9 +252,14 @@ class ServerReplica:
             case "finish_weight_update":
                 return self._post("/finish_weight_update", {"weight_version": str(arguments["weight_version"])}, timeout_s)
             case "reset_prefix_cache":
-                return self._reset_prefix_cache(timeout_s)
+                return self._reset_prefix_cache(bool(arguments.get("running")), timeout_s)
             case "weights_received":
                 return self._ask_workers("weights_received", timeout_s)
+            case "pause":
+                self._post("/pause?mode=keep&clear_cache=false", None, timeout_s)
+                return self._post(*UNLABEL, timeout_s)
+            case "resume":
+                return self._post("/resume", None, timeout_s)
             case "sleep":
                 return self._post(f"/sleep?level={int(arguments['level'])}", None, timeout_s)
             case "wake":
@@ -278,11 +292,35 @@ class ServerReplica:
             raise ReplicaLost(f"{self.name}: POST /collective_rpc {method} answered without 'results': {answer!r:.200}")
         return answer["results"]
 
-    def _reset_prefix_cache(self, timeout_s: float) -> None:
+    def give_up(self, cause: str) -> None:
+        """Everybody's requests end there, and then it is resumed: half an update's weights are to sample nothing more, and no server stays
+        paused. One that does not hear of it is cut off here."""
+        log.warning("%s gives up what is under way: %s", self.name, cause)
+        try:
+            self._post("/pause?mode=abort&clear_cache=false", None, ANSWER_S)
+        except (ReplicaLost, RequestRefused) as error:
+            log.warning("%s could not end its requests: %s", self.name, error)
+            self._cut_all()
+        ends_at = time.monotonic() + RESUME_S
+        while True:
+            try:
+                self._post(*UNLABEL, ANSWER_S)
+                self._post("/resume", None, ANSWER_S)
+                return
+            except NotListening:  # gone, and a new one starts awake
+                return
+            except (ReplicaLost, RequestRefused) as error:
+                if time.monotonic() > ends_at:
+                    log.warning("%s may still be paused: %s. POST %s/resume, or start it anew", self.name, error, self.server.url)
+                    return
+            time.sleep(POLL_S)
+
+    def _reset_prefix_cache(self, running: bool, timeout_s: float) -> None:
         """Blocks that a request holds cannot be reset; one that was just aborted gives its own back within a step or two."""
         ends_at = time.monotonic() + timeout_s
+        path = "/reset_prefix_cache?reset_running_requests=true" if running else "/reset_prefix_cache"
         while True:
-            answer = self._post("/reset_prefix_cache", None, max(0.05, ends_at - time.monotonic()))
+            answer = self._post(path, None, max(0.05, ends_at - time.monotonic()))
             if isinstance(answer, dict) and answer.get("success") is True:
                 return
             if time.monotonic() + POLL_S >= ends_at:

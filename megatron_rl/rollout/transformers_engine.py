@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport, check_prompts, sample_seed
+from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, check_prompts, sample_seed
 from megatron_rl.types import ConfigError, Prompt, Rollout
 from megatron_rl.weights.fused import file_tensors
 
@@ -56,6 +56,7 @@ class TransformersEngine:
         self._stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
 
     lost = ()
+    updates_in_flight = False
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Nothing: it is in this process, and lives and dies with it."""
@@ -117,12 +118,14 @@ class TransformersEngine:
         self.weight_version = version
         return SyncReport(version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started)
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, on_finished: OnFinished | None = None
+    ) -> list[Rollout]:
         """See ``Engine.generate``. Greedy log-probs are at the sampling temperature too."""
         self._check(prompts, samples_per_prompt)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
         max_rows = self._rollout.max_batch_samples
-        rollouts: dict[tuple[int, int], Rollout] = {}
+        rollouts: list[list[Rollout]] = [[] for _ in prompts]
         # A group larger than the batch limit is sampled in slices, at one more prefill of its prompt for each.
         for first in range(0, samples_per_prompt, max_rows):
             samples = range(first, min(first + max_rows, samples_per_prompt))
@@ -132,9 +135,12 @@ class TransformersEngine:
                 rows = [(prompts[index], sample) for index in batch for sample in samples]
                 uniforms = None if greedy else self._uniforms(rows)
                 token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms)
-                keys = [(index, sample) for index in batch for sample in samples]
-                rollouts.update(zip(keys, self._to_rollouts(rows, token_ids, logprobs), strict=True))
-        return [rollouts[index, sample] for index in range(len(prompts)) for sample in range(samples_per_prompt)]
+                found = self._to_rollouts(rows, token_ids, logprobs)
+                for place, index in enumerate(batch):
+                    rollouts[index] += found[place * len(samples) : (place + 1) * len(samples)]
+                    if on_finished is not None and len(rollouts[index]) == samples_per_prompt:
+                        on_finished(index, rollouts[index])
+        return [rollout for group in rollouts for rollout in group]
 
     def close(self) -> None:
         self._model = None

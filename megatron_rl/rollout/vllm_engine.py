@@ -6,8 +6,11 @@ log-probs are vLLM's, at temperature 1, where the embedded engine's are at the s
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -15,8 +18,17 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.dispatch import dispatch
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport, check_prompts, sample_seed
-from megatron_rl.rollout.replica import OLDEST_VLLM, Completion, GenerateRequest, Replica, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, check_prompts, sample_seed
+from megatron_rl.rollout.replica import (
+    OLDEST_VLLM,
+    UPDATING,
+    Completion,
+    GenerateRequest,
+    Replica,
+    ReplicaFacts,
+    ReplicaLost,
+    RequestRefused,
+)
 from megatron_rl.types import ConfigError, EngineError, Prompt, Rollout
 from megatron_rl.weights.sync import WeightSync
 
@@ -31,23 +43,32 @@ class VllmEngine:
 
     replicas: those that it sends prompts to, none on a rank that has no engine of its own.
     drives:   whether it is the one that sends them weights and restarts them (a server has many clients and one driver).
+
+    With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes tokens of the
+    version that was whole when it began, and of newer ones; what both threads write is written under a lock.
     """
 
     def __init__(
         self, replicas: Sequence[Replica], sync: WeightSync, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig, *, seed: int,
-        stop_ids: Sequence[int], vocab_size: int, longest: int, drives: bool, rank: int = 0,
+        stop_ids: Sequence[int], vocab_size: int, longest: int, drives: bool, rank: int = 0, in_flight: bool = False,
     ):  # fmt: skip
-        """longest: prompt and response together, at most. Starts or connects at once, and waits for it in ``recover``."""
+        """longest: prompt and response together, at most. Starts or connects at once, and waits for it in ``recover``.
+
+        in_flight: ``load_weights`` may come while ``generate`` is under way.
+        """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
-        self._drives, self._rank = drives, rank
+        self._drives, self._rank, self._in_flight = drives, rank, in_flight
         self._unready = list(self._replicas)
-        self._lost: list[Replica] = []
+        self._lost: list[Replica] = []  # a new list at every change, so that one may be read without the lock
+        self._lock = threading.Lock()
+        self._lives: Counter[int] = Counter()  # by a replica's id: how often it was recovered
+        self._delivered = NO_WEIGHTS  # the latest version that all had
         self._absent: set[str] = set()  # servers that the run does without for now
         self._restarts = 0
         self._why_lost = ""  # the latest loss, in an engine's words
         self._closed = False
-        self._asked = 0
+        self._calls = itertools.count(1)
         for replica in self._replicas:
             replica.start()
 
@@ -57,7 +78,11 @@ class VllmEngine:
         if self._unready or self._lost:
             return NO_WEIGHTS
         held = {replica.weight_version for replica in self._present}
-        return held.pop() if len(held) == 1 else NO_WEIGHTS
+        return held.pop() if len(held) == 1 and UPDATING not in held else NO_WEIGHTS
+
+    @property
+    def updates_in_flight(self) -> bool:
+        return self._in_flight
 
     @property
     def _present(self) -> list[Replica]:
@@ -70,9 +95,11 @@ class VllmEngine:
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Waits for engines that start, and restarts those that were lost; a lost server is somebody else's to restart, and left out for
         as long as others serve. Raises EngineError after too many restarts in a row."""
+        mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # not what is lost while this goes on
         self._await()
         servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
         for server in servers:
+            self._lives[id(server)] += 1
             server.restart()
             self._sync.forget(server)
         unreached, ends_at = servers, time.monotonic() + self._rollout.start_s
@@ -83,8 +110,10 @@ class VllmEngine:
             if time.monotonic() > ends_at:
                 raise EngineError(f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: {self._why_lost}")
         self._absent -= {x.name for x in servers if x not in unreached}
-        self._lost = [x for x in self._lost if x.ours]
         self._restart([x for x in self._replicas if x.ours and x.name in lost])
+        with self._lock:
+            self._lost = [x for x in self._lost if x not in mended]
+        self._await()
         return [x.name for x in unreached]
 
     def _serves_again(self, server: Replica) -> bool:
@@ -112,11 +141,15 @@ class VllmEngine:
                 raise EngineError(self._with_advice(f"{times}. {self._why_lost}"))
             log.warning("%s is started again", replica.name)
             self._sync.forget(replica)
+            self._lives[id(replica)] += 1
             replica.restart()
             self._unready.append(replica)
-        self._restarts += bool(gone)
-        self._lost = []
-        self._await()
+        with self._lock:
+            self._restarts += bool(gone)
+
+    def _note_lost(self, gone: Collection[Replica]) -> None:
+        with self._lock:
+            self._lost = [x for x in self._replicas if x in self._lost or x in gone]
 
     def _await(self) -> None:
         ends_at = time.monotonic() + self._rollout.start_s
@@ -159,7 +192,7 @@ class VllmEngine:
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the report."""
         behind = [x for x in self._present if x.weight_version != version] if self._drives else []
-        report = self._sync.deliver(tensors, version, behind)
+        report = self._sync.deliver(tensors, version, behind, in_flight=self._in_flight)
         if report.failed:
             self._why_lost = "; ".join(report.failed.values())
         return report
@@ -167,39 +200,58 @@ class VllmEngine:
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """What all ranks' drivers report together, by the replicas' names."""
         # one of ours is started anew after any failure: cheaper than to reason about what is left of half a sync
-        self._lost = [x for x in self._replicas if x.name in lost or (x.ours and x.name in failed)]
+        with self._lock:
+            # what a call lost while the weights were on their way; a server that took them lives
+            still = [x for x in self._lost if self._in_flight and x.ours and x.weight_version != version]
+            self._lost = [x for x in self._replicas if x in still or x.name in lost or (x.ours and x.name in failed)]
         for replica in self._present:
             replica.weight_version = NO_WEIGHTS if replica.name in failed else version
+        if not failed:
+            self._delivered = version
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, on_finished: OnFinished | None = None
+    ) -> list[Rollout]:
         """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
         check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._longest)
-        version = self.weight_version
-        if prompts and (self._lost or not self._present):
+        version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
+        present = [x for x in self._present if x not in lost]
+        if version == NO_WEIGHTS and self._in_flight:
+            version = self._delivered  # an update is under way; which of them is to be had, dispatch sees
+        if prompts and (not present or (lost and not self._in_flight)):
             raise EngineLost(self._with_advice(self._why_lost), finished={})
         if prompts and version == NO_WEIGHTS:
             raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
-        self._asked += 1
-        requests = [self._request(index, prompt, samples_per_prompt, version, greedy=greedy) for index, prompt in enumerate(prompts)]
+        call = next(self._calls)
+        requests = [
+            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, greedy=greedy) for index, prompt in enumerate(prompts)
+        ]
+        places = {request.request_id: index for index, request in enumerate(requests)}
+        rollouts: dict[int, list[Rollout]] = {}
+
+        def finish(request_id: str, completions: Sequence[Completion]) -> None:
+            index = places[request_id]
+            rollouts[index] = self._to_rollouts(prompts[index], completions, samples_per_prompt)
+            if on_finished is not None:
+                on_finished(index, rollouts[index])
+
         found = dispatch(
-            requests, self._present, weight_version=version, deadline_s=self._rollout.request_s,
+            requests, present, weight_version=version, deadline_s=self._rollout.request_s,
             max_in_flight=self._rollout.max_requests, attempts=self._rollout.max_restarts + 1, rotation=self._rank,
+            on_finished=finish,
         )  # fmt: skip
         for name, cause in found.down.items():
             log.warning("%s: %s", name, cause)
-        rollouts = {
-            index: self._to_rollouts(prompt, found.finished[request.request_id], samples_per_prompt)
-            for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
-            if request.request_id in found.finished
-        }
-        if found.lost:
-            self._lost = [x for x in self._replicas if x.name in found.down]
-            why = "; ".join(dict.fromkeys(found.down.values()))
+        # one that was recovered since this call began lives again
+        self._note_lost([x for x in present if x.name in found.down and self._lives[id(x)] == lives[id(x)]])
+        why = "; ".join(dict.fromkeys(found.down.values()))
+        if found.down:
             self._why_lost = why
+        if found.lost:
             raise EngineLost(self._with_advice(why), finished=rollouts)
-        self._lost = [x for x in self._replicas if x.name in found.down]
-        self._why_lost = "; ".join(found.down.values())
-        self._restarts = 0
+        with self._lock:
+            if self._restarts == restarts:  # none since this call began
+                self._restarts = 0
         return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
 
     def _with_advice(self, why: str) -> str:
@@ -210,10 +262,10 @@ class VllmEngine:
             )
         return why
 
-    def _request(self, index: int, prompt: Prompt, samples: int, version: int, *, greedy: bool) -> GenerateRequest:
+    def _request(self, number: str, prompt: Prompt, samples: int, version: int, *, greedy: bool) -> GenerateRequest:
         seed = sample_seed(self._seed, prompt.prompt_id, 0, version, prompt.attempt) & ((1 << SEED_BITS) - 1)
         return GenerateRequest(
-            request_id=f"{self._rank}-{self._asked}-{index}", token_ids=prompt.token_ids, n=1 if greedy else samples,
+            request_id=f"{self._rank}-{number}", token_ids=prompt.token_ids, n=1 if greedy else samples,
             max_tokens=self._rollout.max_response_tokens, temperature=0.0 if greedy else self._rollout.temperature, seed=seed,
             stop_token_ids=self._stop_ids,
         )  # fmt: skip
@@ -261,7 +313,7 @@ class VllmEngine:
                 replica.control(method, arguments, self._sync.deadline_s)
             except ReplicaLost as error:
                 self._why_lost = f"{error}"
-                self._lost.append(replica)
+                self._note_lost([replica])
 
     def close(self) -> None:
         if not self._closed:

@@ -3,7 +3,8 @@
     python -m megatron_rl.rollout.vllm_process FD       # started by process_replica.py, never by hand
 
 The first frame holds the engine's arguments; then requests and control messages arrive at any time and completions leave as they are
-done. Between two control messages of a weight update nothing is stepped. The process ends with its rank, however that ended.
+done. Between two control messages of a weight update nothing is stepped, nor between pause and resume. The process ends with its rank,
+however that ended.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ class EngineProcess:
         self.connection = connection
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.updating = False
+        self.updating = self.paused = False
+
+    @property
+    def works(self) -> bool:
+        return self.engine.has_unfinished_requests() and not (self.updating or self.paused)
 
     def run(self) -> None:
         import vllm
@@ -41,11 +46,9 @@ class EngineProcess:
         frames.send(self.connection, {"kind": "ready", "vllm_version": vllm.__version__, **self._ask("describe")})
         threading.Thread(target=self._read, daemon=True).start()
         while True:
-            works = self.engine.has_unfinished_requests() and not self.updating
-            while not (works and self.inbox.empty()):
+            while not (self.works and self.inbox.empty()):
                 if not self._handle(self.inbox.get()):
                     return
-                works = self.engine.has_unfinished_requests() and not self.updating
             for output in self.engine.step():
                 if output.finished:
                     self._send_output(output)
@@ -125,10 +128,16 @@ class EngineProcess:
                 engine.set_weight_version(arguments["weight_version"])
                 self.updating = False
             case "reset_prefix_cache":
-                if not engine.reset_prefix_cache():
+                # Running requests begin again with what they have as their prompt; a step of theirs that is under way on the device
+                # (asynchronous scheduling) is thrown away, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
+                if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
             case "weights_received":
                 return engine.collective_rpc("weights_received")
+            case "pause":
+                self.paused = True
+            case "resume":
+                self.paused = False
             case "sleep":
                 engine.sleep(level=arguments["level"])
             case "wake":

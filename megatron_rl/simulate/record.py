@@ -74,7 +74,8 @@ class Recorder:
             prompt_tokens=facts.prompt_tokens, response_tokens=facts.response_tokens, loss_tokens=facts.loss_tokens, rewards=rewards,
             groups=facts.groups, by_function=dict(zip(names, by_function.T, strict=True)) if len(names) > 1 else {},
         )  # fmt: skip
-        append_trace(self.trace, self.num_rollouts, workload)
+        prompts = dict.fromkeys(sample_id.rpartition("#")[0] for sample_id in facts.sample_ids)
+        append_trace(self.trace, self.num_rollouts, workload, list(prompts))
 
     def fit(self) -> None:
         """Replaces coefficients.json by what is measured so far, at once: a reader never sees half of it."""

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,8 +133,11 @@ def _workload(parts: list[dict]) -> Workload:
     return Workload(**tokens, groups=columns["group"], rewards=columns["reward"], by_function=by_function)
 
 
-def append_trace(path: str | pathlib.Path, rollout: int, given: Workload) -> None:
-    """Adds one rollout to a trace, in one write; ``read_trace`` reads it back. With several functions the reward is their weighted sum."""
+def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompts: Sequence[str] = ()) -> None:
+    """Adds one rollout to a trace, in one write; ``read_trace`` reads it back. With several functions the reward is their weighted sum.
+
+    prompts: the name of each group's prompt, in the order of the groups; for people, and for whoever counts them.
+    """
 
     def plain(values: np.ndarray) -> list[float | None]:
         return [None if np.isnan(x) else x for x in values.tolist()]
@@ -145,6 +148,8 @@ def append_trace(path: str | pathlib.Path, rollout: int, given: Workload) -> Non
     }  # fmt: skip
     if given.by_function:
         row["reward_functions"] = {name: plain(x) for name, x in given.by_function.items()}
+    if prompts:
+        row["prompts"] = list(prompts)
     with pathlib.Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
 

@@ -3,6 +3,9 @@
 A sync is start, one message per bucket, an end that states version, number and checksum of what must have arrived, finish, a fresh
 prefix cache, and a receipt from every worker that is compared. Whatever fails before that leaves the engine without a version, and the
 caller sends everything again or stops. The exporting iterator is always run to its end, since other ranks are in its collectives.
+
+In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache then takes the running requests' keys
+and values too, which are computed again with the new weights. An engine whose update fails gives up what is under way there.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from datetime import timedelta
 import torch
 
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.replica import Replica, ReplicaLost, RequestRefused, WeightReceipt
+from megatron_rl.rollout.replica import UPDATING, Replica, ReplicaLost, RequestRefused, WeightReceipt
 from megatron_rl.types import EngineError
 from megatron_rl.weights.channel import Segment, Tally, broadcast, listen, open_group, share_storage
 from megatron_rl.weights.checksum import Checksum
@@ -91,9 +94,14 @@ class WeightSync:
                 half.close()
         self.halves[:] = [None, None]
 
-    def deliver(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int, replicas: Sequence[Replica]) -> SyncReport:
-        """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the report."""
-        return _Delivery(self, version, replicas).run(tensors)
+    def deliver(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], version: int, replicas: Sequence[Replica], *, in_flight: bool = False
+    ) -> SyncReport:
+        """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the report.
+
+        in_flight: requests may be under way on them.
+        """
+        return _Delivery(self, version, replicas, in_flight).run(tensors)
 
     def join(self, replica: Replica) -> None:
         """Opens the channel to a replica, once in its life."""
@@ -123,12 +131,13 @@ class WeightSync:
 class _Delivery:
     """One sync under way. Each replica has a thread of its own, so its messages keep their order."""
 
-    def __init__(self, sync: WeightSync, version: int, replicas: Sequence[Replica]) -> None:
-        self.sync, self.version = sync, version
+    def __init__(self, sync: WeightSync, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
+        self.sync, self.version, self.replicas, self.in_flight = sync, version, replicas, in_flight
         self.threads = {id(x): ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync") for x in replicas}
         self.living = list(replicas)
         self.failed: dict[str, str] = {}
         self.lost: list[str] = []
+        self.given_up: list[Future] = []
         self.tally = Tally()
         self.num_bytes = 0
         self.halves = sync.halves
@@ -141,6 +150,11 @@ class _Delivery:
             self._everywhere(self._end)
             came_through = not self.failed
         finally:
+            for replica in self.replicas:
+                if replica.weight_version == UPDATING:  # ``tensors`` raised
+                    self._give_up(replica, "the weight update in flight broke off")
+            for future in self.given_up:
+                future.result()
             for threads in self.threads.values():
                 threads.shutdown(wait=True, cancel_futures=True)
             if not came_through or self.sync.channel != "shared_memory":
@@ -168,13 +182,22 @@ class _Delivery:
         if isinstance(error, ReplicaLost):
             self.lost.append(replica.name)
         replica.weight_version = NO_WEIGHTS
+        if self.in_flight and any(x is replica for x in self.living):
+            self._give_up(replica, f"a weight update in flight failed: {error}")
         self.living = [x for x in self.living if x is not replica]
         self.sync.forget(replica)
 
-    def _begin(self, replica: Replica) -> None:
+    def _give_up(self, replica: Replica, cause: str) -> None:
+        """In its own thread, after the messages that are on their way to it."""
         replica.weight_version = NO_WEIGHTS
+        self.given_up.append(self._submit(replica, replica.give_up, cause))
+
+    def _begin(self, replica: Replica) -> None:
+        replica.weight_version = UPDATING if self.in_flight else NO_WEIGHTS
         self.sync.join(replica)
         call, deadline_s = replica.control, self.sync.deadline_s
+        if self.in_flight:
+            call("pause", {}, deadline_s)
         try:
             call("start_weight_update", {}, deadline_s)
         except (RequestRefused, ReplicaLost) as error:  # a server says 500
@@ -244,8 +267,10 @@ class _Delivery:
         end = {"kind": "end", "version": self.version, "checksum": wanted.checksum, "num_tensors": wanted.num_tensors}
         call("update_weights", end, deadline_s)
         call("finish_weight_update", {"weight_version": str(self.version)}, deadline_s)
-        call("reset_prefix_cache", {}, deadline_s)
+        call("reset_prefix_cache", {"running": True} if self.in_flight else {}, deadline_s)
         for worker, said in enumerate(call("weights_received", {}, deadline_s)):
             if WeightReceipt(**said) != wanted:
                 raise EngineError(f"worker {worker} of {replica.name} says that it holds {said} after a sync of {wanted}")
+        if self.in_flight:
+            call("resume", {}, deadline_s)
         replica.weight_version = self.version

@@ -72,7 +72,8 @@ class Driver:
 
     def produce(self) -> list[tuple]:
         self.generation.sync_weights()
-        return told(self.generation.produce(PROMPTS, SAMPLES).rollouts)
+        found = self.generation.produce(dict(enumerate(PROMPTS)), SAMPLES).found
+        return told(rollout for place in sorted(found) for rollout in found[place])
 
 
 @pytest.fixture(scope="module")

@@ -57,15 +57,15 @@ def model_folder(tmp_path_factory) -> pathlib.Path:
 
 
 class Served:
-    """tools/serve_vllm.py with two servers."""
+    """tools/serve_vllm.py with so many servers; ``options`` are vLLM's."""
 
-    def __init__(self, model_folder: pathlib.Path, folder: pathlib.Path) -> None:
-        self.port, self.log = unused_port(2), folder / "tool.log"
+    def __init__(self, model_folder: pathlib.Path, folder: pathlib.Path, *options: str, replicas: int = 2) -> None:
+        self.port, self.log = unused_port(replicas), folder / "tool.log"
         command = [
             sys.executable, str(ROOT / "tools" / "serve_vllm.py"), "--model", str(model_folder), "--port", str(self.port),
-            "--replicas", "2", "--api-key-env", "KEY_OF_THE_TESTS", "--log-dir", str(folder), "--grace-s", "5", "--",
+            "--replicas", str(replicas), "--api-key-env", "KEY_OF_THE_TESTS", "--log-dir", str(folder), "--grace-s", "5", "--",
             "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-num-seqs", "32",
-            "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
+            "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096", *options,
         ]  # fmt: skip
         environment = {
             **os.environ, "KEY_OF_THE_TESTS": KEY, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
@@ -73,7 +73,7 @@ class Served:
         }  # fmt: skip
         with open(self.log, "w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        self.urls = [f"http://127.0.0.1:{self.port + index}" for index in range(2)]
+        self.urls = [f"http://127.0.0.1:{self.port + index}" for index in range(replicas)]
 
     def starts(self, index: int) -> list[int]:
         """The process of each start of a server: the small parent that ends all of it."""

@@ -1,0 +1,94 @@
+"""Prompts whose whole group failed, asked again later: which ones failed, which wait, which are due. Pure: numbers in, decisions out.
+
+Every rank holds the same buffer of (prompt_id, attempt) and takes the same decisions.
+
+Invariants (``assert_invariants`` in tests/test_reroll.py):
+
+1. At most ``reroll.buffer_size`` prompts wait, each once; the longest-waiting leaves for a newer one.
+2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an attempt above it.
+3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most the room there is, and none before
+   ``reroll.start_fraction``; what it gives no longer waits.
+4. One that is told of again while it waits keeps its place and the later of its attempts: while no failure is told of twice, no
+   attempt is asked for twice.
+5. ``num_buffered`` counts what began to wait, ``num_issued`` what was given.
+6. A state that went through JSON and back has the same future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_rl.config import RerollConfig
+
+
+def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> np.ndarray:
+    """int64, sorted: the groups whose included samples, at least one, all have a reward of at most ``threshold``.
+
+    totals [S] float64, NaN where a sample is excluded · groups [S] int64.
+
+    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4): group 7 has a reward of 1, group 9 has none.
+    """
+    included = ~np.isnan(totals)
+    above = groups[included & (totals > threshold)]
+    return np.setdiff1d(groups[included], above).astype(np.int64)
+
+
+class RerollBuffer:
+    """Prompts that wait to be asked again.
+
+    num_buffered: prompts that began to wait, in total. num_issued: prompts that ``take`` gave, in total.
+
+    Example: ``max_groups=1``: after ``note([("3@0", 0), ("8@0", 0)])``, ``take(0.7, room=4)`` returns ``[("3@0", 1)]``.
+    """
+
+    def __init__(self, config: RerollConfig) -> None:
+        self._config = config
+        self._waiting: dict[str, int] = {}  # prompt_id → the attempt that failed, the longest-waiting first
+        self.num_buffered = 0
+        self.num_issued = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def note(self, asked: Sequence[tuple[str, int]]) -> None:
+        """(prompt_id, attempt) of groups that failed just now.
+
+        One that waits already keeps its place and the later of its attempts. A prompt whose last attempt has failed does not wait (any
+        more); where ``reroll.buffer_size`` prompts wait, the one that waited longest leaves.
+        """
+        for prompt_id, attempt in asked:
+            latest = max(attempt, self._waiting.get(prompt_id, attempt))
+            if latest >= self._config.max_attempts:
+                self._waiting.pop(prompt_id, None)
+                continue
+            self.num_buffered += prompt_id not in self._waiting
+            self._waiting[prompt_id] = latest
+            if len(self._waiting) > self._config.buffer_size:
+                del self._waiting[next(iter(self._waiting))]
+
+    def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
+        """(prompt_id, attempt) of prompts to ask now, their attempt counted on by one.
+
+        fraction: of the training that is done, 0 to 1. room: groups that the rollout can still take.
+        """
+        if fraction < self._config.start_fraction:
+            return []
+        due = list(self._waiting.items())[: max(0, min(self._config.max_groups, room))]
+        for prompt_id, _ in due:
+            del self._waiting[prompt_id]
+        self.num_issued += len(due)
+        return [(prompt_id, attempt + 1) for prompt_id, attempt in due]
+
+    def state(self) -> dict:
+        """JSON."""
+        waiting = [[prompt_id, int(attempt)] for prompt_id, attempt in self._waiting.items()]
+        return {"waiting": waiting, "num_buffered": self.num_buffered, "num_issued": self.num_issued}
+
+    def load_state(self, state: Mapping) -> None:
+        """Takes the place of what waits. Under a smaller ``reroll.buffer_size`` the longest-waiting leave, under a smaller
+        ``reroll.max_attempts`` those that have reached it."""
+        self._waiting = {}
+        self.note([(prompt_id, attempt) for prompt_id, attempt in state["waiting"]])
+        self.num_buffered, self.num_issued = state["num_buffered"], state["num_issued"]

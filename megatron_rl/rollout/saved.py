@@ -1,0 +1,67 @@
+"""Finished groups as bytes and back: what a checkpoint keeps of rollouts that are not trained yet, and of replayed ones.
+
+An .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32 and ``logprobs`` float32, flat over all samples in
+the header's order.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.types import Prompt, Rollout, Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedGroup:
+    """All samples of a prompt; ``scores`` is None where they were not scored yet."""
+
+    prompt: Prompt
+    rollouts: Sequence[Rollout]
+    scores: Sequence[Score] | None
+
+
+def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
+    """groups: by any text key."""
+    header, token_ids, logprobs = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    for key, group in groups.items():
+        samples = []
+        for rollout in group.rollouts:
+            token_ids.append(np.array(rollout.response_ids, dtype=np.int32))
+            logprobs.append(np.array(rollout.logprobs, dtype=np.float32))
+            samples.append([rollout.sample_index, len(rollout.response_ids), rollout.text, rollout.finish_reason, rollout.weight_versions])
+        scores = None if group.scores is None else [[score.total, score.by_function] for score in group.scores]
+        header.append([key, group.prompt.prompt_id, group.prompt.attempt, samples, scores])
+    buffer = io.BytesIO()
+    text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    np.savez(buffer, header=text, token_ids=np.concatenate(token_ids), logprobs=np.concatenate(logprobs))
+    return buffer.getvalue()
+
+
+def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str, SavedGroup]:
+    """recall: a prompt by its id and attempt (``PromptSource.recall``)."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        header, token_ids, logprobs = json.loads(file["header"].tobytes()), file["token_ids"].tolist(), file["logprobs"].tolist()
+    found, start = {}, 0
+    for key, prompt_id, attempt, samples, scores in header:
+        prompt, rollouts = recall(prompt_id, attempt), []
+        for index, length, text, reason, versions in samples:
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    sample_index=index,
+                    response_ids=tuple(token_ids[start : start + length]),
+                    logprobs=tuple(logprobs[start : start + length]),
+                    text=text,
+                    finish_reason=reason,
+                    weight_versions=tuple((version, count) for version, count in versions),
+                )  # fmt: skip
+            )
+            start += length
+        known = None if scores is None else [Score(total=total, by_function=tuple(values)) for total, values in scores]
+        found[key] = SavedGroup(prompt=prompt, rollouts=rollouts, scores=known)
+    return found

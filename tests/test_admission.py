@@ -1,0 +1,75 @@
+"""What may be started, over every state of the counters, and over whole runs of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.rollout.admission import NO_VERSION, Start, admit
+
+SMALL = st.integers(0, 6)
+
+
+def assert_invariants(*, trained, engine, between, steps_per_rollout, max_staleness, interval, renew) -> None:
+    given = dict(
+        trained=trained, engine=engine, steps_per_rollout=steps_per_rollout, max_staleness=max_staleness, interval=interval, renew=renew
+    )
+    found = admit(between=between, **given)
+    held = {Start.NOW: engine, Start.AFTER_SYNC: trained}.get(found)
+    if held is not None and max_staleness is not None:
+        assert trained + between * steps_per_rollout - held <= max_staleness
+    if between == 0:
+        assert found is not Start.LATER
+    behind = engine == NO_VERSION or renew or trained - engine >= interval
+    if found is Start.AFTER_SYNC and not behind:
+        assert max_staleness is not None and trained + between * steps_per_rollout - engine > max_staleness
+    if found is Start.NOW:
+        assert not behind
+    if between:
+        earlier = admit(between=between - 1, **given)
+        assert found is Start.LATER or earlier is not Start.LATER
+
+
+@given(trained=st.integers(0, 9), lag=st.integers(0, 9), between=SMALL, steps=st.integers(1, 4), bound=st.none() | SMALL,
+       interval=st.integers(1, 6), renew=st.booleans(), empty=st.booleans())  # fmt: skip
+def test_every_state(trained, lag, between, steps, bound, interval, renew, empty):
+    engine = NO_VERSION if empty else max(0, trained - lag)
+    assert_invariants(
+        trained=trained, engine=engine, between=between, steps_per_rollout=steps, max_staleness=bound, interval=interval, renew=renew
+    )
+
+
+def staleness_of_a_run(*, rollouts: int, depth: int, steps: int, bound: int | None, interval: int, moved: list[int]) -> list[int]:
+    """Plays a run: the staleness of each rollout at its turn. moved[k]: optimizer steps of rollout k that moved the weights."""
+    version, engine, started = 0, NO_VERSION, {}
+    found = []
+    for turn in range(rollouts):
+        for number in range(turn, min(rollouts, turn + depth + 1)):
+            if number in started:
+                continue
+            decision = admit(
+                trained=version, engine=engine, between=number - turn, steps_per_rollout=steps, max_staleness=bound, interval=interval
+            )
+            if decision is Start.LATER:
+                break
+            engine = version if decision is Start.AFTER_SYNC else engine
+            started[number] = engine
+        found.append(version - started[turn])
+        version += moved[turn]
+    return found
+
+
+@given(depth=st.integers(0, 4), steps=st.integers(1, 3), bound=st.none() | st.integers(0, 8), interval=st.integers(1, 5), data=st.data())
+def test_no_rollout_of_a_run_is_older_than_allowed(depth, steps, bound, interval, data):
+    moved = data.draw(st.lists(st.integers(0, steps), min_size=12, max_size=12))
+    found = staleness_of_a_run(rollouts=12, depth=depth, steps=steps, bound=bound, interval=interval, moved=moved)
+    most = depth * steps + interval - 1
+    assert max(found) <= (most if bound is None else min(bound, most))
+
+
+def test_a_bound_of_zero_is_the_synchronous_run():
+    assert staleness_of_a_run(rollouts=6, depth=3, steps=2, bound=0, interval=4, moved=[2] * 6) == [0] * 6
+
+
+def test_a_run_one_ahead_is_one_rollout_stale_from_its_second_rollout_on():
+    assert staleness_of_a_run(rollouts=5, depth=1, steps=2, bound=None, interval=1, moved=[2] * 5) == [0, 2, 2, 2, 2]

@@ -1,0 +1,164 @@
+"""rollout/reroll.py: every invariant under Hypothesis against a plain list, and failed groups against a loop."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import RerollConfig
+from megatron_rl.rollout.reroll import RerollBuffer, failed_groups
+
+# Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
+SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+IDS = [f"{row}@0" for row in range(8)]
+
+asked = st.tuples(st.sampled_from(IDS), st.integers(0, 3))
+operations = st.one_of(
+    st.tuples(st.just("note"), st.lists(asked, min_size=1, max_size=6)),
+    st.tuples(st.just("take"), st.tuples(st.sampled_from([0.0, 0.49, 0.5, 0.75, 1.0]), st.integers(-1, 5))),
+    st.tuples(st.just("reload"), st.none()),
+)
+configs = st.builds(
+    RerollConfig, max_groups=st.integers(0, 4), buffer_size=st.integers(1, 5), max_attempts=st.integers(1, 4),
+    start_fraction=st.sampled_from([0.0, 0.5, 1.0]),
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Model:
+    """A plain list, the longest-waiting first, searched from its start each time."""
+
+    config: RerollConfig
+    waiting: list[tuple[str, int]] = field(default_factory=list)
+
+    def note(self, given_: list[tuple[str, int]]) -> int:
+        """How many began to wait."""
+        began = 0
+        for prompt_id, attempt in given_:
+            places = [place for place, (other, _) in enumerate(self.waiting) if other == prompt_id]
+            if places:
+                self.waiting[places[0]] = (prompt_id, max(attempt, self.waiting[places[0]][1]))
+            elif attempt < self.config.max_attempts:
+                self.waiting.append((prompt_id, attempt))
+                began += 1
+            self.waiting = [x for x in self.waiting if x[1] < self.config.max_attempts]
+            while len(self.waiting) > self.config.buffer_size:
+                self.waiting.pop(0)
+        return began
+
+    def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
+        given_ = []
+        while fraction >= self.config.start_fraction and len(given_) < min(room, self.config.max_groups) and self.waiting:
+            prompt_id, attempt = self.waiting.pop(0)
+            given_.append((prompt_id, attempt + 1))
+        return given_
+
+
+def through_json(buffer: RerollBuffer, config: RerollConfig) -> RerollBuffer:
+    other = RerollBuffer(config)
+    other.load_state(json.loads(json.dumps(buffer.state())))
+    return other
+
+
+def assert_invariants(config: RerollConfig, steps: list[tuple[str, object]]) -> None:
+    """Every numbered invariant of reroll.py, after each operation of a history."""
+    buffer, model = RerollBuffer(config), Model(config=config)
+    buffered = issued = 0
+    for name, value in steps:
+        twin = through_json(buffer, config)  # 6
+        match name:
+            case "note":
+                buffer.note(value)
+                twin.note(value)
+                buffered += model.note(value)
+            case "take":
+                size = len(buffer)
+                found = buffer.take(*value)
+                assert found == model.take(*value) == twin.take(*value)  # 3
+                fraction, room = value
+                assert len(found) == (max(0, min(size, room, config.max_groups)) if fraction >= config.start_fraction else 0)
+                assert all(1 <= attempt <= config.max_attempts for _, attempt in found)  # 2
+                assert not {prompt_id for prompt_id, _ in found} & {prompt_id for prompt_id, _ in buffer.state()["waiting"]}
+                issued += len(found)
+            case "reload":
+                buffer = twin
+        assert twin.state() == buffer.state() == through_json(buffer, config).state()  # 6
+        waiting = [tuple(x) for x in buffer.state()["waiting"]]
+        assert waiting == model.waiting  # 4
+        assert len(buffer) == len(waiting) == len({prompt_id for prompt_id, _ in waiting}) <= config.buffer_size  # 1
+        assert all(attempt < config.max_attempts for _, attempt in waiting)  # 2
+        assert (buffer.num_buffered, buffer.num_issued) == (buffered, issued)  # 5
+
+
+@SETTINGS
+@given(config=configs, steps=st.lists(operations, min_size=4, max_size=16))
+def test_invariants(config: RerollConfig, steps: list) -> None:
+    assert_invariants(config, steps)
+
+
+@SETTINGS
+@given(config=configs, seed=st.integers(0, 2**32 - 1))
+def test_no_attempt_is_asked_for_twice(config: RerollConfig, seed: int) -> None:
+    """A run in which half of what is asked fails: each attempt follows the one before, up to the last."""
+    random, buffer = np.random.default_rng(seed), RerollBuffer(config)
+    seen: set[tuple[str, int]] = set()
+    for rollout in range(12):
+        batch = buffer.take(rollout / 11, room=3)
+        batch += [(f"{rollout}.{i}@0", 0) for i in range(4 - len(batch))]
+        for prompt_id, attempt in batch:
+            assert (prompt_id, attempt) not in seen and (attempt == 0 or (prompt_id, attempt - 1) in seen)
+            assert attempt <= config.max_attempts
+            seen.add((prompt_id, attempt))
+        buffer.note([x for x in batch if random.random() < 0.5])
+    assert buffer.num_issued == sum(attempt > 0 for _, attempt in seen)
+
+
+def test_one_that_waits_is_withdrawn_when_its_last_attempt_failed() -> None:
+    buffer = RerollBuffer(RerollConfig(max_groups=4, start_fraction=0.0, max_attempts=2))
+    buffer.note([("a", 0), ("b", 0), ("a", 1)])
+    assert buffer.state()["waiting"] == [["a", 1], ["b", 0]]
+    buffer.note([("a", 2)])
+    assert buffer.take(1.0, room=9) == [("b", 1)] and (buffer.num_buffered, buffer.num_issued) == (2, 1)
+
+
+def test_a_smaller_buffer_and_fewer_attempts_load_what_still_fits() -> None:
+    large = RerollBuffer(RerollConfig(max_groups=4, max_attempts=5))
+    large.note([("a", 0), ("b", 3), ("c", 1), ("d", 0)])
+    small = RerollBuffer(RerollConfig(max_groups=4, max_attempts=3, buffer_size=2))
+    small.load_state(json.loads(json.dumps(large.state())))
+    small.load_state(json.loads(json.dumps(large.state())))  # in place of what it has, not beside it
+    assert small.take(1.0, room=9) == [("c", 2), ("d", 1)]
+    assert (small.num_buffered, small.num_issued) == (4, 2)
+    small.note([("e", 0)])
+    small.load_state({"waiting": [], "num_buffered": 9, "num_issued": 7})
+    assert (len(small), small.num_buffered, small.num_issued) == (0, 9, 7)
+
+
+@SETTINGS
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 14), threshold=st.sampled_from([0.0, 0.3, -1.0]))
+def test_failed_groups_equal_a_loop(seed: int, count: int, threshold: float) -> None:
+    random = np.random.default_rng(seed)
+    totals, groups = random.choice([math.nan, 0.0, -0.0, 0.3, 1.0, -1.0], count), random.choice([7, 0, 3, 40, 5], count)
+    wanted = []
+    for group in sorted(set(groups.tolist())):
+        rewards = [x for x, g in zip(totals.tolist(), groups.tolist(), strict=True) if g == group and not math.isnan(x)]
+        if rewards and all(x <= threshold for x in rewards):
+            wanted.append(group)
+    found = failed_groups(totals, groups, threshold)
+    assert found.dtype == np.int64 and found.tolist() == wanted
+
+
+@pytest.mark.parametrize(("max_groups", "room"), [(0, 9), (9, 0), (9, -3)])
+def test_nothing_is_asked_without_room(max_groups: int, room: int) -> None:
+    config = RerollConfig(max_groups=max_groups, start_fraction=0.0)
+    buffer = RerollBuffer(config)
+    buffer.note([(prompt_id, 0) for prompt_id in "abcde"])
+    assert buffer.take(1.0, room=room) == [] and len(buffer) == 5
+    buffer = through_json(buffer, replace(config, max_groups=1))
+    assert buffer.take(0.0, room=1) == [("a", 1)]

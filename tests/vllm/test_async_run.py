@@ -1,0 +1,96 @@
+"""Whole runs that generate ahead on a real engine: the modes agree, tokens carry their weights' versions, a lost engine is mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.distributed.test_resume import timeless
+from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.vllm
+VLLM = (
+    "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "optimizer.lr=1e-3",
+    "reward.functions=[tests.reward_functions:parity,math_verify]", "reward.num_workers=1", "rollout.producer.min_groups=2",
+)  # fmt: skip
+STREAMING = ("rollout.producer.mode=streaming",)
+LAYOUTS = {
+    "DP2, two engines": (2, ()),
+    "TP2-PP2, one engine": (4, ("parallel.tensor=2", "parallel.pipeline=2", "rollout.num_engines=1")),
+}
+
+
+def firsts_of(run_dir: pathlib.Path) -> list[dict]:
+    return [row for row in rows_of(run_dir) if "async/staleness_max" in row]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tmp_path, layout):  # noqa: F811
+    """The same prompts, samples and weights, to the bit. An engine batches what it has, so its log-probs may round otherwise: those of
+    the trainer are trained on, and tokens are drawn by seeds of their own."""
+    world, degrees = LAYOUTS[layout]
+    found = []
+    for name, mode in (("sync", ()), ("streaming", (*STREAMING, "rollout.producer.max_staleness=0"))):
+        given = arguments(arithmetic, tmp_path / name, *VLLM, *degrees, *mode)
+        results = pool.run(world, command_line, given, timeout_s=240)
+        assert [code for code, _ in results] == [0] * world, results
+        found.append(tmp_path / name)
+    one, two = found
+    gaps = ("train/logprob_gap", "train/approx")
+    for row, other in zip(rows_of(one), rows_of(two), strict=True):
+        assert {k: v for k, v in timeless(row).items() if not k.startswith(gaps)} == {
+            k: v for k, v in timeless(other).items() if not k.startswith(gaps)
+        }
+    assert all(torch.equal(value, weights_of(two)[name]) for name, value in weights_of(one).items())
+
+
+def kill_engines(run_dir: pathlib.Path, moments: int, done: list[int]) -> None:
+    """SIGKILL to the run's engine process whenever it has begun to work again, so often."""
+    log = run_dir / "metrics.jsonl"
+    rows = 0
+    while len(done) < moments:
+        time.sleep(0.05)
+        text = log.read_text() if log.exists() else ""
+        if text.count("\n") <= rows:
+            continue
+        for pid in engines_of(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+            done.append(pid)
+            rows = text.count("\n") + 1
+            break
+
+
+def engines_of(driver: int) -> list[int]:
+    """Engine processes whose argument names a rank of ours: children of the pool's workers."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            rank = int(words[-2]) if b"megatron_rl.rollout.vllm_process" in words else 0
+            parent = int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
+        except (OSError, ValueError):
+            continue
+        if parent == driver:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_an_engine_that_dies_twice_while_it_works_ahead(pool, arithmetic, tmp_path):  # noqa: F811
+    """Killed during the second and the third rollout's time: what it owed is asked again, every rollout is trained, no prompt twice."""
+    done: list[int] = []
+    killer = threading.Thread(target=kill_engines, args=(tmp_path, 2, done), daemon=True)
+    killer.start()
+    given = arguments(arithmetic, tmp_path, *VLLM, *STREAMING, "train.steps=5", "rollout.max_response_tokens=24")
+    ((code, said),) = pool.run(1, command_line, given, timeout_s=300)
+    assert code == 0 and len(done) == 2, (said, done)
+    assert [row["rollout"] for row in firsts_of(tmp_path)] == [1, 2, 3, 4, 5]
+    assert said.count("lost its engine") >= 1 and said.count("is started again") == 2
+    prompts = [name for line in (tmp_path / "trace.jsonl").read_text().splitlines() for name in json.loads(line)["prompts"]]
+    assert len(prompts) == len(set(prompts)) == 40

@@ -1,0 +1,118 @@
+"""Compares what to do about groups without signal: train them all, skip them (skip.mode=exact), or ask further prompts in their places
+(rollout.dynamic_sampling). Per rollout: generated tokens, seconds of generation, log-probs and update, and groups with signal.
+
+Each mode is a short run of its own of the same model and data, round after round in turn; --dead of the prompts never have signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import zlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
+MODES = {
+    "train all": ("skip.mode=off",),
+    "skip": ("skip.mode=exact",),
+    "refill": ("skip.mode=exact", "rollout.dynamic_sampling.max_rounds=50"),
+}
+COUNTED = {"tokens": "rollout/tokens", "rollout s": "time/rollout_s", "logprob s": "time/logprob_s", "update s": "time/update_s"}
+
+
+def partly_dead(prompts, completions, completion_ids, **columns):
+    """1 for so many prompts, whatever is answered; for the others 1 where the completion's length is odd."""
+    dead = float(os.environ["BENCHMARK_DEAD"])
+    return [
+        1.0 if zlib.crc32(prompt.encode()) / 2**32 < dead else float(len(ids) % 2)
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]  # fmt: skip
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0].rstrip(","), epilog="example: python tools/benchmark_refill.py --dead 0.75 --steps 8"
+    )
+    parser.add_argument("--dead", type=float, default=0.75, help="share of the prompts without signal")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=32, help="per rollout")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--response-tokens", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=8, help="rollouts of each short run")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
+    given = parser.parse_args(arguments)
+    for name in ("hidden", "layers", "prompts", "samples", "response_tokens", "rounds"):
+        if vars(given)[name] < 1:
+            parser.error(f"--{name.replace('_', '-')} {vars(given)[name]} must be at least 1")
+    if not 0.0 <= given.dead < 1.0:
+        parser.error(f"--dead {given.dead} must be at least 0 and below 1")
+    if given.steps < 2:
+        parser.error(f"--steps {given.steps} must be at least 2: the first rollout is left out")
+    return given
+
+
+def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict[str, float]]:
+    """One short run, rollout by rollout, but for the first, in which the engine starts."""
+    command = [
+        sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(run_dir),
+        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "warmup.steps=0",
+        f"train.steps={given.steps}", f"train.prompts_per_step={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
+        "train.samples_per_mini_batch=null", f"rollout.engine={given.engine}", f"rollout.max_response_tokens={given.response_tokens}",
+        "reward.functions=[benchmark_refill:partly_dead]", "eval.path=null", "eval.every=null", "metrics.progress=false",
+        "metrics.dense_every=0", "train.export_last=false", *MODES[mode],
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "BENCHMARK_DEAD": str(given.dead)}
+    done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the run of {mode!r} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    found = []
+    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        live = (1.0 - row["skip/zero_advantage_ratio"]) * given.prompts
+        found.append(
+            {"groups with signal": live, **{name: row.get(key, 0.0) for name, key in COUNTED.items()}, "all s": row["time/step_s"]}
+        )
+    return found[1:]
+
+
+def table_of(measured: dict[str, list[dict[str, float]]]) -> list[dict]:
+    """Means per mode, since refills come in rounds; the last column is what a group with signal cost in all."""
+    rows = []
+    for mode, found in measured.items():
+        mean = {name: statistics.fmean(row[name] for row in found) for name in found[0]}
+        live = max(mean["groups with signal"], 1e-9)
+        rows.append({"mode": mode, **mean, "tokens a live group": mean["tokens"] / live, "s a live group": mean["all s"] / live})
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    from benchmark_async import prepare, show
+    from benchmark_skip_table import machine_name
+
+    measured: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        prepare(given, folder / "inputs")
+        for turn in range(given.rounds):
+            for mode in MODES:
+                measured[mode] += run(given, folder / "inputs", folder / f"{mode.replace(' ', '_')}_{turn}", mode)
+    rows = table_of(measured)
+    print(f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout, {given.dead:.0%} of the prompts dead")
+    show(rows)
+    if given.json:
+        given.json.write_text(json.dumps({"machine": machine_name(), "modes": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
