@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -100,6 +101,9 @@ class Run:
         return source.next(min(len(source), given.max_prompts or len(source)))
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """In the main thread, or in one of its own; the watch tells of the main one's stages alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return self.reward.score(rollouts)
         with self.watch.stage("reward"):
             return self.reward.score(rollouts)
 

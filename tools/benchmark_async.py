@@ -45,7 +45,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog="example: python tools/benchmark_async.py --steps 12 --rounds 2 --json runs/benchmark_async.json",
     )
     parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES), metavar="MODE", help="; ".join(MODES))
+    parser.add_argument(
+        "--modes", nargs="+", default=list(MODES), choices=list(MODES), metavar="MODE", help="; ".join(MODES) + " (vLLM alone)"
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=24, help="per rollout")
@@ -62,6 +64,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {vars(given)[name]} must be at least 1")
     if given.steps <= FIRST_ROLLOUTS:
         parser.error(f"--steps {given.steps} must be above {FIRST_ROLLOUTS}, the rollouts that are left out")
+    if given.engine == "transformers":
+        given.modes = [mode for mode in given.modes if "weight_sync.in_flight=true" not in MODES[mode]]
     if "sync" not in given.modes:
         parser.error("--modes must name sync, which the others are compared with")
     return given

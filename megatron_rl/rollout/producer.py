@@ -4,7 +4,7 @@ A rollout's prompts are named on every rank and each takes every n-th; groups st
 with reward workers another one scores. Functions of the rank's own process are called in its main thread, where signals work.
 
 1. Every place of a job ends in ``found`` and then in ``scores`` exactly once, whatever engines are lost in between.
-2. A reward function is called on groups of one job, on at least ``min_groups`` of them but for the last call.
+2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the last call.
 3. ``wait`` ends: by its places, by what a thread met, by a lost engine once nothing is under way, or by its deadline.
 4. Nothing runs ahead of what was started: memory is bounded by the jobs that the caller starts.
 """
@@ -37,12 +37,17 @@ class Group:
     def prompt(self) -> Prompt:
         return self.rollouts[0].prompt
 
-    def samples(self) -> list[Sample]:
-        """Rows to train on. A sample that was taken out of its group (no total) carries no loss token."""
-        return [to_sample(rollout, included=score.total is not None) for rollout, score in zip(self.rollouts, self.scores, strict=True)]
+    def samples(self, *, mask_truncated: bool = False) -> list[Sample]:
+        """Rows to train on. A sample that was taken out of its group (no total) carries no loss token; nor does one that was cut off, with
+        ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4), whose reward stays in its group's statistics."""
+        return [
+            to_sample(rollout, included=score.total is not None and not (mask_truncated and rollout.finish_reason == "length"))
+            for rollout, score in zip(self.rollouts, self.scores, strict=True)
+        ]
 
 
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:
+    """One row; included: whether its response carries loss."""
     return Sample(
         sample_id=rollout.sample_id,
         prompt_tokens=len(rollout.prompt.token_ids),
@@ -107,6 +112,7 @@ class Producer:
     ) -> None:  # fmt: skip
         self.engine, self.config, self.share, self.deadline_s = engine, config, share, deadline_s
         self._score = score
+        self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # of a part, what a rank has of it
         self._apart = apart and config.mode != "sync"
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._to_score: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -177,7 +183,7 @@ class Producer:
         with job.change:
             ready = [] if job.error else job.unscored
             streams = self.config.mode == "streaming"
-            enough = len(job.found) == len(job.mine) or (streams and len(ready) >= self.config.min_groups)
+            enough = len(job.found) == len(job.mine) or (streams and len(ready) >= self._enough)
             if not ready or not enough:
                 return False
             if len(job.found) == len(job.mine):

@@ -1,13 +1,15 @@
 """Kills a run at random moments and starts it again by the same command: python -m tests.distributed.kill_study --kills 30 --out table.md
 
-Two gloo processes on this host train a two-layer model by the command line. One run goes to its end; then every kill has a run of its
-own: SIGKILL to rank 0, rank 1 or both (by the seed), at a moment that is uniform in wall time between the first line of ``train.main``
-and the end of the uninterrupted run; the same command again, to its end. Compared with the uninterrupted run, to the bit: the exported
-weights, every tensor of the last checkpoint (AdamW's too), the metrics but for clocks, trace.jsonl, and which prompts each rollout trained.
+Two gloo processes on this host train a two-layer model by the command line; with --layout prefetch or streaming rollouts are generated
+ahead, over an epoch of a small file. One run goes to its end; then every kill has a run of its own: SIGKILL to rank 0, rank 1 or both (by
+the seed), at a moment that is uniform in wall time between the first line of ``train.main`` and the end of the uninterrupted run; the same
+command again, to its end. Compared with the uninterrupted run, to the bit: the exported weights, every tensor of the last checkpoint
+(AdamW's too), its state and its rows, the metrics but for clocks, and trace.jsonl, which names the prompts of each rollout.
 
 The ranks (phased_rank.py) note their phase in a mapped file, and sleep in phases that take no time at this size, so that kills fall in
-all of them. They are processes of their own, forked from one that has imported everything. With --least N the first seed from --seed on is
-taken whose moments fall at least N times into each phase of the uninterrupted run.
+all of them; a thread that generates sleeps before each group. They are processes of their own, forked from one that has imported
+everything. With --least N the first seed from --seed on is taken whose moments fall at least N times into each phase of the uninterrupted
+run.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,16 +34,31 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.checkpoint.folder import whole_checkpoints
-from tests.distributed.phased_rank import STAGES, read_note
+from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
+from megatron_rl.checkpoint.run_state import own_file
+from tests.distributed import phased_rank
+from tests.distributed.phased_rank import STAGES, Note, read_note
 from tests.distributed.pool import worker_environment
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_resume import timeless, weights_of_last
 from tests.distributed.test_train import ROOT, rows_of
 
 BOUND_S = 120.0  # of one attempt, its imports included
-ROLLOUTS, WORLD = 8, 2
-LAYOUTS = {"DP2-sharded": ("parallel.pipeline=1", "optimizer.distributed=true"), "PP2": ("parallel.pipeline=2",)}
+WORLD = 2
+EPOCH = 40  # prompts
+GROUP_S = 0.5  # at most, before each group of a rollout that a thread generates
+SHARDED = ("parallel.pipeline=1", "optimizer.distributed=true")
+SCHEDULED = ("train.steps=8", "reward.functions=[tests.distributed.phased_rank:even_is_silent]")
+AHEAD = ("train.steps=null", "train.epochs=1", "train.samples_per_mini_batch=16", "rollout.producer.min_groups=3", *SHARDED)
+LAYOUTS = {
+    "DP2-sharded": (*SCHEDULED, *SHARDED),
+    "PP2": (*SCHEDULED, "parallel.pipeline=2"),
+    "prefetch": (*AHEAD, SCHEDULED[1], "rollout.producer.mode=prefetch", "rollout.producer.depth=2"),
+    "streaming": (
+        *AHEAD, "rollout.producer.mode=streaming", "rollout.producer.depth=1", "reward.functions=[tests.reward_functions:mostly_dead]",
+        "reward.num_workers=1", "replay.size=6", "replay.max_uses=2", "reroll.max_groups=2", "reroll.start_fraction=0.25",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +71,12 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """phase, writing: what the killed rank noted last (the lowest, where all were). resumed: the checkpoint that the second start found.
-    codes: the exit codes of the killed run. differs: what is not as in the uninterrupted run; empty if it all is."""
+    """phase, ahead, writing: what the killed rank noted last (the lowest, where all were); ahead: a thread was generating. resumed: the
+    checkpoint that the second start found. codes: the exit codes of the killed run. differs: what is not as in the uninterrupted run."""
 
     kill: Kill
     phase: str
+    ahead: bool
     writing: bool
     resumed: int | None
     codes: tuple[int, ...]
@@ -65,10 +84,10 @@ class Outcome:
 
 
 class Nursery:
-    """The process that ranks are forked from (phased_rank.py)."""
+    """The process that ranks are forked from (``serve``)."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.phased_rank"]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.kill_study", "--serve"]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=worker_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -157,23 +176,61 @@ class Attempt:
         return "\n".join(f"--- rank {rank}:\n{path.read_text()}" for rank, path in enumerate(self.printed))
 
 
+def note_generation(note: Note) -> None:
+    """A thread that generates is noted, and takes its time for each group; which part is there first is left to chance."""
+    from megatron_rl.rollout.transformers_engine import TransformersEngine
+
+    whole, chance = TransformersEngine.generate, random.SystemRandom()
+
+    def noted(self, prompts, samples_per_prompt, *, greedy=False, on_finished=None):
+        def finished(index, rollouts):
+            time.sleep(chance.uniform(0.0, GROUP_S))
+            on_finished(index, rollouts)
+
+        if threading.current_thread() is threading.main_thread():
+            return whole(self, prompts, samples_per_prompt, greedy=greedy, on_finished=on_finished)
+        with note.within("generation"):
+            return whole(self, prompts, samples_per_prompt, greedy=greedy, on_finished=finished)
+
+    TransformersEngine.generate = noted
+
+
+def generates(notes: pathlib.Path, rank: int) -> bool:
+    return b"generation" in (notes / f"generation.{rank}").read_bytes()
+
+
+def serve() -> None:
+    """phased_rank's server of forks, whose ranks note what is generated ahead too; their prompts stand in trace.jsonl."""
+    noted_main = phased_rank.main
+
+    def main_of(arguments: list[str]) -> int:
+        notes = pathlib.Path(arguments[0])
+        notes.mkdir(parents=True, exist_ok=True)
+        note_generation(Note(notes / f"generation.{os.environ['RANK']}"))
+        return noted_main(arguments)
+
+    phased_rank.main, phased_rank.note_prompts = main_of, lambda notes: None
+    phased_rank.serve()
+
+
 def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *overrides: str) -> list[str]:
     """Eight optimizer steps a rollout, about half of them ghosts; a checkpoint every second rollout."""
     return [
         "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
         f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "run.deadline_s=60", "metrics.progress=false",
-        "warmup.steps=1", "warmup.samples_per_step=16", f"train.steps={ROLLOUTS}", "train.prompts_per_step=8",
-        "train.samples_per_mini_batch=4", "rollout.samples_per_prompt=4", "reward.functions=[tests.distributed.phased_rank:even_is_silent]",
-        "checkpoint.save_every=2", *LAYOUTS[layout], *overrides,
+        "warmup.steps=1", "warmup.samples_per_step=16", "train.prompts_per_step=8",
+        "train.samples_per_mini_batch=4", "rollout.samples_per_prompt=4", "checkpoint.save_every=2",
+        *([f"data.train={inputs / 'epoch.jsonl'}"] if "train.epochs=1" in LAYOUTS[layout] else []), *LAYOUTS[layout], *overrides,
     ]  # fmt: skip
 
 
 def make_inputs(folder: pathlib.Path) -> pathlib.Path:
-    """Data, tokenizer and model, as the quickstart makes them."""
+    """Data, tokenizer and model, as the quickstart makes them; and a file of few prompts."""
     sizes = ["--hidden", "64", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--intermediate", "96"]
     script = ROOT / "examples" / "quickstart" / "prepare.py"
     done = [sys.executable, "-W", "ignore", str(script), "--out", str(folder), "--test-rows", "20", *sizes]
     subprocess.run(done, cwd=ROOT, env=worker_environment(), check=True, timeout=BOUND_S, capture_output=True)
+    (folder / "epoch.jsonl").write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:EPOCH]) + "\n")
     return folder
 
 
@@ -237,30 +294,29 @@ def kill_once(kill: Kill, nursery: Nursery, command: list[str], folder: pathlib.
             attempt.ranks[rank].send_signal(signal.SIGKILL)
         codes = attempt.wait()
         assert None not in codes, f"a rank outlived the kill of {kill.ranks} by {BOUND_S} s\n{attempt.said()}"
-        phase, writing = read_note(notes, kill.ranks[0])
+        (phase, writing), ahead = read_note(notes, kill.ranks[0]), generates(notes, kill.ranks[0])
     found = whole_checkpoints(folder / "run" / "checkpoints")
     with Attempt(command, folder, "again", nursery) as attempt:
         assert attempt.wait() == (0,) * WORLD, attempt.said()
     differs = tuple(differences(whole.folder, folder))
-    return Outcome(kill=kill, phase=phase, writing=writing, resumed=found[-1] if found else None, codes=codes, differs=differs)
+    resumed = found[-1] if found else None
+    return Outcome(kill=kill, phase=phase, ahead=ahead, writing=writing, resumed=resumed, codes=codes, differs=differs)
 
 
 def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
     """What is not the same in two runs' folders, by name."""
     one, two = whole / "run", other / "run"
-    last = f"iter_{ROLLOUTS:07d}"
-    tensors = [tensors_of(x / "checkpoints" / last) for x in (one, two)]
-    states = [json.loads((x / "checkpoints" / last / "state.json").read_text()) for x in (one, two)]
+    ends = [x / "checkpoints" / name_of(whole_checkpoints(x / "checkpoints")[-1]) for x in (one, two)]
+    tensors, states = [tensors_of(x) for x in ends], [json.loads((x / "state.json").read_text()) for x in ends]
     for state in states:
         state["backend"].pop("cost_sums")  # measured seconds
-    trained = [{path.name: path.read_text() for path in (x / "notes" / "trained").iterdir()} for x in (whole, other)]
     same = {
         "weights": same_tensors(weights_of_last(one), weights_of_last(two)),
         "AdamW": same_tensors(*tensors) and any("exp_avg_sq" in key for key in tensors[0]),
         "metrics": [timeless(x) for x in rows_of(one)] == [timeless(x) for x in rows_of(two)],
         "trace": (one / "trace.jsonl").read_text() == (two / "trace.jsonl").read_text(),
-        "prompts": trained[0] == trained[1] and len(trained[0]) == ROLLOUTS,
-        "state": all(states[0][key] == states[1][key] for key in ("rollouts", "backend", "prompts", "trace_rollouts")),
+        "rows": all((ends[0] / own_file(rank)).read_bytes() == (ends[1] / own_file(rank)).read_bytes() for rank in range(WORLD)),
+        "state": all(states[0][key] == states[1][key] for key in ("rollouts", "backend", "prompts", "feed", "trace_rollouts")),
     }
     return [name for name, equal in same.items() if not equal]
 
@@ -298,21 +354,21 @@ def row_of(number: int, outcome: Outcome) -> str:
     resumed = "from the start" if outcome.resumed is None else f"rollout {outcome.resumed}"
     codes = ", ".join(str(code) for code in outcome.codes)
     result = f"DIFFERS: {', '.join(outcome.differs)}" if outcome.differs else "the same bits"
-    written = "yes" if outcome.writing else ""
-    return f"| {number} | {outcome.kill.seconds:.2f} | {killed} | {outcome.phase} | {written} | {codes} | {resumed} | {result} |"
+    ahead, written = ("yes" if noted else "" for noted in (outcome.ahead, outcome.writing))
+    return f"| {number} | {outcome.kill.seconds:.2f} | {killed} | {outcome.phase} | {ahead} | {written} | {codes} | {resumed} | {result} |"
 
 
 def table(seconds: float, outcomes: Sequence[Outcome]) -> str:
     """Kills by phase, then every kill."""
     phases = Counter(outcome.phase for outcome in outcomes)
-    writing = sum(outcome.writing for outcome in outcomes)
+    ahead, writing = sum(outcome.ahead for outcome in outcomes), sum(outcome.writing for outcome in outcomes)
     same = sum(not outcome.differs for outcome in outcomes)
-    columns = [*STAGES, "other", "(any of them, a checkpoint's files being written)"]
+    columns = [*STAGES, "other", "(any of them, a thread generating)", "(any of them, a checkpoint's files being written)"]
     lines = [
         f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended with the same bits.", "",
         "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|",
-        "| " + " | ".join(str(phases[name]) for name in (*STAGES, "other")) + f" | {writing} |", "",
-        "| # | at s | killed | phase | files being written | exit codes | went on from | end |", "|---|---|---|---|---|---|---|---|",
+        "| " + " | ".join(str(phases[name]) for name in (*STAGES, "other")) + f" | {ahead} | {writing} |", "",
+        "| # | at s | killed | phase | generating | files being written | exit codes | went on from | end |", "|---" * 9 + "|",
     ]  # fmt: skip
     return "\n".join([*lines, *(row_of(number, x) for number, x in enumerate(outcomes, start=1))]) + "\n"
 
@@ -339,4 +395,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve() if sys.argv[1:] == ["--serve"] else main())

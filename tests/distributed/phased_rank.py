@@ -141,8 +141,8 @@ def note_prompts(notes: pathlib.Path) -> None:
     following, whole = PromptSource.next, train.train_on_rollout
     drawn: list[str] = []
 
-    def noted_next(self, count):
-        prompts = following(self, count)
+    def noted_next(self, count, epochs=None):
+        prompts = following(self, count, epochs)
         drawn[:] = [prompt.prompt_id for prompt in prompts]
         return prompts
 

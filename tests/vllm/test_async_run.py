@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import signal
@@ -12,6 +11,7 @@ import time
 import pytest
 import torch
 
+from tests.distributed.test_async import trained_prompts
 from tests.distributed.test_resume import timeless
 from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
 
@@ -92,5 +92,18 @@ def test_an_engine_that_dies_twice_while_it_works_ahead(pool, arithmetic, tmp_pa
     assert code == 0 and len(done) == 2, (said, done)
     assert [row["rollout"] for row in firsts_of(tmp_path)] == [1, 2, 3, 4, 5]
     assert said.count("lost its engine") >= 1 and said.count("is started again") == 2
-    prompts = [name for line in (tmp_path / "trace.jsonl").read_text().splitlines() for name in json.loads(line)["prompts"]]
+    prompts = trained_prompts(tmp_path)
+    assert len(prompts) == len(set(prompts)) == 40
+
+
+def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):  # noqa: F811
+    """DP2, two rollouts ahead, weights sent while engines generate: every prompt trained once, nothing older than the depth allows."""
+    extra = ("rollout.producer.mode=prefetch", "rollout.producer.depth=2", "weight_sync.in_flight=true", "correction.mode=token_truncate")
+    given = arguments(arithmetic, tmp_path, *VLLM, *extra, "train.steps=5", "rollout.max_response_tokens=32")
+    results = pool.run(2, command_line, given, timeout_s=300)
+    assert [code for code, _ in results] == [0, 0], results
+    rows = firsts_of(tmp_path)
+    assert [row["rollout"] for row in rows] == [1, 2, 3, 4, 5] and max(row["async/staleness_max"] for row in rows) <= 4.0
+    assert sum("perf/weight_sync_bytes" in row for row in rows) == 4  # the last two rollouts were under way before the last weights
+    prompts = trained_prompts(tmp_path)
     assert len(prompts) == len(set(prompts)) == 40

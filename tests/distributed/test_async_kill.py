@@ -1,0 +1,137 @@
+"""A run with rollouts ahead that is killed, or told to leave, while a thread generates: started again it ends with the same bits.
+
+The study's own machinery (kill_study.py); its table of kills is made by ``python -m tests.distributed.kill_study --layout streaming``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.checkpoint.folder import name_of, verify, whole_checkpoints
+from megatron_rl.train import EXIT_PREEMPTED
+from tests.distributed.kill_study import (
+    BOUND_S,
+    EPOCH,
+    WORLD,
+    Attempt,
+    Kill,
+    Nursery,
+    Whole,
+    arguments_of,
+    differences,
+    generates,
+    kill_once,
+    make_inputs,
+    study,
+    whole_run,
+)
+from tests.distributed.test_async import trained_prompts
+from tests.distributed.test_train import rows_of
+
+ORPHANS_S = 10.0  # a reward worker is killed with its rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Undisturbed:
+    """A run that went to its end, and what another one like it is made with."""
+
+    nursery: Nursery
+    inputs: pathlib.Path
+    whole: Whole
+
+
+@pytest.fixture(scope="module")
+def streaming(tmp_path_factory) -> Iterator[Undisturbed]:
+    folder = tmp_path_factory.mktemp("streaming")
+    inputs = make_inputs(folder / "inputs")
+    with Nursery() as nursery:
+        yield Undisturbed(nursery=nursery, inputs=inputs, whole=whole_run(nursery, inputs, folder / "whole", "streaming"))
+
+
+def firsts_of(run_dir: pathlib.Path) -> list[dict]:
+    """The first row of each rollout."""
+    return [row for row in rows_of(run_dir) if "async/staleness_max" in row]
+
+
+def orphans() -> list[int]:
+    """Reward workers on this host whose rank is gone."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            *words, parent, _ = path.read_bytes().split(b"\0")
+        except (OSError, ValueError):  # it ended meanwhile, or says nothing
+            continue
+        if b"megatron_rl.reward.worker" in words and not pathlib.Path("/proc", os.fsdecode(parent)).exists():
+            found.append(int(path.parent.name))
+    return found
+
+
+def assert_no_orphans() -> None:
+    deadline = time.monotonic() + ORPHANS_S
+    while orphans() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not orphans()
+
+
+@pytest.mark.distributed
+def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path):
+    """SIGKILL to one rank amid the run; the undisturbed one is stale, replays and asks again."""
+    rows = firsts_of(streaming.whole.folder / "run")
+    assert [row["async/staleness_max"] for row in rows] == [0.0, *[2.0] * (len(rows) - 1)]
+    assert rows[-1]["reroll/issued"] > 2 and sum(row["replay/replaced"] for row in rows) > 2
+    command = [str(tmp_path / "notes"), *arguments_of(streaming.inputs, tmp_path / "run", "streaming")]
+    kill = Kill(seconds=random.Random(5).uniform(0.3, 0.7) * streaming.whole.seconds, ranks=(0,))
+    outcome = kill_once(kill, streaming.nursery, command, tmp_path, streaming.whole)
+    assert outcome is not None and outcome.differs == () and outcome.codes == (-signal.SIGKILL, 1), outcome
+    assert_no_orphans()
+
+
+@pytest.mark.distributed
+def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_path):
+    """SIGTERM to one rank: all leave with 75, with a checkpoint off schedule that holds the rollout ahead, and the same command goes on."""
+    notes, run_dir = tmp_path / "notes", tmp_path / "run"
+    command = [str(notes), *arguments_of(streaming.inputs, run_dir, "streaming", "checkpoint.save_every=1000")]
+    with Attempt(command, tmp_path, "first", streaming.nursery) as attempt:
+        wait_for_generation(attempt, run_dir, notes)
+        attempt.ranks[1].send_signal(signal.SIGTERM)
+        assert attempt.wait() == (EXIT_PREEMPTED,) * WORLD == (75,) * WORLD, attempt.said()
+    start, saved = whole_checkpoints(run_dir / "checkpoints")
+    folder = run_dir / "checkpoints" / name_of(saved)
+    verify(folder)
+    feed = json.loads((folder / "state.json").read_text())["feed"]
+    assert start == 0 and list(feed["jobs"]) == [str(saved)] and feed["next_rollout"] == saved + 1, feed
+    assert len(firsts_of(run_dir)) == saved
+    with Attempt(command, tmp_path, "second", streaming.nursery) as attempt:
+        assert attempt.wait() == (0,) * WORLD, attempt.said()
+    assert differences(streaming.whole.folder, tmp_path) == []
+    assert_no_orphans()
+
+
+def wait_for_generation(attempt: Attempt, run_dir: pathlib.Path, notes: pathlib.Path) -> None:
+    """Until a rollout was trained and rank 1 has begun to generate one ahead."""
+    path = run_dir / "metrics.jsonl"
+    while not (path.exists() and path.read_text().count("\n") > 2 and generates(notes, 1)):
+        assert attempt.runs() and time.monotonic() < attempt.deadline, f"not within {BOUND_S} s\n{attempt.said()}"
+        time.sleep(0.005)
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "seed"), [("streaming", 11), ("prefetch", 12)])
+def test_eight_kills_of_a_run_ahead(tmp_path, layout, seed):
+    """Every attempt is bounded by the study (BOUND_S). Without replay an epoch's prompts are all trained, each once."""
+    whole, outcomes = study(8, seed, layout, tmp_path)
+    assert len(outcomes) == 8 and not any(outcome.differs for outcome in outcomes), outcomes
+    assert any(outcome.ahead for outcome in outcomes) and any(outcome.resumed for outcome in outcomes), outcomes
+    if layout == "prefetch":
+        assert sorted(trained_prompts(whole.folder / "run")) == sorted(f"{row}@0" for row in range(EPOCH))
+    assert_no_orphans()
