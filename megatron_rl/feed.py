@@ -16,7 +16,7 @@ from megatron_rl.backend import MegatronBackend
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config
 from megatron_rl.generation import Generation
-from megatron_rl.intake import Intake, Passed, Scored, batch_advantages, merge_passes, reward_metrics, score_groups
+from megatron_rl.intake import Intake, Passed, Scored, batch_advantages, merge_passes, plain_advantages, reward_metrics, score_groups
 from megatron_rl.prompts import PromptSource
 from megatron_rl.rollout.admission import Start, admit
 from megatron_rl.rollout.producer import Group, Job
@@ -133,7 +133,7 @@ class Feed:
         with clock.measure("reward"):
             scored = score_groups(self.config, self.backend, held) if refilled or replayed else first
         values = batch_advantages(self.config, scored)
-        self._remember(scored, values, prompts, held, replayed)
+        self._remember(scored, plain_advantages(self.config, scored), prompts, held, replayed)
         metrics |= {"replay/size": float(len(self.replay)), **self._reroll_metrics()}
         facts = scored.batch.facts
         old, known, sums = merge_passes(facts, [passed for _, passed in parts if passed], kept_places - refilled - replayed)

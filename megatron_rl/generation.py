@@ -116,11 +116,11 @@ class Generation:
 
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
-    def job(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Job:
+    def job(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> Job:
         """This rank's share of prompts that are named by place on every rank. Not a collective, and nothing is generated yet."""
         places = sorted(prompts)
         mine = [places[k] for k in self.producer.places(len(places))]
-        return Job(prompts, mine, samples_per_prompt, greedy=greedy)
+        return Job(prompts, mine, samples_per_prompt, temperature=temperature)
 
     def restored_job(self, prompts: Mapping[int, Prompt]) -> Job:
         """One that was finished before a checkpoint; its groups are put into it, on whichever rank they are read."""
@@ -197,14 +197,17 @@ class Generation:
             if job.lost is not None:
                 self.producer.start(job)
 
-    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, greedy: bool = False) -> Job:
-        """This rank's share of scored rollouts by the current weights, at once; what is under way ends before."""
+    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> Job:
+        """This rank's share of scored rollouts by the current weights, at once; what is under way ends before.
+
+        temperature: an evaluation's (0: greedy), which stands in no rollout's measures; None: of rollouts, ``rollout.temperature``.
+        """
         self.settle()
         self.sync_weights()
-        job = self.job(prompts, samples_per_prompt, greedy=greedy)
+        job = self.job(prompts, samples_per_prompt, temperature=temperature)
         self.start(job)
         self.collect(job, sorted(prompts))
-        if greedy:  # an evaluation: no rollout's
+        if temperature is not None:
             self.jobs = [x for x in self.jobs if x is not job]
         else:
             self.finish(job)

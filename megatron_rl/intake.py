@@ -11,7 +11,10 @@ from megatron_rl import exchange
 from megatron_rl.advantage import advantages, may_have_advantage
 from megatron_rl.backend import Batch, LogProbs, MegatronBackend
 from megatron_rl.config import Config
+from megatron_rl.noise import with_noise
+from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.producer import Group
+from megatron_rl.signal import has_signal
 from megatron_rl.types import BatchFacts
 
 
@@ -19,13 +22,15 @@ from megatron_rl.types import BatchFacts
 class Scored:
     """Groups whose rewards every rank knows. totals [S], by_function [S, F]: NaN where there is none.
 
-    live: bool [S], whether the sample may have signal in whichever batch its group stands.
+    totals: with the overlong penalty, which by_function has not. live: bool [S], whether the sample may have signal in whichever batch its
+    group stands. step: optimizer steps of RL, ghosts included, that were taken before.
     """
 
     batch: Batch
     totals: np.ndarray
     by_function: np.ndarray
     live: np.ndarray
+    step: int
 
     @property
     def included(self) -> np.ndarray:
@@ -80,26 +85,58 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
     """Facts and rewards of all ranks' groups, by place in the rollout; a collective. groups: this rank's."""
     size = config.rollout.samples_per_prompt
     held = [(place, groups[place]) for place in sorted(groups)]
-    samples = [sample for _, group in held for sample in group.samples()]
+    samples = [sample for _, group in held for sample in group.samples(mask_truncated=config.loss.mask_truncated)]
     places = [place * size + k for place, _ in held for k in range(size)]
     batch = backend.gather(samples, [place // size for place in places], places)
     scores = [score for _, group in held for score in group.scores]
     totals, by_function = exchange.gather_scores(scores, places, len(config.reward.functions))
+    shape = _overlong(config, batch.facts)
+    totals = totals + config.reward.overlong_penalty * shape
+    columns, weights = _columns(config, by_function, shape)
     live = may_have_advantage(
         totals, batch.facts.groups, ~np.isnan(totals), estimator=config.advantage.estimator, whiten=config.advantage.whiten,
-        rewards_by_function=by_function, function_weights=config.reward.resolved_weights, sample_ids=batch.facts.sample_ids,
+        rewards_by_function=columns, function_weights=weights, sample_ids=batch.facts.sample_ids,
     )  # fmt: skip
-    return Scored(batch=batch, totals=totals, by_function=by_function, live=live & (batch.facts.loss_tokens > 0))
+    return Scored(
+        batch=batch, totals=totals, by_function=by_function, live=live & (batch.facts.loss_tokens > 0),
+        step=backend.step_index - config.warmup.steps,
+    )  # fmt: skip
+
+
+def _overlong(config: Config, facts: BatchFacts) -> np.ndarray:
+    """[S] 0 to −1: see reward/overlong.py."""
+    return overlong_shape(
+        facts.response_tokens, max_response_tokens=config.rollout.max_response_tokens, buffer_tokens=config.reward.overlong_buffer
+    )
+
+
+def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tuple[np.ndarray, tuple[float, ...]]:
+    """(rewards [S, F or F + 1], weights) of which ``gdpo`` makes advantages: the overlong punishment is one more reward function there."""
+    weights = config.reward.resolved_weights
+    if not config.reward.overlong_buffer:
+        return by_function, weights
+    return np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)
+
+
+def plain_advantages(config: Config, scored: Scored) -> np.ndarray:
+    """[S] without noise, by the same arithmetic on every rank."""
+    facts = scored.batch.facts
+    columns, weights = _columns(config, scored.by_function, _overlong(config, facts))
+    return advantages(
+        scored.totals, facts.groups, scored.included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,
+        whiten=config.advantage.whiten, rewards_by_function=columns, function_weights=weights, loss_tokens=facts.loss_tokens,
+        sample_ids=facts.sample_ids,
+    )  # fmt: skip
 
 
 def batch_advantages(config: Config, scored: Scored) -> np.ndarray:
-    """[S] by the same arithmetic on every rank."""
-    facts = scored.batch.facts
-    return advantages(
-        scored.totals, facts.groups, scored.included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,
-        whiten=config.advantage.whiten, rewards_by_function=scored.by_function, function_weights=config.reward.resolved_weights,
-        loss_tokens=facts.loss_tokens, sample_ids=facts.sample_ids,
-    )  # fmt: skip
+    """[S] to be trained on, the same on every rank: with noise (noise.py), rank 0's, where the rollout's first step is one of the first
+    ``advantage.noise_steps``, in all its mini-batches and epochs. A collective then."""
+    given, facts, values = config.advantage, scored.batch.facts, plain_advantages(config, scored)
+    if not given.noise_std or scored.step >= given.noise_steps:
+        return values
+    signal = has_signal(values, facts.loss_tokens, advantage_epsilon=config.skip.advantage_epsilon)
+    return exchange.from_first_rank(with_noise(values, signal, facts.sample_ids, std=given.noise_std, seed=config.run.seed))
 
 
 def merge_passes(facts: BatchFacts, passes: Sequence[Passed], unchanged: set[int]) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
@@ -133,6 +170,10 @@ def reward_metrics(config: Config, totals: np.ndarray, by_function: np.ndarray, 
     }
     if included.any():
         metrics["reward/mean"] = float(totals[included].mean())
+    if included.any() and config.reward.overlong_buffer:
+        metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(_overlong(config, facts)[included].mean())
+    if config.loss.mask_truncated:
+        metrics["rollout/masked_truncated"] = float((included & (facts.loss_tokens == 0)).sum())
     for name, column in zip(config.reward.functions, by_function.T, strict=True):
         if not np.isnan(column).all():
             metrics[f"reward/{name}"] = float(np.nanmean(column))

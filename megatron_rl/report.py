@@ -6,9 +6,10 @@ import argparse
 import html
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_rl.types import StepKind
 
 TIME_PARTS = ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint")
 OTHER_COLOR = 7  # grey
+EVAL_COLORS = (3, 1, 2, 4, 5, 6)  # the mean first, then pass@1, pass@2, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,18 +246,38 @@ def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
     return _card(TIME_TITLE, "seconds per optimizer step, by stage", stack, len(frame.ghost_steps) > 0, svg)
 
 
-def _eval_keys(rows: Sequence[Row]) -> list[str]:
-    return sorted({key for row in rows for key in row if key.startswith("eval/") and key.endswith("/mean@1")})
+def _eval_sets(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Evaluation set → its mean@k and pass@k, in the order in which they are drawn."""
+    found: dict[str, list[tuple[str, int, str]]] = {}
+    for key in {key for row in rows for key in row}:
+        if match := re.fullmatch(r"eval/(.+)/(mean|pass)@(\d+)", key):
+            name, kind, k = match.groups()
+            found.setdefault(name, []).append((kind, int(k), key))
+    return {name: [key for _, _, key in sorted(keys)] for name, keys in sorted(found.items())}
+
+
+def _eval_series(rows: Sequence[Row], keys: Sequence[str]) -> list[Series]:
+    """One line per key; where rewards are 0 or 1, pass@1 is the mean, which its label then says."""
+    drawn: list[Series] = []
+    for key in keys:
+        new = _series(rows, key, key.rpartition("/")[2], EVAL_COLORS[len(drawn) % len(EVAL_COLORS)])
+        old = drawn[0] if drawn and new.label == "pass@1" else None
+        if old is not None and np.array_equal(old.steps, new.steps) and np.allclose(old.values, new.values, equal_nan=True):
+            drawn[0] = replace(old, label=f"{old.label} = {new.label}")
+        elif np.isfinite(new.values).any():
+            drawn.append(new)
+    return drawn
 
 
 def _draw_evals(rows: Sequence[Row], frame: Frame) -> list[str]:
     cards = []
-    for key in _eval_keys(rows):
-        series = _series(rows, key, key.split("/")[1], 3)
-        if np.isfinite(series.values).sum() >= 2:
-            title = f"Evaluation: {series.label}"
-            svg = line_plot(title, [series], frame, share=True)
-            cards.append(_card(title, "mean@1, greedy, on held-out prompts", [series], len(frame.ghost_steps) > 0, svg))
+    for name, keys in _eval_sets(rows).items():
+        drawn = _eval_series(rows, keys)
+        if any(np.isfinite(s.values).sum() >= 2 for s in drawn):
+            title, values = f"Evaluation: {name}", np.concatenate([s.values[np.isfinite(s.values)] for s in drawn])
+            svg = line_plot(title, drawn, frame, share=bool(values.min() >= 0 and values.max() <= 1))
+            what = "mean@1, greedy, on held-out prompts" if [s.label for s in drawn] == ["mean@1"] else "on held-out prompts"
+            cards.append(_card(title, what, drawn, len(frame.ghost_steps) > 0, svg))
     return cards
 
 
@@ -285,11 +307,13 @@ def _tiles(rows: Sequence[Row]) -> str:
     ends = f"means of the first and the last {summary.window} steps" if summary.window > 1 else "first and last step"
     if summary.reward is not None:
         tiles.append(_tile("Reward", f"{summary.reward[1]:.3f}", ends, before=f"{summary.reward[0]:.3f}"))
-    for key in _eval_keys(rows):
-        series = _series(rows, key, key, 1)
-        before = f"{series.values[0]:.3f}" if len(series.steps) > 1 else ""
-        when = f"steps {series.steps[0]} and {series.steps[-1]}, mean@1" if before else f"step {series.steps[-1]}, mean@1"
-        tiles.append(_tile(f"Evaluation: {key.split('/')[1]}", f"{series.values[-1]:.3f}", when, before=before))
+    for name, keys in _eval_sets(rows).items():
+        for key in (key for key in keys if "/mean@" in key):
+            kind = key.rpartition("/")[2]
+            series = _series(rows, key, kind, 1)
+            before = f"{series.values[0]:.3f}" if len(series.steps) > 1 else ""
+            when = f"steps {series.steps[0]} and {series.steps[-1]}, {kind}" if before else f"step {series.steps[-1]}, {kind}"
+            tiles.append(_tile(f"Evaluation: {name}", f"{series.values[-1]:.3f}", when, before=before))
     if summary.zero_advantage_ratio is not None:
         start, end = (f"{100 * value:.0f} %" for value in summary.zero_advantage_ratio)
         tiles.append(_tile("Zero-advantage ratio", end, ends, before=start))

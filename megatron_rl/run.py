@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import pathlib
@@ -13,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from megatron_rl import exchange
 from megatron_rl.advantage import reduction_weights
 from megatron_rl.backend import Batch
 from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.cost import plan_seconds
+from megatron_rl.evaluation import Evaluation
 from megatron_rl.feed import Feed
 from megatron_rl.generation import Generation, guard_logprob_gap
 from megatron_rl.intake import Intake, add_sums
@@ -35,7 +34,7 @@ from megatron_rl.rollout.launch import Seat, build_engine, place_of, refuse_shar
 from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
-from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Prompt, Rollout, Sample, Score, StepKind, StepPlan, StepResult
+from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Rollout, Sample, Score, StepKind, StepPlan, StepResult
 from megatron_rl.verdict import Verdict, decide
 from megatron_rl.watch import Watch, open_watch
 
@@ -59,7 +58,7 @@ class Run:
         self.rule = signal_rule(config)
         self.reward = Reward(config.reward) if config.reward.functions else None
         self.prompts = prompts
-        self.eval_prompts = self._eval_prompts()
+        self.evaluation = Evaluation(config, tokenizer, backend.shape.context_tokens)
         self.generation = self._generation()
         self.total_steps = total_rl_steps(config, len(self.prompts))
         self.feed = Feed(
@@ -89,16 +88,6 @@ class Run:
             version=lambda: backend.weight_version, share=place.share, offload=backend.offload if shared else None,
             restore=backend.restore if shared else None, score_apart=self.reward is not None and self.reward.runs_apart,
         )  # fmt: skip
-
-    def _eval_prompts(self) -> list[Prompt]:
-        given = self.config.eval
-        if given.path is None:
-            return []
-        data = dataclasses.replace(self.config.data, shuffle=False)
-        source = PromptSource(
-            load_rows(given.path, "eval.path"), self.tokenizer, data, self.config.run.seed, self.backend.shape.context_tokens
-        )
-        return source.next(min(len(source), given.max_prompts or len(source)))
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """In the main thread, or in one of its own; the watch tells of the main one's stages alone."""
@@ -185,23 +174,11 @@ class Run:
     # ---- evaluation and export -------------------------------------------------------------------------------------
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
-        """Greedy mean@1 on the held-out prompts, as metrics; {} without an evaluation set."""
-        if not self.eval_prompts or self.reward is None:
+        """The held-out sets under the current weights, as metrics; {} without a set, or without rewards."""
+        if not self.evaluation.sets or self.reward is None:
             return {}
-        started = time.perf_counter()
         with self.watch.stage("eval"):
-            job = self.generation.produce(dict(enumerate(self.eval_prompts)), 1, greedy=True)
-            scores = [score for place in job.mine for score in job.scores[place]]
-            totals, _ = exchange.gather_scores(scores, job.mine, len(self.config.reward.functions))
-        scored = totals[~np.isnan(totals)]
-        name, value = f"eval/{self.config.eval.name}/mean@1{suffix}", float(scored.mean()) if len(scored) else 0.0
-        log.info("%s after %d steps: %.4f over %d prompts", name, self.backend.step_index, value, len(scored))
-        return {name: value, "time/eval_s": time.perf_counter() - started}
-
-    def evaluation_due(self, index: int) -> bool:
-        """After the last rollout, and after every ``eval.every``-th."""
-        every = self.config.eval.every
-        return not self.feed.has(index + 1) or (every is not None and (index + 1) % every == 0)
+            return self.evaluation.run(self.generation, step=self.backend.step_index, suffix=suffix)
 
     def export(self, index: int, *, last: bool) -> None:
         """Writes the policy as a Hugging Face directory under checkpoints/step_<n>/hf where the configuration asks for it."""

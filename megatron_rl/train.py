@@ -50,7 +50,8 @@ def train(config: Config) -> bool:
         if run.rollouts_done is None and config.warmup.steps:
             warm_up(run)
         done = run.rollouts_done or 0
-        before = {} if config.warmup.steps or done else run.evaluate(suffix="_before")
+        at_start = run.evaluation.due_at_start() and not (config.warmup.steps or done)
+        before = run.evaluate(suffix="_before") if at_start else {}
         if run.rollouts_done is None:
             if config.loss.kl_coefficient:
                 run.backend.keep_reference()
@@ -85,7 +86,7 @@ def warm_up(run) -> None:
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0], supervised=True)
             result = backend.optim_step(mini_batch.kind)
         values = {**run.performance(batch, mini_batch, run.clock), **run.clock.take()}
-        if step + 1 == config.warmup.steps:
+        if step + 1 == config.warmup.steps and run.evaluation.due_at_start():
             values |= run.evaluate()
         run.write("warmup", result, values)
     backend.reset_optimizer(total_steps=run.total_steps)
@@ -127,7 +128,7 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
             result = backend.optim_step(mini_batch.kind)
         last = number == len(steps)
         values |= {**skip_metrics(mini_batch, batch.facts, signal), **run.performance(batch, mini_batch, clock), **clock.take()}
-        if last and run.evaluation_due(index):
+        if last and run.evaluation.due(index + 1, last=not run.feed.has(index + 1)):
             values |= run.evaluate()
         run.write("rl", result, {**values, "rollout": index + 1})
         values = {}
@@ -163,10 +164,19 @@ def check_relations(config: Config) -> None:
                 f"rollout.{name}={value:g} must be below run.deadline_s={config.run.deadline_s:g}, which other ranks wait for; raise that"
             )
     _check_asynchronous(config)
-    if config.eval.every and not config.eval.path:
-        raise ConfigError(f"eval.every={config.eval.every} and eval.path is null; name a JSONL file, or set eval.every=null")
+    check_overlong(config)
+    given = config.eval
+    if given.every and not given.named_sets:
+        raise ConfigError(f"eval.every={given.every} and eval.path is null, eval.sets empty; name a JSONL file, or set eval.every=null")
     if config.metrics.dense_every < 0 or config.metrics.dense_samples < 0:
         raise ConfigError("metrics.dense_every and metrics.dense_samples must be at least 0 (0 turns them off)")
+
+
+def check_overlong(config: Config) -> None:
+    """Raises ConfigError where the overlong buffer is longer than a response may be."""
+    buffer, limit = config.reward.overlong_buffer, config.rollout.max_response_tokens
+    if buffer > limit:
+        raise ConfigError(f"reward.overlong_buffer={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it")
 
 
 def _check_asynchronous(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -138,6 +139,40 @@ def test_one_evaluation_is_a_tile_and_no_plot(tmp_path):
     write_run(tmp_path, num_steps=30)
     page = report(tmp_path)
     assert "Evaluation: test" in page and "<b>Evaluation: test</b>" not in page
+
+
+def add_evaluation(run_dir, name: str, values: dict[str, list[float]]) -> None:
+    """values: of each kind, one per evaluation, after the steps 20, 40, 60."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(lines[19::20]):
+        row |= {f"eval/{name}/{kind}": each[number] for kind, each in values.items()}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+
+def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
+    write_run(tmp_path, num_warmup=0)
+    add_evaluation(tmp_path, "hard", {"pass@16": [0.5, 0.6, 0.7], "pass@2": [0.2, 0.3, 0.4], "pass@1": [0.1] * 3, "mean@16": [0.3] * 3})
+    add_evaluation(tmp_path, "hard", {"excluded": [1.0] * 3, "response_tokens_mean": [9.0] * 3, "mean@16_before": [0.9] * 3})
+    page = report(tmp_path)
+    (legend,) = re.findall(r"<b>Evaluation: hard</b>.*?<div class=\"legend\">(.*?)</div>", page)
+    assert re.findall(r"</i>([^<]+)</span>", legend)[:4] == ["mean@16", "pass@1", "pass@2", "pass@16"]
+    assert "step 39\nmean@16: 0.3\npass@1: 0.1\npass@2: 0.3\npass@16: 0.6" in svg_of(page, "Evaluation: hard")
+    assert "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page  # a run of old beside it
+    assert re.search(r'Evaluation: hard</div><div class="value"><span>0.300 → </span>0.300</div><div class="note">.*?mean@16', page)
+
+
+def test_pass_at_1_that_is_the_mean_is_said_and_drawn_once(tmp_path):
+    write_run(tmp_path)
+    add_evaluation(tmp_path, "hard", {"mean@4": [0.1, 0.2, 0.3], "pass@1": [0.1, 0.2, 0.3], "pass@4": [0.4] * 3})
+    page = report(tmp_path)
+    assert "step 39\nmean@4 = pass@1: 0.2\npass@4: 0.4" in svg_of(page, "Evaluation: hard")
+
+
+def test_rewards_beyond_0_and_1_have_an_axis_that_holds_them(tmp_path):
+    write_run(tmp_path)
+    add_evaluation(tmp_path, "hard", {"mean@4": [-1.0, 0.5, 2.5], "pass@1": [0.1, 0.2, 0.3]})
+    ticks = re.findall(r'class="tick" text-anchor="end"[^>]*>([^<]+)<', svg_of(report(tmp_path), "Evaluation: hard"))
+    assert float(ticks[0]) <= -1.0 and float(ticks[-1]) >= 2.5
 
 
 def test_non_finite_values_break_the_line_and_are_counted(tmp_path):

@@ -103,7 +103,7 @@ def test_logprobs_equal_full_forward(tmp_path, tied, greedy):
     model = _model(tied=tied)
     model.config.save_pretrained(tmp_path)
     engine = _engine(str(tmp_path), model, max_batch_samples=16)
-    rollouts = engine.generate(PROMPTS, 6, greedy=greedy)
+    rollouts = engine.generate(PROMPTS, 6, temperature=0.0 if greedy else None)
     assert [r.sample_id for r in rollouts] == [f"{i}@0#{s}" for i in range(len(PROMPTS)) for s in range(6)]
     for rollout in rollouts:
         # 1e-5: cached against full attention in float32; both round, neither is the truth.
@@ -131,7 +131,7 @@ def test_absolute_positions_equal_full_forward(tmp_path):
 
 
 def test_greedy_equals_hf_generate(model, hf_path):
-    rollouts = _engine(hf_path, model).generate(PROMPTS, 1, greedy=True)
+    rollouts = _engine(hf_path, model).generate(PROMPTS, 1, temperature=0.0)
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt.token_ids])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=1)
@@ -173,6 +173,13 @@ def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
     second = engine.generate(PROMPTS[:3], 8)
     assert [r.response_ids for r in second] != ids
     assert {r.weight_version for r in second} == {2}
+
+
+def test_a_calls_temperature_equals_the_configs(model, hf_path):
+    """Tokens and log-probs to the bit, and the calls after it are at the config's again."""
+    engine, colder = _engine(hf_path, model), _engine(hf_path, model, temperature=0.4)
+    before, asked = engine.generate(PROMPTS, 4), engine.generate(PROMPTS, 4, temperature=0.4)
+    assert asked == colder.generate(PROMPTS, 4) and engine.generate(PROMPTS, 4) == before != asked
 
 
 def test_sample_seed_is_stable_and_distinct():

@@ -5,6 +5,7 @@ Every error is a ConfigError that names the key, the value and the way out.
 
 from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
+from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_yaml, load_config
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
@@ -15,7 +16,6 @@ from megatron_rl.config.sections import (
     CheckpointConfig,
     Config,
     DataConfig,
-    EvalConfig,
     LossConfig,
     MegatronConfig,
     MetricsConfig,

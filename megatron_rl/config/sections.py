@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.checks import at_least, choose
 from megatron_rl.config.correction import CorrectionConfig
+from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.types import ConfigError
 
@@ -121,7 +122,8 @@ class RewardConfig:
     """``functions``: names (``arithmetic``, ``math_verify``) or ``module:function``; ``weights`` one each, default 1.
 
     ``num_workers``: processes per rank that call them; 0: the rank's own. ``deadline_s``: of a sample in a worker. ``in_process``: of
-    the functions, those that the rank's own process calls all the same (one that holds a model, say).
+    the functions, those that the rank's own process calls all the same (one that holds a model, say). ``overlong_buffer``: tokens before
+    ``rollout.max_response_tokens`` over which the total reward falls by ``overlong_penalty`` (reward/overlong.py); 0: it does not.
     """
 
     functions: tuple[str, ...] = ()
@@ -130,6 +132,8 @@ class RewardConfig:
     num_workers: int = 0
     deadline_s: float = 30.0
     in_process: tuple[str, ...] = ()
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
@@ -139,6 +143,8 @@ class RewardConfig:
             )
         at_least("reward.num_workers", self.num_workers, 0)
         at_least("reward.deadline_s", self.deadline_s, 0.0, exclusive=True)
+        at_least("reward.overlong_buffer", self.overlong_buffer, 0)
+        at_least("reward.overlong_penalty", self.overlong_penalty, 0.0)
         for name in self.in_process:
             choose("reward.in_process", name, self.functions)
         if self.functions and self.num_workers and set(self.in_process) == set(self.functions):
@@ -154,16 +160,24 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Semantics §6. ``epsilon`` is added to the standard deviation."""
+    """Semantics §6. ``epsilon`` is added to the standard deviation; ``noise_std`` to advantages, for the first ``noise_steps`` steps."""
 
     estimator: str = "grpo"
     epsilon: float = 1e-6
     whiten: str = "scale"
+    noise_std: float = 0.0
+    noise_steps: int = 0
 
     def __post_init__(self) -> None:
         choose("advantage.estimator", self.estimator, ESTIMATORS)
         choose("advantage.whiten", self.whiten, ("scale", "center_and_scale"))
         at_least("advantage.epsilon", self.epsilon, 0.0)
+        at_least("advantage.noise_std", self.noise_std, 0.0)
+        at_least("advantage.noise_steps", self.noise_steps, 0)
+        if self.noise_std and not self.noise_steps:
+            raise ConfigError(
+                f"advantage.noise_std={self.noise_std} is added for the first advantage.noise_steps=0 steps, which is never; say how many"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +199,7 @@ class SkipConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Semantics §1 and §7."""
+    """Semantics §1 and §7. ``mask_truncated``: a sample that ``rollout.max_response_tokens`` cut off carries no loss token."""
 
     policy: str = "ppo"
     reduction: str = "token_mean"
@@ -197,6 +211,7 @@ class LossConfig:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     entropy_coefficient: float = 0.0
+    mask_truncated: bool = False
 
     def __post_init__(self) -> None:
         choose("loss.policy", self.policy, POLICIES)
@@ -323,20 +338,6 @@ class CheckpointConfig:
         choose("checkpoint.resume", self.resume, ("auto", "never"))
         choose("checkpoint.on_damage", self.on_damage, ("previous", "fail"))
         choose("checkpoint.on_error", self.on_error, ("fail", "continue"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """``path``: a JSONL of held-out prompts, scored greedily every ``every`` rollouts and at the end (mean@1)."""
-
-    path: str | None = None
-    name: str = "test"
-    every: int | None = None
-    max_prompts: int | None = None
-
-    def __post_init__(self) -> None:
-        at_least("eval.every", self.every, 1)
-        at_least("eval.max_prompts", self.max_prompts, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,9 +70,11 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, on_finished: OnFinished | None = None
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None, on_finished: OnFinished | None = None
     ) -> list[Rollout]:
         """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
+
+        temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's samples are all the same.
 
         ``on_finished`` is called in this thread, once for each prompt whose group is whole, in the order in which they become so; before
         an EngineLost exactly for those that it holds as finished. What it raises ends the call, with nothing left under way.

@@ -62,12 +62,14 @@ class Job:
     """One rollout's share of a rank. Its fields are read and written under ``change``.
 
     prompts: of all ranks, by place · mine: this rank's places · found, scores: place → what there is already · lost: why the engine was
-    lost in the middle of it · error: what a thread met, for the main thread to raise.
+    lost in the middle of it · error: what a thread met, for the main thread to raise · temperature: see ``Engine.generate``.
     """
 
-    def __init__(self, prompts: Mapping[int, Prompt], mine: Sequence[int], samples_per_prompt: int, *, greedy: bool = False) -> None:
+    def __init__(
+        self, prompts: Mapping[int, Prompt], mine: Sequence[int], samples_per_prompt: int, *, temperature: float | None = None
+    ) -> None:
         self.prompts, self.mine = dict(prompts), tuple(mine)
-        self.samples_per_prompt, self.greedy = samples_per_prompt, greedy
+        self.samples_per_prompt, self.temperature = samples_per_prompt, temperature
         self.change = threading.Condition()
         self.found: dict[int, list[Rollout]] = {}
         self.scores: dict[int, list[Score]] = {}
@@ -162,7 +164,7 @@ class Producer:
         try:
             if places:
                 prompts = [job.prompts[place] for place in places]
-                self.engine.generate(prompts, job.samples_per_prompt, greedy=job.greedy, on_finished=keep)
+                self.engine.generate(prompts, job.samples_per_prompt, temperature=job.temperature, on_finished=keep)
         except EngineLost as met:
             lost = str(met)
         except BaseException as met:  # noqa: BLE001 (raised in the main thread, by wait)

@@ -119,10 +119,11 @@ class TransformersEngine:
         return SyncReport(version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started)
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, on_finished: OnFinished | None = None
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None, on_finished: OnFinished | None = None
     ) -> list[Rollout]:
-        """See ``Engine.generate``. Greedy log-probs are at the sampling temperature too."""
+        """See ``Engine.generate``. Log-probs are at the temperature of the call; greedy ones at ``rollout.temperature``."""
         self._check(prompts, samples_per_prompt)
+        greedy, at = temperature == 0.0, temperature or self._rollout.temperature
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
         max_rows = self._rollout.max_batch_samples
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
@@ -134,7 +135,7 @@ class TransformersEngine:
                 batch = order[start : start + num_prompts]
                 rows = [(prompts[index], sample) for index in batch for sample in samples]
                 uniforms = None if greedy else self._uniforms(rows)
-                token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms)
+                token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms, at)
                 found = self._to_rollouts(rows, token_ids, logprobs)
                 for place, index in enumerate(batch):
                     rollouts[index] += found[place * len(samples) : (place + 1) * len(samples)]
@@ -168,7 +169,9 @@ class TransformersEngine:
         return torch.from_numpy((raw >> np.uint64(11)).T * 2.0**-53).to(self._device)
 
     @torch.inference_mode()
-    def _sample(self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    def _sample(
+        self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps, rows].
 
         What stands after a row's first stop token is meaningless.
@@ -199,7 +202,7 @@ class TransformersEngine:
         token_ids = torch.zeros(max_steps, num_rows, dtype=torch.long, device=self._device)
         logprobs = torch.zeros(max_steps, num_rows, dtype=torch.float32, device=self._device)
         for step in range(max_steps):
-            tokens, token_logprobs = _draw(logits, self._rollout.temperature, None if uniforms is None else uniforms[step, rows])
+            tokens, token_logprobs = _draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
             token_ids[step, rows], logprobs[step, rows] = tokens, token_logprobs
             for stop_id in self._stop_ids:
                 done |= tokens == stop_id

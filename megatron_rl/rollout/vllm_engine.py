@@ -210,7 +210,7 @@ class VllmEngine:
             self._delivered = version
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, greedy: bool = False, on_finished: OnFinished | None = None
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None, on_finished: OnFinished | None = None
     ) -> list[Rollout]:
         """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
         check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._longest)
@@ -223,9 +223,8 @@ class VllmEngine:
         if prompts and version == NO_WEIGHTS:
             raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
         call = next(self._calls)
-        requests = [
-            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, greedy=greedy) for index, prompt in enumerate(prompts)
-        ]
+        at = self._rollout.temperature if temperature is None else temperature
+        requests = [self._request(f"{call}-{index}", prompt, samples_per_prompt, version, at) for index, prompt in enumerate(prompts)]
         places = {request.request_id: index for index, request in enumerate(requests)}
         rollouts: dict[int, list[Rollout]] = {}
 
@@ -262,11 +261,11 @@ class VllmEngine:
             )
         return why
 
-    def _request(self, number: str, prompt: Prompt, samples: int, version: int, *, greedy: bool) -> GenerateRequest:
+    def _request(self, number: str, prompt: Prompt, samples: int, version: int, temperature: float) -> GenerateRequest:
         seed = sample_seed(self._seed, prompt.prompt_id, 0, version, prompt.attempt) & ((1 << SEED_BITS) - 1)
         return GenerateRequest(
-            request_id=f"{self._rank}-{number}", token_ids=prompt.token_ids, n=1 if greedy else samples,
-            max_tokens=self._rollout.max_response_tokens, temperature=0.0 if greedy else self._rollout.temperature, seed=seed,
+            request_id=f"{self._rank}-{number}", token_ids=prompt.token_ids, n=samples if temperature else 1,
+            max_tokens=self._rollout.max_response_tokens, temperature=temperature, seed=seed,
             stop_token_ids=self._stop_ids,
         )  # fmt: skip
 

@@ -182,15 +182,15 @@ def note_generation(note: Note) -> None:
 
     whole, chance = TransformersEngine.generate, random.SystemRandom()
 
-    def noted(self, prompts, samples_per_prompt, *, greedy=False, on_finished=None):
+    def noted(self, prompts, samples_per_prompt, *, temperature=None, on_finished=None):
         def finished(index, rollouts):
             time.sleep(chance.uniform(0.0, GROUP_S))
             on_finished(index, rollouts)
 
         if threading.current_thread() is threading.main_thread():
-            return whole(self, prompts, samples_per_prompt, greedy=greedy, on_finished=on_finished)
+            return whole(self, prompts, samples_per_prompt, temperature=temperature, on_finished=on_finished)
         with note.within("generation"):
-            return whole(self, prompts, samples_per_prompt, greedy=greedy, on_finished=finished)
+            return whole(self, prompts, samples_per_prompt, temperature=temperature, on_finished=finished)
 
     TransformersEngine.generate = noted
 

@@ -141,8 +141,8 @@ def noisy_engine():
     """The embedded engine, whose log-probs come 0.3 nats of noise away from its own; the noise hangs on the sample alone."""
     true = TransformersEngine.generate
 
-    def generate(self, *args, **kwargs):
-        return [_noisy(rollout) for rollout in true(self, *args, **kwargs)]
+    def generate(self, *args, on_finished, **kwargs):
+        return [_noisy(x) for x in true(self, *args, on_finished=lambda k, group: on_finished(k, [_noisy(x) for x in group]), **kwargs)]
 
     def _noisy(rollout):
         random = np.random.default_rng(zlib.crc32(rollout.sample_id.encode()))

@@ -48,13 +48,13 @@ def temperature(bench, value: float) -> Iterator[None]:
 
 
 def test_greedy_equals_the_transformers_engine(loaded):
-    ours = loaded.engine.generate(PROMPTS, 2, greedy=True)
+    ours = loaded.engine.generate(PROMPTS, 2, temperature=0.0)
     other = TransformersEngine(
         str(loaded.folder), AutoTokenizer.from_pretrained(loaded.folder), loaded.config.rollout, seed=loaded.config.run.seed,
         dtype=torch.float32, device=CPU,
     )  # fmt: skip
     other.load_weights(iter(loaded.weights(1).items()), 1)
-    theirs = other.generate(PROMPTS, 2, greedy=True)
+    theirs = other.generate(PROMPTS, 2, temperature=0.0)
     assert told(ours) == told(theirs) and [x.text for x in ours] == [x.text for x in theirs]
     assert {x.finish_reason for x in ours} == {"stop", "length"}  # or one of the two ends is not compared
 
@@ -65,6 +65,15 @@ def test_logprobs_equal_hugging_faces_at_the_sampling_temperature(loaded, value)
         gap = loaded.largest_gap(PROMPTS, 6)
     print(f"temperature {value}: {gap:.2e}")
     assert gap < LOGPROB_TOLERANCE
+
+
+def test_a_calls_temperature_equals_the_configs(loaded):
+    before = told(loaded.engine.generate(PROMPTS, 4))
+    with temperature(loaded, 1.0):
+        wanted = told(loaded.engine.generate(PROMPTS, 4))
+    found = loaded.engine.generate(PROMPTS, 4, temperature=1.0)
+    assert told(found) == wanted != before == told(loaded.engine.generate(PROMPTS, 4))
+    assert max(abs(reference_logprobs(loaded.model, x, 1.0) - x.logprobs).max() for x in found) < LOGPROB_TOLERANCE
 
 
 def test_logprobs_are_not_those_of_another_temperature(loaded):

@@ -72,7 +72,7 @@ def either(request) -> Bench:
 class Call:
     """A call of ``generate`` in a thread of its own, and what it told of finished prompts meanwhile."""
 
-    def __init__(self, bench: Bench, prompts=PROMPTS, samples: int = SAMPLES, *, greedy: bool = False) -> None:
+    def __init__(self, bench: Bench, prompts=PROMPTS, samples: int = SAMPLES, *, temperature: float | None = None) -> None:
         self.told: list[tuple[int, list[Rollout]]] = []
         self.first = threading.Event()
         self.since, self.wave_s = time.monotonic(), ANSWER_S
@@ -84,7 +84,7 @@ class Call:
 
         def run() -> None:
             try:
-                self._result.set_result(bench.engine.generate(prompts, samples, greedy=greedy, on_finished=finish))
+                self._result.set_result(bench.engine.generate(prompts, samples, temperature=temperature, on_finished=finish))
             except BaseException as error:  # noqa: BLE001 (``result`` raises it)
                 self._result.set_exception(error)
 
@@ -142,8 +142,8 @@ def test_every_token_is_of_the_weights_that_its_span_names(either):
 def test_the_same_weights_in_flight_equal_an_undisturbed_run(either):
     either.load(4)
     prompts = PROMPTS * 2
-    quiet = either.engine.generate(prompts, 1, greedy=True)
-    call = Call(either, prompts, samples=1, greedy=True)
+    quiet = either.engine.generate(prompts, 1, temperature=0.0)
+    call = Call(either, prompts, samples=1, temperature=0.0)
     call.wait_for_the_middle()
     version = either.load(4)
     disturbed = call.result()

@@ -1,0 +1,336 @@
+"""TRL's GRPOTrainer and RLOOTrainer, their own methods driven on stand-ins for the trainer, against our losses and advantages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import CorrectionConfig, LossConfig
+from megatron_rl.loss.correction import off_policy
+from tests.oracles.batch import (
+    DOUBLE,
+    SEEDS,
+    Batch,
+    Outcome,
+    assert_same,
+    correction_weights,
+    our_advantages,
+    ours,
+    outcome,
+    random_batch,
+    random_rewards,
+)
+
+trl = pytest.importorskip("trl", reason="TRL is not installed; `make test-oracles` installs it")
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.3
+CLIP = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
+REDUCTIONS = {
+    "grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "sequence_sum_norm", "dapo": "token_mean", "luspo": "sequence_sum_mean",
+}  # fmt: skip
+LEVELS = {"token": "ppo", "sequence": "gspo"}
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+TRL_EPSILON = 1e-4  # what TRL adds to every standard deviation
+
+
+def one_process(**attributes) -> SimpleNamespace:
+    """accelerate's Accelerator of one process, as far as the trainers read it."""
+    return SimpleNamespace(
+        num_processes=1, process_index=0, device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x, sync_gradients=True, **attributes,
+    )  # fmt: skip
+
+
+def make_trainer(batch: Batch, *, args: dict | None = None, **changed) -> SimpleNamespace:
+    """What GRPOTrainer._compute_loss reads of its trainer, at the values that switch every option off."""
+    settings = dict(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    trainer = dict(
+        accelerator=one_process(), model=SimpleNamespace(training=True), args=SimpleNamespace(**{**settings, **(args or {})}),
+        loss_type="grpo", importance_sampling_level="token", epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, beta=0.0,
+        current_gradient_accumulation_steps=1, max_completion_length=batch.max_response_tokens, off_policy_mask_threshold=None,
+        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask, use_vllm=False, vllm_importance_sampling_correction=False,
+        top_entropy_quantile=1.0, aux_loss_enabled=False, _entropy_bonus_enabled=False, use_adaptive_entropy=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+    return SimpleNamespace(**{**trainer, **changed})
+
+
+def trl_loss(batch: Batch, trainer: SimpleNamespace, *, num_items: int | None = None, **inputs) -> Outcome:
+    """GRPOTrainer._compute_loss; a batch's holes are TRL's tool mask, whose tokens the model reads and does not train."""
+    inside = torch.arange(batch.mask.shape[1]) < torch.from_numpy(batch.response_tokens)[:, None]
+    ones = torch.ones(len(batch.groups), 1, dtype=torch.long)
+    num_items = int(batch.mask.sum()) if num_items is None else num_items
+    inputs = dict(
+        prompt_ids=ones, prompt_mask=ones, completion_ids=inside.long(), completion_mask=inside.long(), tool_mask=batch.mask.long(),
+        advantages=batch.advantage_tensor, old_per_token_logps=batch.old, sampling_per_token_logps=batch.rollout,
+        ref_per_token_logps=batch.reference, num_items_in_batch=torch.tensor(num_items), **inputs,
+    )  # fmt: skip
+
+    def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logprobs, entropy, None)
+        return trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+
+    return outcome(batch, loss_of)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", REDUCTIONS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_loss_types_equal_reductions(seed: int, loss_type: str, level: str) -> None:
+    """`importance_sampling_level=sequence` differentiates the sequence's ratio, our gspo each token's own (arXiv:2507.18071, eq. 14)."""
+    batch = random_batch(seed)
+    config = LossConfig(policy=LEVELS[level], reduction=REDUCTIONS[loss_type], **CLIP)
+    assert_same(trl_loss(batch, make_trainer(batch, loss_type=loss_type, importance_sampling_level=level)), ours(batch, config))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_delta_equals_dual_clip(seed: int) -> None:
+    """INTELLECT-2's two-sided clip, δ > 1 + ε_high; below that TRL's δ clips A > 0 too, and the dual clip does not."""
+    batch = random_batch(seed)
+    found = trl_loss(batch, make_trainer(batch, args={"delta": 1.8}))
+    assert_same(found, ours(batch, LossConfig(reduction="sequence_mean", dual_clip=1.8, **CLIP)))
+
+
+@pytest.mark.parametrize("cap", [1.3, 5.0])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cispo_equals_cispo_without_lower_bound(seed: int, cap: float) -> None:
+    """TRL's `epsilon_high` is the cap itself (ScaleRL's ε_max), not its distance from 1; a lower bound of 0 is ours at clip_low = 1."""
+    batch = random_batch(seed)
+    found = trl_loss(batch, make_trainer(batch, loss_type="cispo", epsilon_high=cap))
+    assert_same(found, ours(batch, LossConfig(policy="cispo", clip_low=1.0, clip_high=cap - 1)))
+
+
+@pytest.mark.parametrize("loss_type", REDUCTIONS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trl_counts_samples_without_loss_tokens(seed: int, loss_type: str) -> None:
+    """By definition: TRL's means over sequences divide by all rows, ours by the samples that have a loss token (semantics §1)."""
+    batch = random_batch(seed, num_empty=1)
+    found = trl_loss(batch, make_trainer(batch, loss_type=loss_type))
+    wanted = ours(batch, LossConfig(reduction=REDUCTIONS[loss_type], **CLIP))
+    share = 1.0 if REDUCTIONS[loss_type] == "token_mean" else batch.present / len(batch.groups)
+    assert_same(found, Outcome(loss=share * wanted.loss, gradient=share * wanted.gradient, entropy_gradient=wanted.entropy_gradient))
+
+
+@pytest.mark.parametrize("loss_type", REDUCTIONS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_accumulated_micro_batches(seed: int, loss_type: str) -> None:
+    """Halves of equally many samples: all equal our one sum but bnpo, which is the mean of each half's token mean."""
+    whole = random_batch(seed)
+    count = len(whole.groups) // 2
+    halves = [whole.select(list(range(count))), whole.select(list(range(count, 2 * count)))]
+    whole = whole.select(list(range(2 * count)))
+    config = LossConfig(reduction=REDUCTIONS[loss_type], **CLIP)
+    settings = dict(loss_type=loss_type, current_gradient_accumulation_steps=2, args={"steps_per_generation": 2})
+    found = [trl_loss(half, make_trainer(half, **settings), num_items=int(whole.mask.sum())) for half in halves]
+    wanted = ours(whole, config)
+    parts = [ours(half, config) for half in halves]
+    gradient = wanted.gradient if loss_type != "bnpo" else torch.cat([part.gradient for part in parts]) / 2
+    loss = wanted.loss if loss_type != "bnpo" else sum(part.loss for part in parts) / 2
+    torch.testing.assert_close(found[0].loss + found[1].loss, loss, **DOUBLE)
+    torch.testing.assert_close(torch.cat([f.gradient for f in found]), gradient, **DOUBLE)
+
+
+@pytest.mark.parametrize("estimator", ["k3", "unbiased"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kl_in_the_loss(seed: int, estimator: str) -> None:
+    """TRL's KL is k3; `use_bias_correction_kl` multiplies it by π_θ/π_old, gradient and all (DeepSeek-V3.2, eq. 7), never clipped."""
+    batch = random_batch(seed)
+    args = {"use_bias_correction_kl": estimator == "unbiased", "delta": 1.8}
+    config = LossConfig(dual_clip=1.8, kl_coefficient=0.3, kl_estimator=estimator, **CLIP)
+    assert_same(trl_loss(batch, make_trainer(batch, loss_type="dapo", beta=0.3, args=args)), ours(batch, config))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_unbiased_kl_of_gspo_keeps_the_token_ratio_in_ours(seed: int) -> None:
+    """By definition: at sequence level TRL multiplies each token's k3 by the sequence's ratio, and says that it is then biased."""
+    batch = random_batch(seed)
+    args, reduction = {"use_bias_correction_kl": True}, "sequence_mean"
+    found = trl_loss(batch, make_trainer(batch, importance_sampling_level="sequence", beta=0.3, args=args))
+    wanted = ours(batch, LossConfig(policy="gspo", reduction=reduction, kl_coefficient=0.3, kl_estimator="unbiased", **CLIP))
+    single = (batch.mask.sum(1) == 1)[:, None]  # where the two ratios are one
+    torch.testing.assert_close(found.gradient * single, wanted.gradient * single, **DOUBLE)
+    assert not torch.allclose(found.gradient, wanted.gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_entropy_bonus(seed: int, loss_type: str) -> None:
+    """TRL's bonus is a token mean whatever the loss type, so it is ours under token_mean alone."""
+    batch = random_batch(seed)
+    found = trl_loss(batch, make_trainer(batch, loss_type=loss_type, _entropy_bonus_enabled=True, entropy_coef=0.01))
+    assert_same(found, ours(batch, LossConfig(entropy_coefficient=0.01, **CLIP)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_off_policy_mask(seed: int) -> None:
+    """Ours is decided on π_old, so that it is known before the forward: TRL's own function at π_old, and its loss at π_θ = π_old."""
+    batch = random_batch(seed)
+    keeps = trl.GRPOTrainer.get_off_policy_mask(batch.advantage_tensor[:, None], batch.old, batch.rollout, batch.mask.long(), 0.1)[:, 0]
+    gap = ((batch.old - batch.rollout) * batch.mask).sum(1) / batch.mask.sum(1)
+    assert np.array_equal(off_policy(batch.advantages, gap.numpy(), 0.1), keeps.numpy() == 0)
+    first_step = batch.change(logprobs=batch.old)
+    trainer = make_trainer(first_step, off_policy_mask_threshold=0.1, beta=0.3, args={"use_bias_correction_kl": True})
+    config = LossConfig(reduction="sequence_mean", kl_coefficient=0.3, kl_estimator="unbiased", **CLIP)
+    assert_same(trl_loss(first_step, trainer), ours(first_step, config, CorrectionConfig(off_policy_delta=0.1)))
+
+
+def test_the_off_policy_mask_masks_something() -> None:
+    dropped = [(correction_weights(random_batch(s), CorrectionConfig(off_policy_delta=0.1)).sum(1) == 0).double().mean() for s in SEEDS]
+    assert 0.05 < torch.stack(dropped).mean() < 0.5
+
+
+def generating_trainer(batch: Batch, rewards: np.ndarray, **changed) -> SimpleNamespace:
+    """What _generate_and_score_completions reads of a trainer: the batch is what "was generated", the rewards what "was scored"."""
+    lengths = batch.response_tokens.tolist()
+    completions = [[1] * n for n in lengths]
+    tools = [row[:n].long().tolist() for row, n in zip(batch.mask, lengths, strict=True)]
+    sampled = [row[:n].tolist() for row, n in zip(batch.rollout, lengths, strict=True)]
+    grpo = ([[1]] * len(lengths), completions, tools, [""] * len(lengths), sampled, None, None, None)
+    size = int((batch.groups == batch.groups[0]).sum())
+    args = SimpleNamespace(
+        per_device_train_batch_size=size, steps_per_generation=1, gradient_accumulation_steps=1, gradient_checkpointing_kwargs=None
+    )  # fmt: skip
+    trainer = dict(
+        accelerator=one_process(), model=SimpleNamespace(training=True, is_gradient_checkpointing=False), environment_factories=None,
+        tools=None, environments=None, _tokenizer=SimpleNamespace(pad_token_id=0), pad_to_multiple_of=None,
+        mask_truncated_completions=False, args=args,
+        num_iterations=1, beta=0.0, num_generations=size, multi_objective_aggregation="sum_then_normalize", scale_rewards="group",
+        reward_weights=torch.ones(rewards.shape[1], dtype=torch.float64), reward_funcs=[None] * rewards.shape[1],
+        reward_func_names=[str(i) for i in range(rewards.shape[1])], use_vllm=True, vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=2.0,
+        _metrics=defaultdict(lambda: defaultdict(list)), _logs=defaultdict(lambda: defaultdict(list)), _pending_extra_logs={},
+        _pending_metrics={}, log_multimodal=False, reward_clip_range=None, normalize_advantages=False,
+        _generate=lambda prompts: grpo, _calculate_rewards=lambda *args: torch.from_numpy(rewards),
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (batch.old, None, None),
+    )  # fmt: skip
+    trainer["_logs"].update({name: [] for name in ("prompt", "completion", "advantages")})
+    return SimpleNamespace(**{**trainer, **changed})
+
+
+@contextmanager
+def double_by_default():
+    """TRL makes tensors of the engine's log-probs in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def trl_scored(batch: Batch, rewards: np.ndarray, **changed) -> dict[str, torch.Tensor]:
+    with double_by_default():
+        trainer = generating_trainer(batch, rewards, **changed)
+        return trl.GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * len(batch.groups))
+
+
+def trl_importance(batch: Batch, correction: CorrectionConfig) -> torch.Tensor:
+    """[S, T] or [S, 1]."""
+    changed = dict(
+        vllm_importance_sampling_mode=correction.mode, vllm_importance_sampling_clip_min=correction.floor,
+        vllm_importance_sampling_clip_max=correction.cap,
+    )  # fmt: skip
+    return trl_scored(batch, random_rewards(batch, 0), **changed)["importance_sampling_ratio"]
+
+
+@pytest.mark.parametrize("floor", [None, 0.6])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_importance_sampling_modes(seed: int, mode: str, floor: float | None) -> None:
+    """The weights, then the loss with them and a KL that they do not weigh; a mask keeps its tokens in every denominator."""
+    batch = random_batch(seed)
+    correction = CorrectionConfig(mode=mode, cap=1.5, floor=floor)
+    ratio = trl_importance(batch, correction)
+    weights = correction_weights(batch, correction)
+    torch.testing.assert_close(torch.where(batch.mask, ratio, 0.0), weights, **DOUBLE)
+    for level, policy in LEVELS.items():
+        if policy == "gspo" and mode.startswith("token"):
+            continue  # the test below
+        settings = dict(use_vllm=True, vllm_importance_sampling_correction=True, beta=0.3, importance_sampling_level=level)
+        found = trl_loss(batch, make_trainer(batch, loss_type="dapo", **settings), importance_sampling_ratio=ratio)
+        assert_same(found, ours(batch, LossConfig(policy=policy, kl_coefficient=0.3, **CLIP), correction))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_caps_and_masks_are_met(mode: str) -> None:
+    plain = CorrectionConfig(mode=mode, cap=100.0)
+    moved = [
+        correction_weights(random_batch(s), CorrectionConfig(mode=mode, cap=1.5)) != correction_weights(random_batch(s), plain)
+        for s in SEEDS
+    ]
+    met = torch.cat([m[random_batch(s).mask] for m, s in zip(moved, SEEDS, strict=True)])
+    assert 0.05 < met.double().mean() < 0.6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_token_weights_under_a_sequence_ratio_are_averaged_in_trl(seed: int) -> None:
+    """By definition: TRL's sequence ratio spreads its gradient, so each token gets its sequence's mean weight; GSPO-token, ours and
+    verl's, keeps each token's own (arXiv:2507.18071, section 4.3)."""
+    batch = random_batch(seed)
+    correction = CorrectionConfig(mode="token_truncate", cap=1.5)
+    settings = dict(use_vllm=True, vllm_importance_sampling_correction=True, importance_sampling_level="sequence")
+    found = trl_loss(batch, make_trainer(batch, **settings), importance_sampling_ratio=trl_importance(batch, correction))
+    config = LossConfig(policy="gspo", reduction="sequence_mean", **CLIP)
+    mean = (correction_weights(batch, correction).sum(1) / batch.mask.sum(1)).numpy()
+    assert_same(found, ours(batch.change(advantages=batch.advantages * mean), config))
+    torch.testing.assert_close(found.loss, ours(batch, config, correction).loss, **DOUBLE)
+
+
+def with_gaps(rewards: np.ndarray, seed: int) -> np.ndarray:
+    """Some functions do not apply to some samples, and none does to some others."""
+    random = np.random.default_rng(seed + 2000)
+    rewards = np.where(random.random(rewards.shape) < 0.15, np.nan, rewards)
+    rewards[random.integers(len(rewards))] = np.nan
+    rewards[-1] = 1.0  # somebody is scored
+    return rewards
+
+
+@pytest.mark.parametrize(("scale", "estimator"), [("group", "grpo"), ("none", "dr_grpo")])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_group_advantages(seed: int, scale: str, estimator: str) -> None:
+    batch = random_batch(seed)
+    rewards = with_gaps(random_rewards(batch, seed, num_functions=2), seed)
+    found = trl_scored(batch, rewards, scale_rewards=scale)["advantages"]
+    torch.testing.assert_close(found, our_advantages(batch, rewards, estimator, epsilon=TRL_EPSILON), **DOUBLE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_batch_scale_equals_batch_std_of_equal_means(seed: int) -> None:
+    """By definition: TRL divides by the spread of the rewards, ours by that of r − mean_g; one number where all groups share a mean."""
+    batch, random = random_batch(seed), np.random.default_rng(seed)
+    size = int((batch.groups == 0).sum())
+    own = random_rewards(batch, seed)[-size:, 0]
+    shared = np.concatenate([random.permutation(own) for _ in range(len(batch.groups) // size)])[:, None]
+    found = trl_scored(batch, shared, scale_rewards="batch")["advantages"]
+    torch.testing.assert_close(found, our_advantages(batch, shared, "batch_std", epsilon=TRL_EPSILON), **DOUBLE)
+    rewards = random_rewards(batch, seed)
+    found = trl_scored(batch, rewards, scale_rewards="batch")["advantages"]
+    spread = rewards.std(ddof=1) + TRL_EPSILON
+    torch.testing.assert_close(found * spread, our_advantages(batch, rewards, "dr_grpo"), **DOUBLE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rloo_advantages(seed: int) -> None:
+    batch = random_batch(seed)
+    rewards = with_gaps(random_rewards(batch, seed), seed)
+    completions = [[1] * n for n in batch.response_tokens]
+    generated = ([[1]] * len(completions), completions, [""] * len(completions))
+    with double_by_default():
+        trainer = generating_trainer(batch, rewards, _generate=lambda prompts: generated)
+        found = trl.RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * len(completions))["advantages"]
+    torch.testing.assert_close(found, our_advantages(batch, rewards, "rloo"), **DOUBLE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_normalize_then_sum_equals_gdpo_over_samples(seed: int) -> None:
+    """GDPO (arXiv:2601.05242) whitens over samples, as TRL; with loss_tokens ours is weighted by them, as verl's."""
+    batch = random_batch(seed)
+    rewards = with_gaps(random_rewards(batch, seed, num_functions=2), seed)
+    weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    found = trl_scored(batch, rewards, multi_objective_aggregation="normalize_then_sum", reward_weights=weights)["advantages"]
+    settings = dict(epsilon=TRL_EPSILON, whiten="center_and_scale", function_weights=(0.5, 2.0))
+    torch.testing.assert_close(found, our_advantages(batch, rewards, "gdpo", **settings), **DOUBLE)
