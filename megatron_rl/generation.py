@@ -138,17 +138,24 @@ class Generation:
         weights again. Raises on every rank what one met."""
         started, scored_s = time.perf_counter(), self.producer.scored_here_s
         mine = [place for place in places if place in job.mine]
+        try:
+            self._collect(job, mine)
+        except Exception:
+            self.jobs = [x for x in self.jobs if x is not job]  # whoever goes on after it does not owe this one
+            raise
+        waited = time.perf_counter() - started - (self.producer.scored_here_s - scored_s)
+        self.waited_s += waited
+        self.totals["waited_s"] += waited
+
+    def _collect(self, job: Job, mine: Sequence[int]) -> None:
         while True:
             if not self.in_background and any(exchange.gather_json(bool(job.missing))):
                 self._generate_here(job)
             self._together(lambda: self.producer.wait(job, mine))
             lost = self._owed()
             if not any(lost):
-                break
+                return
             self._mend(lost)
-        waited = time.perf_counter() - started - (self.producer.scored_here_s - scored_s)
-        self.waited_s += waited
-        self.totals["waited_s"] += waited
 
     def finish(self, job: Job) -> None:
         """To be called once a job was collected whole: its measures, and nothing is owed of it any more. Several jobs before one
@@ -171,8 +178,8 @@ class Generation:
             self._together(self.device.to_trainer)
 
     def settle(self) -> None:
-        """Until nothing is under way on any rank, and nothing is owed."""
-        while True:
+        """Until nothing is under way on any rank, and nothing is owed; nothing ever is where ``collect`` generates."""
+        while self.in_background:
             self._drain()
             lost = self._owed()
             if not any(lost):

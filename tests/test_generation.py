@@ -230,3 +230,15 @@ def test_null_switches_the_second_threshold_off(caplog):
 def test_a_pass_without_tokens_says_nothing(sums, caplog):
     guard_logprob_gap(sums, RolloutConfig(max_logprob_gap=0.0, warn_logprob_gap=0.0), "float32")
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("mode", ["sync", "prefetch"])
+def test_whoever_goes_on_after_an_error_owes_nothing(mode):
+    """A call that ended by too many failed syncs, or by what an engine refused, leaves no job behind that a later one would wait for."""
+    engine = FakeEngine(answers=(2,), syncs=("whole", "failed", "failed"))
+    generation = generation_of(engine, "weight_sync.attempts=2", f"rollout.producer.mode={mode}")
+    with pytest.raises(EngineError, match="did not arrive in 2 attempts"):
+        generation.produce(NAMED, SAMPLES)
+    assert generation.jobs == []
+    assert len(generation.produce(NAMED, SAMPLES).found) == len(PROMPTS)
+    generation.close()

@@ -139,6 +139,15 @@ def test_every_token_is_of_the_weights_that_its_span_names(either):
     assert [x for _, group in sorted(call.told) for x in group] == rollouts and len(call.told) == len(PROMPTS)
 
 
+def until_a_tie(one: Rollout, other: Rollout) -> bool:
+    """Both greedy rollouts are the same up to where two tokens are equally likely, to rounding; whether there is such a place."""
+    differ = np.flatnonzero(np.array(one.response_ids) != np.array(other.response_ids))
+    end = int(differ[0]) + 1 if len(differ) else len(one.response_ids)
+    gap = np.abs(np.subtract(one.logprobs, other.logprobs)[:end])
+    assert gap.max() < LOGPROB_TOLERANCE, (one.sample_id, end, gap.max())
+    return len(differ) > 0
+
+
 def test_the_same_weights_in_flight_equal_an_undisturbed_run(either):
     either.load(4)
     prompts = PROMPTS * 2
@@ -147,9 +156,9 @@ def test_the_same_weights_in_flight_equal_an_undisturbed_run(either):
     call.wait_for_the_middle()
     version = either.load(4)
     disturbed = call.result()
-    assert told(disturbed) == told(quiet)
+    tied = [until_a_tie(x, y) for x, y in zip(disturbed, quiet, strict=True)]
+    assert sum(tied) <= 2, f"{sum(tied)} of {len(tied)} rollouts differ from where two tokens were equally likely"
     assert any(len(x.weight_versions) == 2 for x in disturbed) and max(v for x in disturbed for v, _ in x.weight_versions) == version
-    assert max(np.abs(np.subtract(x.logprobs, y.logprobs)).max() for x, y in zip(disturbed, quiet, strict=True)) < LOGPROB_TOLERANCE
 
 
 def test_a_call_that_begins_in_mid_update_waits_for_it(either, monkeypatch):
