@@ -159,7 +159,12 @@ class VllmEngine:
                 self._check(replica, replica.wait_ready(max(1.0, ends_at - time.monotonic())))
                 replica.check_tokenizer(lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes())
             except ReplicaLost as error:
-                raise EngineError(self._with_advice(f"{error}")) from error
+                if not (replica.ours and self._restarts):  # one that has never served
+                    raise EngineError(self._with_advice(f"{error}")) from error
+                self._why_lost = f"{error}"
+                self._unready.pop(0)
+                self._restart([replica])
+                continue
             except RequestRefused as error:
                 raise ConfigError(f"{error}") from error
             self._unready.pop(0)

@@ -104,6 +104,6 @@ def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):  # noqa: 
     assert [code for code, _ in results] == [0, 0], results
     rows = firsts_of(tmp_path)
     assert [row["rollout"] for row in rows] == [1, 2, 3, 4, 5] and max(row["async/staleness_max"] for row in rows) <= 4.0
-    assert sum("perf/weight_sync_bytes" in row for row in rows) == 4  # the last two rollouts were under way before the last weights
+    assert sum("perf/weight_sync_bytes" in row for row in rows) == 3  # for the first three rollouts' sake, then all were under way
     prompts = trained_prompts(tmp_path)
     assert len(prompts) == len(set(prompts)) == 40
