@@ -1,7 +1,8 @@
 """Compares what to do about groups without signal: train them all, skip them (skip.mode=exact), or ask further prompts in their places
 (rollout.dynamic_sampling). Per rollout: generated tokens, seconds of generation, log-probs and update, and groups with signal.
 
-Each mode is a short run of its own of the same model and data, round after round in turn; --dead of the prompts never have signal.
+Each mode is a short run of its own of the same model and data, round after round in turn; --dead of the prompts never have signal. The
+learning rate is 0, so that all modes sample from the same policy.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
         f"train.steps={given.steps}", f"train.prompts_per_step={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
         "train.samples_per_mini_batch=null", f"rollout.engine={given.engine}", f"rollout.max_response_tokens={given.response_tokens}",
         "reward.functions=[benchmark_refill:partly_dead]", "eval.path=null", "eval.every=null", "metrics.progress=false",
-        "metrics.dense_every=0", "train.export_last=false", *MODES[mode],
+        "metrics.dense_every=0", "train.export_last=false", "optimizer.lr=0", *MODES[mode],
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "BENCHMARK_DEAD": str(given.dead)}
     done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
