@@ -77,8 +77,8 @@ def test_staleness_is_bounded_by_admission(pool, arithmetic, tmp_path):  # noqa:
 
 
 AGAIN = (
-    "reward.functions=[tests.reward_functions:mostly_dead]", "replay.size=6", "replay.max_uses=2", "reroll.max_groups=2",
-    "reroll.start_fraction=0.25", "reroll.max_attempts=2", "train.steps=6", "optimizer.schedule=constant",
+    "reward.functions=[tests.reward_functions:mostly_dead,math_verify]", "reward.weights=[1.0,0.5]", "replay.size=6", "replay.max_uses=2",
+    "reroll.max_groups=2", "reroll.start_fraction=0.25", "reroll.max_attempts=2", "train.steps=6", "optimizer.schedule=constant",
 )  # fmt: skip
 
 
