@@ -16,7 +16,7 @@ from megatron_rl.backend import MegatronBackend
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config
 from megatron_rl.generation import Generation
-from megatron_rl.intake import Intake, Passed, Scored, batch_advantages, merge_passes, plain_advantages, reward_metrics, score_groups
+from megatron_rl.intake import Intake, Passed, Scored, merge_passes, noisy_advantages, plain_advantages, reward_metrics, score_groups
 from megatron_rl.prompts import PromptSource
 from megatron_rl.rollout.admission import Start, admit
 from megatron_rl.rollout.producer import Group, Job
@@ -86,10 +86,7 @@ class Feed:
         again = self.reroll.take(self._fraction(number), room)
         prompts = [self.prompts.recall(*which) for which in again]
         prompts += self.prompts.next(room - len(prompts), epochs)
-        self._begin(number, dict(enumerate(prompts)))
-
-    def _begin(self, number: int, prompts: Mapping[int, Prompt]) -> None:
-        self.jobs[number] = self.generation.job(prompts, self.config.rollout.samples_per_prompt)
+        self.jobs[number] = self.generation.job(dict(enumerate(prompts)), self.config.rollout.samples_per_prompt)
         self.generation.start(self.jobs[number])
 
     def _fraction(self, number: int) -> float:
@@ -123,7 +120,7 @@ class Feed:
         held = {place: group for place, group in held.items() if place in kept_places}
         prompts = {place: prompts[place] for place in sorted(kept_places)}
         first = self._whole(parts, kept_places, held)
-        metrics |= reward_metrics(self.config, first.totals, first.by_function, first.batch.facts)
+        metrics |= reward_metrics(self.config, first)
         metrics |= {
             "async/staleness_max": float(self.backend.weight_version - first.batch.facts.weight_versions.min()),
             "async/dropped_stale": float(dropped),
@@ -132,8 +129,9 @@ class Feed:
         replayed = self._replay(turn, prompts, held, live, metrics)
         with clock.measure("reward"):
             scored = score_groups(self.config, self.backend, held) if refilled or replayed else first
-        values = batch_advantages(self.config, scored)
-        self._remember(scored, plain_advantages(self.config, scored), prompts, held, replayed)
+        plain = plain_advantages(self.config, scored)
+        values = noisy_advantages(self.config, scored, plain)
+        self._remember(scored, plain, prompts, held, replayed)
         metrics |= {"replay/size": float(len(self.replay)), **self._reroll_metrics()}
         facts = scored.batch.facts
         old, known, sums = merge_passes(facts, [passed for _, passed in parts if passed], kept_places - refilled - replayed)

@@ -209,13 +209,14 @@ class Generation:
 
         temperature: an evaluation's (0: greedy), which stands in no rollout's measures; None: of rollouts, ``rollout.temperature``.
         """
+        waited_s = self.waited_s
         self.settle()
         self.sync_weights()
         job = self.job(prompts, samples_per_prompt, temperature=temperature)
         self.start(job)
         self.collect(job, sorted(prompts))
         if temperature is not None:
-            self.jobs = [x for x in self.jobs if x is not job]
+            self.jobs, self.waited_s = [x for x in self.jobs if x is not job], waited_s
         else:
             self.finish(job)
         return job

@@ -22,13 +22,14 @@ from megatron_rl.types import BatchFacts
 class Scored:
     """Groups whose rewards every rank knows. totals [S], by_function [S, F]: NaN where there is none.
 
-    totals: with the overlong penalty, which by_function has not. live: bool [S], whether the sample may have signal in whichever batch its
-    group stands. step: optimizer steps of RL, ghosts included, that were taken before.
+    totals: with the overlong penalty, which by_function has not. overlong: [S] 0 to −1, its shape (reward/overlong.py). live: bool [S],
+    whether the sample may have signal in whichever batch its group stands. step: optimizer steps of RL, ghosts included, taken before.
     """
 
     batch: Batch
     totals: np.ndarray
     by_function: np.ndarray
+    overlong: np.ndarray
     live: np.ndarray
     step: int
 
@@ -90,7 +91,9 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
     batch = backend.gather(samples, [place // size for place in places], places)
     scores = [score for _, group in held for score in group.scores]
     totals, by_function = exchange.gather_scores(scores, places, len(config.reward.functions))
-    shape = _overlong(config, batch.facts)
+    shape = overlong_shape(
+        batch.facts.response_tokens, max_response_tokens=config.rollout.max_response_tokens, buffer_tokens=config.reward.overlong_buffer
+    )
     totals = totals + config.reward.overlong_penalty * shape
     columns, weights = _columns(config, by_function, shape)
     live = may_have_advantage(
@@ -98,16 +101,9 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
         rewards_by_function=columns, function_weights=weights, sample_ids=batch.facts.sample_ids,
     )  # fmt: skip
     return Scored(
-        batch=batch, totals=totals, by_function=by_function, live=live & (batch.facts.loss_tokens > 0),
+        batch=batch, totals=totals, by_function=by_function, overlong=shape, live=live & (batch.facts.loss_tokens > 0),
         step=backend.step_index - config.warmup.steps,
     )  # fmt: skip
-
-
-def _overlong(config: Config, facts: BatchFacts) -> np.ndarray:
-    """[S] 0 to −1: see reward/overlong.py."""
-    return overlong_shape(
-        facts.response_tokens, max_response_tokens=config.rollout.max_response_tokens, buffer_tokens=config.reward.overlong_buffer
-    )
 
 
 def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tuple[np.ndarray, tuple[float, ...]]:
@@ -121,7 +117,7 @@ def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tupl
 def plain_advantages(config: Config, scored: Scored) -> np.ndarray:
     """[S] without noise, by the same arithmetic on every rank."""
     facts = scored.batch.facts
-    columns, weights = _columns(config, scored.by_function, _overlong(config, facts))
+    columns, weights = _columns(config, scored.by_function, scored.overlong)
     return advantages(
         scored.totals, facts.groups, scored.included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,
         whiten=config.advantage.whiten, rewards_by_function=columns, function_weights=weights, loss_tokens=facts.loss_tokens,
@@ -129,10 +125,10 @@ def plain_advantages(config: Config, scored: Scored) -> np.ndarray:
     )  # fmt: skip
 
 
-def batch_advantages(config: Config, scored: Scored) -> np.ndarray:
+def noisy_advantages(config: Config, scored: Scored, values: np.ndarray) -> np.ndarray:
     """[S] to be trained on, the same on every rank: with noise (noise.py), rank 0's, where the rollout's first step is one of the first
-    ``advantage.noise_steps``, in all its mini-batches and epochs. A collective then."""
-    given, facts, values = config.advantage, scored.batch.facts, plain_advantages(config, scored)
+    ``advantage.noise_steps``, in all its mini-batches and epochs. A collective then. values: ``plain_advantages``."""
+    given, facts = config.advantage, scored.batch.facts
     if not given.noise_std or scored.step >= given.noise_steps:
         return values
     signal = has_signal(values, facts.loss_tokens, advantage_epsilon=config.skip.advantage_epsilon)
@@ -160,21 +156,21 @@ def add_sums(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, 
     return {name: max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value for name, value in more.items()}
 
 
-def reward_metrics(config: Config, totals: np.ndarray, by_function: np.ndarray, facts: BatchFacts) -> dict[str, float]:
+def reward_metrics(config: Config, scored: Scored) -> dict[str, float]:
     """``reward/*`` and the length of what was generated."""
-    included = ~np.isnan(totals)
+    facts, included = scored.batch.facts, scored.included
     metrics = {
         "reward/excluded": float((~included).sum()),
         "rollout/response_tokens_mean": float(facts.response_tokens.mean()),
         "rollout/weight_version_min": float(facts.weight_versions.min()),
     }
     if included.any():
-        metrics["reward/mean"] = float(totals[included].mean())
+        metrics["reward/mean"] = float(scored.totals[included].mean())
     if included.any() and config.reward.overlong_buffer:
-        metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(_overlong(config, facts)[included].mean())
+        metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(scored.overlong[included].mean())
     if config.loss.mask_truncated:
         metrics["rollout/masked_truncated"] = float((included & (facts.loss_tokens == 0)).sum())
-    for name, column in zip(config.reward.functions, by_function.T, strict=True):
+    for name, column in zip(config.reward.functions, scored.by_function.T, strict=True):
         if not np.isnan(column).all():
             metrics[f"reward/{name}"] = float(np.nanmean(column))
     return metrics

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.admission import NO_VERSION, Start, admit
+from megatron_rl.rollout.admission import Start, admit
+from megatron_rl.rollout.engine import NO_WEIGHTS
 
 SMALL = st.integers(0, 6)
 
@@ -20,7 +21,7 @@ def assert_invariants(*, trained, engine, between, steps_per_rollout, max_stalen
         assert trained + between * steps_per_rollout - held <= max_staleness
     if between == 0:
         assert found is not Start.LATER
-    behind = engine == NO_VERSION or renew or trained - engine >= interval
+    behind = engine == NO_WEIGHTS or renew or trained - engine >= interval
     if found is Start.AFTER_SYNC and not behind:
         assert max_staleness is not None and trained + between * steps_per_rollout - engine > max_staleness
     if found is Start.NOW:
@@ -33,7 +34,7 @@ def assert_invariants(*, trained, engine, between, steps_per_rollout, max_stalen
 @given(trained=st.integers(0, 9), lag=st.integers(0, 9), between=SMALL, steps=st.integers(1, 4), bound=st.none() | SMALL,
        interval=st.integers(1, 6), renew=st.booleans(), empty=st.booleans())  # fmt: skip
 def test_every_state(trained, lag, between, steps, bound, interval, renew, empty):
-    engine = NO_VERSION if empty else max(0, trained - lag)
+    engine = NO_WEIGHTS if empty else max(0, trained - lag)
     assert_invariants(
         trained=trained, engine=engine, between=between, steps_per_rollout=steps, max_staleness=bound, interval=interval, renew=renew
     )
@@ -41,7 +42,7 @@ def test_every_state(trained, lag, between, steps, bound, interval, renew, empty
 
 def staleness_of_a_run(*, rollouts: int, depth: int, steps: int, bound: int | None, interval: int, moved: list[int]) -> list[int]:
     """Plays a run: the staleness of each rollout at its turn. moved[k]: optimizer steps of rollout k that moved the weights."""
-    version, engine, started = 0, NO_VERSION, {}
+    version, engine, started = 0, NO_WEIGHTS, {}
     found = []
     for turn in range(rollouts):
         for number in range(turn, min(rollouts, turn + depth + 1)):

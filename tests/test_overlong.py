@@ -62,19 +62,25 @@ def facts_of(lengths: list[int], groups: list[int], loss_tokens: list[int] | Non
 SHAPED = ("reward.functions=[a:f,b:g]", "reward.overlong_buffer=4", "reward.overlong_penalty=0.5", "rollout.max_response_tokens=10")
 
 
+def scored_of(facts: BatchFacts, totals: np.ndarray, columns: np.ndarray, buffer_tokens: int = 0) -> Scored:
+    shape = overlong_shape(facts.response_tokens, max_response_tokens=10, buffer_tokens=buffer_tokens)
+    live = np.ones(len(totals), dtype=bool)
+    return Scored(batch=SimpleNamespace(facts=facts), totals=totals, by_function=columns, overlong=shape, live=live, step=0)
+
+
 @pytest.mark.parametrize("estimator", ["dr_grpo", "gdpo"])
 def test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo(estimator: str) -> None:
     """Equal rewards, one response longer: it has the lower advantage; the group of equal lengths has none."""
     facts = facts_of([3, 10, 3, 3], [0, 0, 1, 1])
     columns = np.ones((4, 2))
     totals = np.array([2.0, 2.0 - 0.5, 2.0, 2.0])
-    scored = Scored(batch=SimpleNamespace(facts=facts), totals=totals, by_function=columns, live=totals > 0, step=0)
+    scored = scored_of(facts, totals, columns, 4)
     found = plain_advantages(load_config(None, [*SHAPED, f"advantage.estimator={estimator}"]), scored)
     assert found[0] == -found[1] > 0 and (found[2:] == 0.0).all()
     if estimator == "dr_grpo":
         assert found[0] == 0.25
     without = load_config(None, ["reward.functions=[a:f,b:g]", f"advantage.estimator={estimator}"])
-    plain = Scored(batch=scored.batch, totals=np.full(4, 2.0), by_function=columns, live=scored.live, step=0)
+    plain = scored_of(facts, np.full(4, 2.0), columns)
     assert (plain_advantages(without, plain) == 0.0).all()
 
 
@@ -82,10 +88,10 @@ def test_metrics_show_the_mean_punishment_and_what_is_masked() -> None:
     facts = facts_of([3, 8, 10, 10], [0, 0, 1, 1], [3, 8, 0, 0])
     totals = np.array([1.0, 0.75, np.nan, 0.5])  # the third was taken out of its group
     config = load_config(None, [*SHAPED, "loss.mask_truncated=true"])
-    metrics = reward_metrics(config, totals, np.ones((4, 2)), facts)
+    metrics = reward_metrics(config, scored_of(facts, totals, np.ones((4, 2)), 4))
     assert metrics["reward/overlong_penalty"] == pytest.approx((0.0 - 0.25 - 0.5) / 3, rel=1e-15)
     assert metrics["rollout/masked_truncated"] == 1.0
-    plain = reward_metrics(load_config(None, ["reward.functions=[a:f,b:g]"]), totals, np.ones((4, 2)), facts)
+    plain = reward_metrics(load_config(None, ["reward.functions=[a:f,b:g]"]), scored_of(facts, totals, np.ones((4, 2))))
     assert not {"reward/overlong_penalty", "rollout/masked_truncated"} & set(plain)
 
 
@@ -112,9 +118,7 @@ def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for(mask_t
 def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
     """Its reward stays in the mean of its group all the same."""
     facts = facts_of([4, 6, 6], [0, 0, 0], [4, 6, 0])
-    scored = Scored(
-        batch=SimpleNamespace(facts=facts), totals=np.array([1.0, 1.0, 0.0]), by_function=np.zeros((3, 1)), live=np.ones(3, bool), step=0
-    )
+    scored = scored_of(facts, np.array([1.0, 1.0, 0.0]), np.zeros((3, 1)))
     values = plain_advantages(load_config(None, ["reward.functions=[a:f]", "advantage.estimator=dr_grpo"]), scored)
     np.testing.assert_allclose(values, [1 / 3, 1 / 3, -2 / 3], rtol=1e-15)  # one rounding
     assert has_signal(values, facts.loss_tokens).tolist() == [True, True, False]

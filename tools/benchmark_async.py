@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -80,24 +81,42 @@ def prepare(given: argparse.Namespace, folder: pathlib.Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict]:
-    """The measured rollouts of one short run: seconds in all, of generation and rewards, and how stale they were."""
+def short_run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str) -> list[dict]:
+    """Rows of metrics.jsonl of one run of a process and a thread, on the quickstart's data; variables: for its environment."""
     command = [
         sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(run_dir),
         f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "warmup.steps=0",
         f"train.steps={given.steps}", f"train.prompts_per_step={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
         "train.samples_per_mini_batch=null", f"rollout.engine={given.engine}", f"rollout.max_response_tokens={given.response_tokens}",
-        "reward.functions=[benchmark_async:slow_arithmetic]", f"rollout.producer.min_groups={given.min_groups}", "eval.path=null",
-        "eval.every=null", "skip.mode=off", "correction.mode=token_truncate", "metrics.progress=false", "train.export_last=false",
-        *WORKERS, *MODES[mode],
+        "eval.path=null", "eval.every=null", "metrics.progress=false", "train.export_last=false", *overrides,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}",
-                   "BENCHMARK_REWARD_MS": str(given.reward_ms)}  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", **variables}
     done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"the run of {mode!r} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"the run in {run_dir.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def in_turn(given: argparse.Namespace, modes: Iterable[str], run: Callable[..., list[dict]]) -> dict[str, list[dict]]:
+    """What ``run(given, inputs, run_dir, mode)`` measures of each mode, round after round."""
+    measured: dict[str, list[dict]] = {mode: [] for mode in modes}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        prepare(given, folder / "inputs")
+        for turn in range(given.rounds):
+            for mode, rows in measured.items():
+                rows += run(given, folder / "inputs", folder / f"{mode.replace(' ', '_')}_{turn}", mode)
+    return measured
+
+
+def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict]:
+    """The measured rollouts of one short run: seconds in all, of generation and rewards, and how stale they were."""
+    overrides = (
+        "reward.functions=[benchmark_async:slow_arithmetic]", f"rollout.producer.min_groups={given.min_groups}", "skip.mode=off",
+        "correction.mode=token_truncate", *WORKERS, *MODES[mode],
+    )  # fmt: skip
     rollouts: dict[int, dict] = {}
-    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+    for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_REWARD_MS=str(given.reward_ms)):
         into = rollouts.setdefault(row["rollout"], {"seconds": 0.0, "production": 0.0, "staleness": 0.0})
         into["seconds"] += row["time/step_s"]
         into["production"] += row.get("perf/rollout_generation_s", 0.0) + row.get("time/reward_s", 0.0)
@@ -132,13 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     from benchmark_skip_table import machine_name
 
-    measured: dict[str, list[dict]] = {mode: [] for mode in given.modes}
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        prepare(given, folder / "inputs")
-        for turn in range(given.rounds):
-            for mode in given.modes:
-                measured[mode] += run(given, folder / "inputs", folder / f"{mode.replace(' ', '_')}_{turn}", mode)
+    measured = in_turn(given, given.modes, run)
     rows = table_of(measured)
     print(f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout; {len(measured['sync'])} rollouts a mode")
     one = {name: statistics.median(row[name] for row in measured["sync"]) for name in ("seconds", "production")}

@@ -12,9 +12,7 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import zlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -64,20 +62,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict[str, float]]:
     """One short run, rollout by rollout, but for the first, in which the engine starts."""
-    command = [
-        sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(run_dir),
-        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "warmup.steps=0",
-        f"train.steps={given.steps}", f"train.prompts_per_step={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
-        "train.samples_per_mini_batch=null", f"rollout.engine={given.engine}", f"rollout.max_response_tokens={given.response_tokens}",
-        "reward.functions=[benchmark_refill:partly_dead]", "eval.path=null", "eval.every=null", "metrics.progress=false",
-        "metrics.dense_every=0", "train.export_last=false", "optimizer.lr=0", *MODES[mode],
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "BENCHMARK_DEAD": str(given.dead)}
-    done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the run of {mode!r} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    from benchmark_async import short_run
+
+    overrides = ("reward.functions=[benchmark_refill:partly_dead]", "metrics.dense_every=0", "optimizer.lr=0", *MODES[mode])
     found = []
-    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+    for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_DEAD=str(given.dead)):
         live = (1.0 - row["skip/zero_advantage_ratio"]) * given.prompts
         found.append(
             {"groups with signal": live, **{name: row.get(key, 0.0) for name, key in COUNTED.items()}, "all s": row["time/step_s"]}
@@ -97,16 +86,10 @@ def table_of(measured: dict[str, list[dict[str, float]]]) -> list[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
-    from benchmark_async import prepare, show
+    from benchmark_async import in_turn, show
     from benchmark_skip_table import machine_name
 
-    measured: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        prepare(given, folder / "inputs")
-        for turn in range(given.rounds):
-            for mode in MODES:
-                measured[mode] += run(given, folder / "inputs", folder / f"{mode.replace(' ', '_')}_{turn}", mode)
+    measured = in_turn(given, MODES, run)
     rows = table_of(measured)
     print(f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout, {given.dead:.0%} of the prompts dead")
     show(rows)

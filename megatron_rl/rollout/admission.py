@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-NO_VERSION = -1  # of engines that hold no weights yet
+from megatron_rl.rollout.engine import NO_WEIGHTS
 
 
 class Start(Enum):
@@ -38,7 +38,7 @@ def admit(
     def fits(version: int) -> bool:
         return max_staleness is None or trained + ahead - version <= max_staleness
 
-    stale = engine == NO_VERSION or renew or trained - engine >= interval
+    stale = engine == NO_WEIGHTS or renew or trained - engine >= interval
     if not stale and fits(engine):
         return Start.NOW
     return Start.AFTER_SYNC if fits(trained) else Start.LATER

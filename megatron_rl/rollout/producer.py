@@ -77,7 +77,6 @@ class Job:
         self.error: BaseException | None = None
         self.generating, self.scoring = False, False
         self.generation_s = 0.0
-        self.reward_s = 0.0
 
     @property
     def missing(self) -> list[int]:
@@ -199,9 +198,7 @@ class Producer:
             error = met
         with job.change:
             job.error, job.scoring = job.error or error, False
-            spent = time.perf_counter() - started
-            job.reward_s += spent
-            self.scored_here_s += 0.0 if self._apart else spent
+            self.scored_here_s += 0.0 if self._apart else time.perf_counter() - started
             for number, place in enumerate(ready if error is None else []):
                 job.scores[place] = scores[number * job.samples_per_prompt : (number + 1) * job.samples_per_prompt]
             job.change.notify_all()
