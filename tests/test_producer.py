@@ -51,8 +51,6 @@ class FakeEngine:
     finished.
     """
 
-    updates_in_flight = False
-
     def __init__(self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None) -> None:
         self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
         self.weight_version, self.lost = NO_WEIGHTS, []

@@ -39,12 +39,11 @@ class EngineLost(RuntimeError):
 
 
 class Engine(Protocol):
-    """Samples completions from the trainer's weights. One owner, one call at a time; where ``updates_in_flight``, one thread may generate
+    """Samples completions from the trainer's weights. One owner, one call at a time; under ``weight_sync.in_flight`` one thread may generate
     while another one goes on with the rest, ``load_weights`` among it: tokens sampled before it keep their version, and later ones, from
     keys and values that are computed again, carry the new one."""
 
     weight_version: int
-    updates_in_flight: bool
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:

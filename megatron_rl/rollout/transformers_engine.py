@@ -56,7 +56,6 @@ class TransformersEngine:
         self._stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
 
     lost = ()
-    updates_in_flight = False
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Nothing: it is in this process, and lives and dies with it."""

@@ -81,10 +81,6 @@ class VllmEngine:
         return held.pop() if len(held) == 1 and UPDATING not in held else NO_WEIGHTS
 
     @property
-    def updates_in_flight(self) -> bool:
-        return self._in_flight
-
-    @property
     def _present(self) -> list[Replica]:
         return [replica for replica in self._replicas if replica.name not in self._absent]
 
