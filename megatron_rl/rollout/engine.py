@@ -39,9 +39,9 @@ class EngineLost(RuntimeError):
 
 
 class Engine(Protocol):
-    """Samples completions from the trainer's weights. One owner, one call at a time; under ``weight_sync.in_flight`` one thread may generate
-    while another one goes on with the rest, ``load_weights`` among it: tokens sampled before it keep their version, and later ones, from
-    keys and values that are computed again, carry the new one."""
+    """Samples completions from the trainer's weights. One owner, one call at a time; but under ``weight_sync.in_flight`` one thread may
+    generate while another one goes on with the rest, ``load_weights`` among it: tokens sampled before it keep their version, and later
+    ones, from keys and values that are computed again, carry the new one."""
 
     weight_version: int
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
