@@ -9,12 +9,13 @@ import numpy as np
 
 from megatron_rl import exchange
 from megatron_rl.advantage import advantages, may_have_advantage
-from megatron_rl.backend import Batch, LogProbs, MegatronBackend
+from megatron_rl.backend import LogProbs, MegatronBackend
 from megatron_rl.config import Config
 from megatron_rl.noise import with_noise
 from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.producer import Group
 from megatron_rl.signal import has_signal
+from megatron_rl.trained_model import Batch
 from megatron_rl.types import BatchFacts
 
 

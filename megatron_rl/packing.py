@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from megatron_rl.model.attention import WHOLE, ContextShard, PackedSequences, context_positions, pack
 from megatron_rl.platform import HOST, send
-from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
+from megatron_rl.types import BatchFacts, MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,7 +24,8 @@ class PackedMicroBatch:
 
     positions [T] the tokens' places in the whole micro-batch (host) · tokens [1, T] · loss_positions [N] into T, the
     position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response array (host) ·
-    sequences [N] · advantages, weights, old_logprobs, reference_logprobs, rollout_logprobs [N].
+    sequences [N] · rollout_logprobs [N] · what the inputs say: advantages, weights, old_logprobs, reference_logprobs [N] of a policy,
+    weights, returns, old_values [N] of a critic.
     """
 
     packed: PackedSequences
@@ -39,13 +41,21 @@ class PackedMicroBatch:
     old_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     rollout_logprobs: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    old_values: torch.Tensor | None = None
+
+
+class FlatInputs(Protocol):
+    """LossInputs or ValueInputs: float arrays [N] by field, of the loss tokens of ``samples`` [N] at ``flat`` [N]."""
+
+    def at(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray]: ...
 
 
 def pack_microbatch(
     microbatch: MicroBatch,
     facts: BatchFacts,
     rows: Mapping[int, Sample],
-    inputs: LossInputs | None,
+    inputs: FlatInputs | None,
     *,
     pad_multiple: int,
     pad_token: int,
@@ -84,7 +94,7 @@ def _loss_fields(
     microbatch: MicroBatch,
     facts: BatchFacts,
     rows: Mapping[int, Sample],
-    inputs: LossInputs | None,
+    inputs: FlatInputs | None,
     starts: np.ndarray,
     local: np.ndarray,
     device: torch.device,
@@ -117,14 +127,7 @@ def _loss_fields(
         "flat": flat_index,
     }
     if inputs is not None:
-        owner = microbatch.samples[sequence_index]
-        importance = 1.0 if inputs.importance_weights is None else inputs.importance_weights[flat_index]
-        fields["advantages"] = floats(inputs.advantages[owner] * importance)
-        fields["weights"] = floats(inputs.weights[owner])
-        if inputs.old_logprobs is not None:
-            fields["old_logprobs"] = floats(inputs.old_logprobs[flat_index])
-        if inputs.reference_logprobs is not None:
-            fields["reference_logprobs"] = floats(inputs.reference_logprobs[flat_index])
+        fields |= {name: floats(values) for name, values in inputs.at(microbatch.samples[sequence_index], flat_index).items()}
     return fields
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import Batch
 from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
@@ -34,6 +33,7 @@ from megatron_rl.rollout.launch import Seat, build_engine, place_of, refuse_shar
 from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
+from megatron_rl.trained_model import Batch
 from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Rollout, Sample, Score, StepKind, StepPlan, StepResult
 from megatron_rl.verdict import Verdict, decide
 from megatron_rl.watch import Watch, open_watch

@@ -189,10 +189,11 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """What the loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
+    """What the policy's loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
 
     advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None ·
-    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (loss/correction.py).
+    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (loss/correction.py) · token_advantages: flat,
+    weight · advantage of each token in place of its sample's (``gae``), or None.
     """
 
     advantages: np.ndarray
@@ -200,6 +201,28 @@ class LossInputs:
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     importance_weights: np.ndarray | None = None
+    token_advantages: np.ndarray | None = None
+
+    def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """[N] each, of N loss tokens: samples [N] whose they are, flat [N] their places in the flat arrays."""
+        importance = 1.0 if self.importance_weights is None else self.importance_weights[flat]
+        plain = self.advantages[samples] if self.token_advantages is None else self.token_advantages[flat]
+        found = {"advantages": plain * importance, "weights": self.weights[samples]}
+        given = {"old_logprobs": self.old_logprobs, "reference_logprobs": self.reference_logprobs}
+        return found | {name: values[flat] for name, values in given.items() if values is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ValueInputs:
+    """What the critic's loss reads: the reduction's weights [S], returns and old_values flat over response tokens, float32."""
+
+    weights: np.ndarray
+    returns: np.ndarray
+    old_values: np.ndarray
+
+    def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """[N] each, as ``LossInputs.at``."""
+        return {"weights": self.weights[samples], "returns": self.returns[flat], "old_values": self.old_values[flat]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl import exchange
-from megatron_rl.backend import Batch, MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.loss.correction import correction_metrics, importance_weights, largest_weights
 from megatron_rl.signal import has_signal
+from megatron_rl.trained_model import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,12 +22,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/re
 
 from megatron_rl import topology
 from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import Batch, LossInputs, MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.exchange import gather_json
 from megatron_rl.platform import HOST
 from megatron_rl.signal import has_signal
-from megatron_rl.types import Sample, StepKind, StepPlan
+from megatron_rl.trained_model import Batch
+from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan
 from megatron_rl.weights.export import export_weights
 from tests.reference import make_samples, reference_gradient, reference_logprobs, relative_error, tiny_model
 

@@ -18,11 +18,12 @@ from verify_topology_thin import Work
 
 from megatron_rl import topology
 from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import Batch, MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import Config
 from megatron_rl.exchange import gather_json
 from megatron_rl.platform import HOST
 from megatron_rl.signal import has_signal
+from megatron_rl.trained_model import Batch
 from megatron_rl.types import LossInputs, MiniBatchPlan, Sample
 from megatron_rl.watch import Watch
 

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.types import CheckpointError
 
 REFERENCE = "reference."
-OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens")  # of a ModelShape, may differ between a save and a load
+OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")  # of a ModelShape, may differ between a save and a load
 
 
 def identity(backend: MegatronBackend) -> dict[str, object]:
@@ -44,7 +44,7 @@ def save(
     entries = weight_entries(backend.chunks)
     saved = weights_to_save(entries)
     if backend._reference is not None:
-        values = {id(p): kept for p, kept in zip(backend._parameters(), backend._reference, strict=True)}
+        values = {id(p): kept for p, kept in zip(backend.parameters(), backend._reference, strict=True)}
         saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
     if backend.optimizer.scheduler.num_steps:
         saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))

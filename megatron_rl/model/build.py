@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.config import Config
-from megatron_rl.model.head import hand_out_hidden
+from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.passthrough import resolve_fields
@@ -97,6 +97,7 @@ class ModelShape:
     router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up to 1.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
+    value_head: one number per token in place of the vocabulary's; embeddings are never tied then.
     """
 
     family: str
@@ -116,6 +117,7 @@ class ModelShape:
     experts_per_token: int
     router_pre_softmax: bool
     layer_spec: str
+    value_head: bool = False
 
     @property
     def layer_parameters(self) -> int:
@@ -301,7 +303,7 @@ def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[list[GPTModel], ModelShape]:
+def build_model(config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False) -> tuple[list[GPTModel], ModelShape]:
     """This rank's chunks of the model (one, or ``parallel.virtual_pipeline`` under the interleaved schedule).
 
     Weights are not yet loaded: they hold no meaning until weights/export loads them.
@@ -309,6 +311,8 @@ def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[lis
     kind = choose_layer_spec(config.model.layer_spec, config.model.dtype)
     stages = topology.pipeline_size * topology.virtual_size
     shape = model_shape(hf_config, config, topology, layer_spec=kind)
+    if value_head:
+        shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
     spec = block_spec(transformer, kind, shape.num_layers // stages)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
@@ -332,7 +336,7 @@ def build_model(config: Config, hf_config: Any, topology: Topology) -> tuple[lis
         else:
             model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
         if model.post_process:
-            hand_out_hidden(model)
+            (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)

@@ -1,4 +1,4 @@
-"""The LM head, taken out of GPTModel's forward: the model hands out what its output layer would take, and log-probs are made of that.
+"""The head, taken out of GPTModel's forward: the model hands out what its output layer would take, and log-probs or values are made of it.
 
 So logits exist for loss positions alone, a chunk at a time (model/logprob.py), and never for a prompt's tokens.
 """
@@ -26,6 +26,34 @@ def hand_out_hidden(model: GPTModel) -> None:
         return hidden, None
 
     layer.forward = forward
+
+
+class ValueHead(torch.nn.Module):
+    """In the place of the output layer: a weight [1, H], whole on every tensor rank, and the same hidden states handed out.
+
+    Every tensor rank computes the same values and the same loss, so each has the whole gradient of the weight and of the hidden states:
+    nothing is summed over tensor ranks, and under sequence parallelism each takes its own part of the latter back.
+    """
+
+    def __init__(self, layer) -> None:
+        super().__init__()
+        self.sequence_parallel, self.group = layer.sequence_parallel, layer.tp_group
+        self.weight = torch.nn.Parameter(layer.weight.new_zeros(1, layer.weight.shape[1]))
+
+    def forward(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None):
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+        return hidden, None
+
+
+def put_value_head(model: GPTModel) -> None:
+    """Makes a critic's last stage of a policy's."""
+    model.output_layer = ValueHead(model.output_layer)
+
+
+def values_of(hidden: torch.Tensor, model: GPTModel) -> torch.Tensor:
+    """[N] float32 values of hidden states [N, H]."""
+    return (hidden @ model.output_layer.weight.t())[:, 0].float()
 
 
 def head_weight(model: GPTModel) -> torch.Tensor:

@@ -80,10 +80,10 @@ def read_shape(config: Config, degrees):
         )
     from transformers import AutoConfig
 
-    from megatron_rl.backend import REFUSED_DDP_FIELDS, DistributedDataParallelConfig
     from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS, TransformerConfig, model_shape
     from megatron_rl.passthrough import resolve_fields
     from megatron_rl.run import check_lengths
+    from megatron_rl.trained_model import REFUSED_DDP_FIELDS, DistributedDataParallelConfig
 
     shape = model_shape(AutoConfig.from_pretrained(config.model.hf_path), config, degrees, layer_spec="torch")
     check_lengths(config, shape.context_tokens)

@@ -71,6 +71,7 @@ class Shape(Protocol):
     qk_norm: bool
     num_experts: int
     layer_spec: str
+    value_head: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ EXPERT_NAMES = {
 EMBEDDING = Entry(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
 HEAD = Entry(megatron="output_layer.weight", hf=("lm_head.weight",), layout=Layout.ROWS)
 TIED_HEAD = Entry(megatron="output_layer.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
+VALUE_HEAD = Entry(megatron="output_layer.weight", hf=("score.weight",), layout=Layout.REPLICATED)  # transformers' reward models
 FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",), layout=Layout.REPLICATED)
 
 
@@ -166,7 +168,9 @@ def stage_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -
                 )
     if stage == num_stages - 1:
         yield FINAL_NORM
-        if not shape.tied_embeddings:
+        if shape.value_head:
+            yield VALUE_HEAD
+        elif not shape.tied_embeddings:
             yield HEAD
         elif num_stages > 1:
             yield TIED_HEAD
@@ -185,6 +189,7 @@ def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
     known: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab_size, hidden),
         "lm_head.weight": (shape.vocab_size, hidden),
+        "score.weight": (1, hidden),
         "self_attn.q_proj.weight": (q, hidden),
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),

@@ -12,10 +12,11 @@ import torch
 
 from megatron_rl import topology
 from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import Batch, LossInputs, MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.signal import has_signal
-from megatron_rl.types import Sample, StepKind, StepPlan, StepResult
+from megatron_rl.trained_model import Batch
+from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan, StepResult
 from tests.reference import file_weights, make_samples, near_policy, tiny_model
 
 MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; reference.py's default too

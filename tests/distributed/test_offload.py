@@ -136,7 +136,7 @@ def away_and_back(rank: int, world: int, layout: tuple[str, ...], family: str) -
         rig.step(ADVANTAGES, drops=True)
         adam = adam_tensors(rig, "model.dtype=bfloat16" in layout)
         buffers = [x for chunk in backend.chunks for x in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        weights = backend._parameters()
+        weights = backend.parameters()
         gradients = [p.main_grad for p in weights]
         moved, state = [x.detach().clone() for x in adam], rig.optimizer_state()
         places = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in weights]
