@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES = 60
 # Law 2. trained_model.py wires the stages, and it wraps the model in Megatron-Core's DistributedDataParallel.
 MEGATRON_FILES = ("platform.py", "topology.py", "schedule.py", "optimizer.py", "trained_model.py", "checkpoint.py")
 MEGATRON_FOLDERS = ("model", "weights", "checkpoint")
-PURE_STAGES = ("advantage", "signal", "plan", "cost", "timeline", "noise")
+PURE_STAGES = ("advantage", "gae", "signal", "plan", "cost", "timeline", "noise")
 PURE_MAY_IMPORT = {"megatron_rl.types", "megatron_rl.config", "megatron_rl.cost"}  # what a plan costs is part of planning
 
 # Law 5. Each exception with its reason.
@@ -140,7 +140,7 @@ def test_pure_stages_run_without_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("stage", ["advantage", "signal", "plan", "cost", "timeline", "noise"])
+@pytest.mark.parametrize("stage", ["advantage", "gae", "signal", "plan", "cost", "timeline", "noise"])
 def test_pure_stages_number_their_invariants(stage: str) -> None:
     """In their docstring, counted from 1; the tests' ``assert_invariants`` carries a mark for each."""
     docstring = ast.get_docstring(tree_of(ROOT / "megatron_rl" / f"{stage}.py"))
