@@ -1,0 +1,76 @@
+"""loss/value.py against its equation, token by token and case by case, in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.loss.value import value_loss
+
+# Both sides in double; what differs is the order of a few operations on numbers below 100.
+DOUBLE = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def make_tokens(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """values, old values, returns, weights [200]: on either side of the clip and of the return; some weights 0."""
+    random = torch.Generator().manual_seed(seed)
+    values, moved, gap = torch.randn(3, 200, generator=random, dtype=torch.float64)
+    weights = torch.rand(200, generator=random, dtype=torch.float64)
+    weights[::7] = 0.0
+    return values, values + 0.5 * moved, values + gap, weights
+
+
+def naive_loss(values, old, returns, weights, clip: float | None):
+    """(sum, gradient, clipped) by cases, token by token."""
+    loss, gradient, clipped = 0.0, [], []
+    for v, o, r, w in zip(*(x.tolist() for x in (values, old, returns, weights)), strict=True):
+        bounded = v if clip is None else o - clip if v < o - clip else o + clip if v > o + clip else v
+        takes_clipped = (bounded - r) ** 2 > (v - r) ** 2
+        loss += w / 2 * ((bounded - r) ** 2 if takes_clipped else (v - r) ** 2)
+        gradient.append(0.0 if takes_clipped else w * (v - r))
+        clipped.append(takes_clipped)
+    return loss, torch.tensor(gradient, dtype=torch.float64), torch.tensor(clipped)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 0.5, 100.0])
+def test_value_loss_equals_equation(clip: float | None) -> None:
+    values, old, returns, weights = make_tokens()
+    values.requires_grad_()
+    term = value_loss(values, old, returns, weights, clip=clip)
+    term.loss.backward()
+    loss, gradient, clipped = naive_loss(values.detach(), old, returns, weights, clip)
+    torch.testing.assert_close(term.loss.item(), loss, **DOUBLE)
+    torch.testing.assert_close(values.grad, gradient, **DOUBLE)
+    assert torch.equal(term.clipped, clipped) and not term.clipped.requires_grad
+    if clip == 0.2:
+        assert 0.1 < clipped.double().mean() < 0.9  # the case above is not vacuous
+    if clip in (None, 100.0):
+        assert not clipped.any()
+
+
+def test_micro_batches_add_up() -> None:
+    """A sum: however the tokens are cut, nothing is averaged."""
+    tokens = make_tokens()
+    whole = value_loss(*tokens, clip=0.2).loss
+    parts = [value_loss(*(x[start::3] for x in tokens), clip=0.2).loss for start in range(3)]
+    torch.testing.assert_close(sum(parts), whole, **DOUBLE)
+
+
+def test_zero_weight_has_exactly_zero_gradient() -> None:
+    values, old, returns, weights = make_tokens()
+    values.requires_grad_()
+    value_loss(values, old, returns, torch.zeros_like(weights), clip=0.2).loss.backward()
+    assert torch.equal(values.grad, torch.zeros_like(values))
+
+
+def test_no_tokens_give_zero_with_a_gradient() -> None:
+    """What a rank of context parallelism without a loss token runs: backward must not fail."""
+    values = torch.zeros(0, requires_grad=True)
+    term = value_loss(values, *torch.zeros(3, 0), clip=0.2)
+    term.loss.backward()
+    assert term.loss.item() == 0.0 and values.grad.shape == (0,)
+
+
+def test_clip_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="the value clip is 0"):
+        value_loss(*make_tokens(), clip=0)
