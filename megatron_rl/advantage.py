@@ -83,9 +83,10 @@ def may_have_advantage(
 ) -> np.ndarray:
     """[S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands. Arguments as of `advantages`.
 
-    What is taken over the batch only divides, so a part of a batch says as much as the whole; but ``center_and_scale`` moves every sample.
+    What is taken over the batch only divides, so a part of a batch says as much as the whole; but ``center_and_scale`` moves every sample,
+    and ``gae`` (gae.py) measures each against a critic.
     """
-    if whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo"):
+    if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
         return included.copy()
     values = advantages(
         rewards, groups, included, estimator="gdpo" if estimator == "gdpo" else "dr_grpo", epsilon=1.0, whiten="scale",
@@ -126,7 +127,9 @@ def _standardised(rewards: np.ndarray, index: np.ndarray, included: np.ndarray, 
 
 
 def _whiten(values: np.ndarray, included: np.ndarray, loss_tokens: np.ndarray | None, mode: str, epsilon: float) -> np.ndarray:
-    """Whitens over the batch, each sample weighted by its loss tokens; ``scale`` leaves the mean, so zeros stay zeros."""
+    """Whitens over the batch, each sample weighted by its loss tokens; ``scale`` leaves the mean, so zeros stay zeros; ``none``: as is."""
+    if mode == "none":
+        return values
     tokens = included.astype(np.float64) if loss_tokens is None else np.where(included, loss_tokens, 0).astype(np.float64)
     total = tokens.sum()
     if total <= 1:

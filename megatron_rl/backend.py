@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl import exchange
+from megatron_rl import exchange, topology
 from megatron_rl.config import Config
 from megatron_rl.loss.objective import Objective
 from megatron_rl.model.head import head_weight
@@ -151,6 +151,11 @@ class MegatronBackend(TrainedModel):
         else:
             for _ in self.export():
                 pass
+
+    def close(self, *, leave_world: bool = True) -> None:
+        """Takes all groups down, a critic's too. The process may build another backend after it."""
+        self.retire()
+        topology.destroy(leave_world=leave_world)
 
 
 @torch.no_grad()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import datetime
 import os
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +147,33 @@ def initialize(
         tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: None
         tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
     return current()
+
+
+def _record() -> dict[str, object]:
+    """All that parallel_state remembers of the grid of ranks (0.16.1 and 0.19.2: module globals that begin with an underscore)."""
+    code = (types.FunctionType, types.ModuleType, type)
+    return {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and not k.startswith("__") and not isinstance(v, code)}
+
+
+_NO_GRID = copy.deepcopy(_record())  # of the import: nothing is initialized yet
+
+
+class Grid:
+    """A grid of the same ranks with other degrees, beside the one that parallel_state holds. Within ``active`` it is parallel_state's."""
+
+    def __init__(self) -> None:
+        self._own = copy.deepcopy(_NO_GRID)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Not a collective. ``initialize`` within it builds the grid; everything of Megatron-Core that runs within it is of that grid."""
+        outer = _record()
+        vars(parallel_state).update(self._own)
+        try:
+            yield
+        finally:
+            self._own = _record()
+            vars(parallel_state).update(outer)
 
 
 def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:

@@ -64,21 +64,18 @@ class TrainedModel:
 
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
-        value_head: bool = False,
+        value_head: bool = False, place: topology.Topology | None = None,
     ) -> None:  # fmt: skip
         """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given. total_steps: where the
-        learning rate's decay ends. value_head: one number per token in place of the vocabulary (model/head.py).
+        learning rate's decay ends. value_head: one number per token in place of the vocabulary (model/head.py). place: a grid that
+        is there already; None builds one by ``parallel``.
 
         Raises ConfigError for settings that cannot work together.
         """
         self.config = config
         refuse_uncounted_losses(config)
         ddp_fields = self._ddp_fields()
-        parallel = config.parallel
-        self.topology = topology.initialize(
-            tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
-            expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=config.run.deadline_s, seed=config.run.seed,
-        )  # fmt: skip
+        self.topology = place or self._join()
         if hf_config is None:
             from transformers import AutoConfig
 
@@ -100,6 +97,13 @@ class TrainedModel:
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._copies = torch.cuda.Stream() if HOST.is_cuda else None
         self.zero_grad()
+
+    def _join(self) -> topology.Topology:
+        parallel = self.config.parallel
+        return topology.initialize(
+            tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
+            expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=self.config.run.deadline_s, seed=self.config.run.seed,
+        )  # fmt: skip
 
     def _ddp_fields(self) -> dict:
         """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be set."""
@@ -146,9 +150,9 @@ class TrainedModel:
         return Batch(facts=facts, local=samples)
 
     def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None) -> StepPlan:
-        """Not a collective. "logprob" takes the batch whole; any other purpose splits it in mini-batches."""
+        """Not a collective. "logprob" and "values" take the batch whole; any other purpose splits it in mini-batches."""
         members = np.arange(batch.facts.num_samples) if samples is None else samples
-        whole = purpose == "logprob"
+        whole = purpose in ("logprob", "values")
         mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
         merge = not whole and self.config.skip.steps == "merge" and drops
         facts = batch.facts
@@ -286,11 +290,10 @@ class TrainedModel:
         gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters()} for chunk in self.chunks]
         return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology)}
 
-    def close(self, *, leave_world: bool = True) -> None:
-        """Takes the groups down. The process may build another backend after it."""
+    def retire(self) -> None:
+        """Ends its threads and hooks; its groups stay. Not a collective."""
         for chunk in self.chunks:
             chunk.grad_accs.clear()  # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=False)
         self._packer.shutdown(cancel_futures=True)
-        topology.destroy(leave_world=leave_world)

@@ -5,6 +5,7 @@ Every error is a ConfigError that names the key, the value and the way out.
 
 from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
+from megatron_rl.config.critic import CriticConfig, critic_config
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_yaml, load_config
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
     "DynamicSamplingConfig",
     "EvalConfig",
@@ -60,5 +62,6 @@ __all__ = [
     "WarmupConfig",
     "WeightSyncConfig",
     "config_to_yaml",
+    "critic_config",
     "load_config",
 ]

@@ -12,12 +12,13 @@ from typing import Any
 from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.checks import at_least, choose
 from megatron_rl.config.correction import CorrectionConfig
+from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.types import ConfigError
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
-ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo")
+ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo", "gae")
 POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 
 
@@ -160,17 +161,29 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Semantics §6. ``epsilon`` is added to the standard deviation; ``noise_std`` to advantages, for the first ``noise_steps`` steps."""
+    """Semantics §6. ``epsilon`` is added to the standard deviation; ``noise_std`` to advantages, for the first ``noise_steps`` steps.
+
+    ``whiten``: of ``reinforce_plus_plus``, ``gdpo`` and ``gae``. ``gamma``, ``lam``: the discount and λ of ``gae``.
+    """
 
     estimator: str = "grpo"
     epsilon: float = 1e-6
     whiten: str = "scale"
+    gamma: float = 1.0
+    lam: float = 1.0
     noise_std: float = 0.0
     noise_steps: int = 0
 
     def __post_init__(self) -> None:
         choose("advantage.estimator", self.estimator, ESTIMATORS)
-        choose("advantage.whiten", self.whiten, ("scale", "center_and_scale"))
+        choose("advantage.whiten", self.whiten, ("none", "scale", "center_and_scale"))
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"advantage.{name}={value} must be from 0 to 1 (1: nothing is discounted)")
+        if self.estimator == "gae" and self.noise_std:
+            raise ConfigError(
+                f"advantage.noise_std={self.noise_std} is for groups with signal, and advantage.estimator=gae has no groups; set it to 0"
+            )
         at_least("advantage.epsilon", self.epsilon, 0.0)
         at_least("advantage.noise_std", self.noise_std, 0.0)
         at_least("advantage.noise_steps", self.noise_steps, 0)
@@ -370,6 +383,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

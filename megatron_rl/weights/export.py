@@ -27,6 +27,8 @@ BUCKET_BYTES = 512 * 2**20
 
 
 class WeightReader(Protocol):
+    def has(self, name: str) -> bool: ...
+
     def size(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor: ...
@@ -37,6 +39,9 @@ class MemoryReader:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
 
     def size(self, name: str) -> tuple[int, ...]:
         if name not in self.tensors:
@@ -68,6 +73,9 @@ class HuggingFaceReader:
                 "save it with save_pretrained, or start from random weights with model.init=random"
             )
         self.open_files: dict[pathlib.Path, object] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self.files
 
     def _slice(self, name: str):
         if name not in self.files:
