@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,6 +18,7 @@ import torch
 from megatron_rl import topology
 from megatron_rl.advantage import reduction_weights
 from megatron_rl.checkpoint import policy
+from megatron_rl.checkpoint.folder import STATE
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, critic_config
 from megatron_rl.loss.value import value_loss
@@ -69,6 +71,8 @@ class Critic(TrainedModel):
         place = topology.current() if self.grid is None else None
         with self._here():
             super().__init__(own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=place)
+
+    _reference = None
 
     def _here(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.grid is None else self.grid.active()
@@ -132,27 +136,29 @@ class Critic(TrainedModel):
         with self._here():
             super().restore()
 
-    def identity(self) -> dict[str, object]:
-        """Of its model; see checkpoint/policy.py. Not a collective."""
-        return policy.identity(self)
-
-    def numbers(self) -> dict[str, object]:
-        """Counters, as of now. Not a collective."""
-        return policy.numbers(self)
-
-    def save(self, root: pathlib.Path, iteration: int, texts: Mapping[str, str]) -> PendingSave:
-        """Begins a checkpoint of its own; see checkpoint/policy.py."""
+    def save(self, root: pathlib.Path, iteration: int) -> PendingSave:
+        """Begins a checkpoint of its own: model, AdamW, and its numbers in state.json."""
+        state = {"model": policy.identity(self), "backend": policy.numbers(self)}
         with self._here():
-            return policy.save(self, root, iteration, texts)
+            return policy.save(self, root, iteration, {STATE: json.dumps(state) + "\n"})
 
-    def load(self, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:
+    def check(self, folder: pathlib.Path) -> None:
+        """Raises CheckpointError where a checkpoint is of another model. Not a collective."""
+        policy.check_model(self, folder, _state_of(folder)["model"])
+
+    def load(self, folder: pathlib.Path) -> None:
         """From a checkpoint of its own, of any topology."""
+        state = _state_of(folder)
         with self._here():
-            policy.load(self, folder, kept, model)
+            policy.load(self, folder, state["backend"], state["model"])
 
     def close(self) -> None:
         """Its groups go with the policy's."""
         self.retire()
+
+
+def _state_of(folder: pathlib.Path) -> dict:
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
@@ -175,3 +181,10 @@ def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
         if spread > 1e-12 * tokens:
             metrics["critic/explained_variance"] = 1.0 - sums["error_squared"] / spread
     return metrics
+
+
+def build_critic(config: Config, total_steps: int) -> Critic | None:
+    """The run's, after its policy was built; None for an estimator without one. total_steps: optimizer steps of the policy, in all."""
+    if config.advantage.estimator != "gae":
+        return None
+    return Critic(config, total_steps=total_steps)

@@ -55,7 +55,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Intake:
-    """A batch to be trained: facts, rewards, advantages [S], and what is known of its log-probs.
+    """A batch to be trained: facts, rewards, advantages [S] by rewards alone (0 for ``gae``), and what is known of its log-probs.
 
     old: float32 [T] flat over response tokens, 0 where not known · known: bool [S], whose log-probs are · sums: of the passes so far ·
     replayed: bool [S], of groups that an earlier rollout has trained · trained_version: the weights that it is to be trained on.
@@ -116,8 +116,10 @@ def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tupl
 
 
 def plain_advantages(config: Config, scored: Scored) -> np.ndarray:
-    """[S] without noise, by the same arithmetic on every rank."""
+    """[S] without noise, by the same arithmetic on every rank; 0 for ``gae``, which needs values (estimate.py)."""
     facts = scored.batch.facts
+    if config.advantage.estimator == "gae":
+        return np.zeros(facts.num_samples)
     columns, weights = _columns(config, scored.by_function, scored.overlong)
     return advantages(
         scored.totals, facts.groups, scored.included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,

@@ -17,6 +17,8 @@ from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.cost import plan_seconds
+from megatron_rl.critic import Critic, build_critic
+from megatron_rl.estimate import Estimate, critic_estimate
 from megatron_rl.evaluation import Evaluation
 from megatron_rl.feed import Feed
 from megatron_rl.generation import Generation, guard_logprob_gap
@@ -33,8 +35,8 @@ from megatron_rl.rollout.launch import Seat, build_engine, place_of, refuse_shar
 from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
-from megatron_rl.trained_model import Batch
-from megatron_rl.types import ConfigError, LossInputs, MiniBatchPlan, Rollout, Sample, Score, StepKind, StepPlan, StepResult
+from megatron_rl.trained_model import Batch, TrainedModel
+from megatron_rl.types import Advantages, ConfigError, LossInputs, MiniBatchPlan, Rollout, Sample, Score, StepKind, StepPlan, StepResult
 from megatron_rl.verdict import Verdict, decide
 from megatron_rl.watch import Watch, open_watch
 
@@ -46,10 +48,11 @@ class Run:
 
     def __init__(
         self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch,
-        checkpoints: Checkpoints, found: Found | None, prompts: PromptSource,
+        checkpoints: Checkpoints, found: Found | None, prompts: PromptSource, critic: Critic | None = None,
     ):  # fmt: skip
         self.config = config
         self.backend = backend
+        self.critic = critic
         self.tokenizer = tokenizer
         self.writer = writer
         self.progress = progress
@@ -85,9 +88,21 @@ class Run:
         bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
         return Generation(
             engine, self._score if self.reward else None, config, export=lambda: backend.export(bucket_bytes=bucket_bytes),
-            version=lambda: backend.weight_version, share=place.share, offload=backend.offload if shared else None,
-            restore=backend.restore if shared else None, score_apart=self.reward is not None and self.reward.runs_apart,
+            version=lambda: backend.weight_version, share=place.share, offload=self._offload if shared else None,
+            restore=self._restore if shared else None, score_apart=self.reward is not None and self.reward.runs_apart,
         )  # fmt: skip
+
+    def _offload(self) -> None:
+        for model in self._models():
+            model.offload()
+
+    def _restore(self) -> None:
+        for model in self._models():
+            model.restore()
+
+    def _models(self) -> list[TrainedModel]:
+        """Those whose memory is on this rank's device."""
+        return [self.backend] if self.critic is None else [self.backend, self.critic]
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """In the main thread, or in one of its own; the watch tells of the main one's stages alone."""
@@ -112,6 +127,28 @@ class Run:
             )  # fmt: skip
             samples.append(to_sample(rollout, included=True))
         return samples, mine, mine
+
+    # ---- advantages ------------------------------------------------------------------------------------------------
+
+    def estimate(self, intake: Intake, index: int) -> Estimate:
+        """Advantages of a rollout: those of its rewards alone, where nothing else is asked for."""
+        if self.critic is None:
+            return Estimate(advantages=Advantages(of_sample=intake.advantages))
+        mask = self.backend.gather_loss_mask(intake.batch)
+        with self.clock.measure("critic"):
+            values = self.critic.values(intake.batch)
+        return critic_estimate(self.config, intake.batch.facts, intake.totals, values, None, mask)
+
+    def holds_policy(self, index: int) -> bool:
+        """Whether rollout ``index`` trains the critic alone. Not a collective."""
+        return self.critic is not None and index < self.config.critic.warmup_steps
+
+    def train_critic(self, batch: Batch, estimate: Estimate) -> dict[str, float]:
+        """The critic's steps of a rollout; {} without one."""
+        if self.critic is None:
+            return {}
+        with self.clock.measure("critic"):
+            return self.critic.train(batch, estimate.returns.astype(np.float32), estimate.values)
 
     # ---- log-probs and the loss ------------------------------------------------------------------------------------
 
@@ -152,24 +189,26 @@ class Run:
         with self.backend.reference_weights():
             return self.backend.logprobs(batch, chosen).flat
 
-    def decide(self, batch: Batch, values: np.ndarray, signal: np.ndarray, passed: np.ndarray, old: np.ndarray | None) -> Verdict:
-        """See verdict.decide. values [S]: advantages; passed bool [S]: the samples whose ``old`` log-probs are known."""
+    def decide(self, batch: Batch, advantages: Advantages, signal: np.ndarray, passed: np.ndarray, old: np.ndarray | None) -> Verdict:
+        """See verdict.decide. passed bool [S]: the samples whose ``old`` log-probs are known."""
         return decide(
-            self.config.correction, self.backend, batch, advantages=values, signal=signal, passed=passed, old_logprobs=old,
+            self.config.correction, self.backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old,
             advantage_epsilon=self.rule.advantage_epsilon,
         )  # fmt: skip
 
     def loss_inputs(
-        self, batch: Batch, mini_batch: MiniBatchPlan, values: np.ndarray, old: np.ndarray | None, reference: np.ndarray | None,
+        self, batch: Batch, mini_batch: MiniBatchPlan, advantages: Advantages, old: np.ndarray | None, reference: np.ndarray | None,
         importance: np.ndarray | None = None,
     ) -> LossInputs:  # fmt: skip
         """Folds the reduction's weights into the advantages, by the denominators of this mini-batch. Not a collective."""
         loss = self.config.loss
         counted = mini_batch.members if loss.denominator == "original" else mini_batch.order
         weights = reduction_weights(loss.reduction, batch.facts, counted, max_response_tokens=self.config.rollout.max_response_tokens)
+        of_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, batch.facts.response_tokens)
         return LossInputs(
-            advantages=values * weights, weights=weights, old_logprobs=old, reference_logprobs=reference, importance_weights=importance
-        )
+            advantages=advantages.of_sample * weights, weights=weights, old_logprobs=old, reference_logprobs=reference,
+            importance_weights=importance, token_advantages=of_token,
+        )  # fmt: skip
 
     # ---- evaluation and export -------------------------------------------------------------------------------------
 
@@ -312,7 +351,8 @@ def open_run(config: Config) -> Iterator[Run]:
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_to_yaml(config))
-    checkpoints = Checkpoints(config, backend)
+    critic = build_critic(config, rl_steps)
+    checkpoints = Checkpoints(config, backend, critic)
     found = checkpoints.find()
     checkpoints.cut_back(found)
     resumed = found.state["metrics"] if found else None
@@ -326,7 +366,7 @@ def open_run(config: Config) -> Iterator[Run]:
         try:
             with open_watch(backend.topology, config.run.deadline_s) as watch:
                 started = time.perf_counter()
-                run = Run(config, backend, tokenizer, writer, progress, watch, checkpoints, found, prompts)
+                run = Run(config, backend, tokenizer, writer, progress, watch, checkpoints, found, prompts, critic)
                 announce(run)
                 yield run
                 log.info(run.generation.summary(time.perf_counter() - started))
@@ -340,4 +380,6 @@ def open_run(config: Config) -> Iterator[Run]:
             if is_main and pathlib.Path(metrics_path).stat().st_size:
                 write_report(metrics_path, config_to_yaml(config), report_path)
         progress.finish(read_metrics(metrics_path) if is_main else [], report_path)
+    if critic is not None:
+        critic.close()
     backend.close()

@@ -123,11 +123,9 @@ def signal_rule(config: Config) -> SignalRule:
     )
 
 
-def has_signal(
-    advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0, largest_weights: np.ndarray | None = None
-) -> np.ndarray:
-    """[S] bool: some loss token has a non-zero coefficient. advantages [S] · loss_tokens int64 [S] · largest_weights [S]: the largest
-    importance weight (≥ 0) of each sample's loss tokens, so that any_t(weight_t · A ≠ 0) = (largest · A ≠ 0); None: all 1.
+def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0) -> np.ndarray:
+    """[S] bool: some loss token has a non-zero coefficient. loss_tokens int64 [S] · advantages [S]: of each sample, or the largest
+    |importance weight · advantage| of its tokens (``Advantages.largest``), so that any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """
@@ -137,5 +135,4 @@ def has_signal(
             f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample without signal; "
             "look for non-finite rewards in its group"
         )
-    coefficients = advantages if largest_weights is None else advantages * largest_weights
-    return (np.abs(coefficients) > advantage_epsilon) & (loss_tokens > 0)
+    return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)

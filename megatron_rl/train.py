@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from megatron_rl.advantage import reduction_weights
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, critic_config, load_config
 from megatron_rl.metrics import skip_metrics
 from megatron_rl.plan import plan_steps
 from megatron_rl.signal import has_signal, signal_rule
@@ -53,6 +53,8 @@ def train(config: Config) -> bool:
         at_start = run.evaluation.due_at_start() and not (config.warmup.steps or done)
         before = run.evaluate(suffix="_before") if at_start else {}
         if run.rollouts_done is None:
+            if run.critic is not None and config.critic.init == "policy":
+                run.critic.take_weights(run.backend.export())
             if config.loss.kl_coefficient:
                 run.backend.keep_reference()
             if run.checkpoints.after(run, 0):
@@ -103,20 +105,24 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     clock.restart()
     intake = run.feed.take(index, clock)
     run.feed.start(index, clock)  # those ahead, which are generated from here on
-    batch, advantages = intake.batch, intake.advantages
-    run.recorder.rollout(batch.facts, intake.totals, intake.by_function)
-    signal = has_signal(advantages, batch.facts.loss_tokens, advantage_epsilon=run.rule.advantage_epsilon)
+    batch, facts = intake.batch, intake.batch.facts
+    run.recorder.rollout(facts, intake.totals, intake.by_function)
+    estimate = run.estimate(intake, index)
+    advantages, held = estimate.advantages, run.holds_policy(index)
+    signal = has_signal(advantages.largest(facts.response_tokens), facts.loss_tokens, advantage_epsilon=run.rule.advantage_epsilon)
+    trained, drops = np.zeros_like(signal) if held else signal, run.rule.drops or held
     with clock.measure("plan"):
-        plan = backend.plan("train", batch, signal, drops=run.rule.drops)
+        plan = backend.plan("train", batch, trained, drops=drops)
     with clock.measure("logprob"):
-        trained = samples_of(plan, batch.facts.num_samples)
-        old, measured = run.old_logprobs(intake, trained, index)
-        verdict = run.decide(batch, advantages, signal, trained, old)
-        if not np.array_equal(verdict.signal, signal):  # masks took samples away: fewer run, none that was not passed
-            signal = verdict.signal
-            plan = backend.plan("train", batch, signal, drops=run.rule.drops)
-        reference = run.reference_logprobs(batch, samples_of(plan, batch.facts.num_samples))
+        runs = samples_of(plan, facts.num_samples)
+        old, measured = run.old_logprobs(intake, runs, index)
+        verdict = run.decide(batch, advantages, trained, runs, old)
+        if not np.array_equal(verdict.signal, trained):  # masks took samples away: fewer run, none that was not passed
+            signal = trained = verdict.signal
+            plan = backend.plan("train", batch, trained, drops=drops)
+        reference = run.reference_logprobs(batch, samples_of(plan, facts.num_samples))
     values = {**extra, **intake.metrics, **measured, **run.generation.take_metrics(), **verdict.metrics}
+    values |= run.train_critic(batch, estimate)
     with clock.measure("plan"):
         backend.load_rows(batch, plan)
     run.save_plan(plan, index)
@@ -125,9 +131,9 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
         with clock.measure("update"):
             inputs = run.loss_inputs(batch, mini_batch, advantages, old, reference, verdict.weights)
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
-            result = backend.optim_step(mini_batch.kind)
+            result = backend.hold_step() if held else backend.optim_step(mini_batch.kind)
         last = number == len(steps)
-        values |= {**skip_metrics(mini_batch, batch.facts, signal), **run.performance(batch, mini_batch, clock), **clock.take()}
+        values |= {**skip_metrics(mini_batch, facts, signal), **run.performance(batch, mini_batch, clock), **clock.take()}
         if last and run.evaluation.due(index + 1, last=not run.feed.has(index + 1)):
             values |= run.evaluate()
         run.write("rl", result, {**values, "rollout": index + 1})
@@ -152,7 +158,7 @@ def check_relations(config: Config) -> None:
         raise ConfigError(f"model.hf_path={config.model.hf_path!r} holds no config.json; give a local Hugging Face directory")
     if config.train.steps != 0 and not config.reward.functions:
         raise ConfigError("reward.functions is empty and train.steps > 0; name one, as in reward.functions=[math_verify]")
-    if config.train.steps != 0 and config.rollout.samples_per_prompt < 2:
+    if config.train.steps != 0 and config.rollout.samples_per_prompt < 2 and config.advantage.estimator != "gae":
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} "
             "no baseline: every advantage would be 0; use at least 2"
@@ -164,6 +170,7 @@ def check_relations(config: Config) -> None:
                 f"rollout.{name}={value:g} must be below run.deadline_s={config.run.deadline_s:g}, which other ranks wait for; raise that"
             )
     _check_asynchronous(config)
+    _check_critic(config)
     check_overlong(config)
     given = config.eval
     if given.every and not given.named_sets:
@@ -198,6 +205,28 @@ def _check_asynchronous(config: Config) -> None:
             f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for which the other "
             "ranks wait; raise that"
         )
+
+
+def _check_critic(config: Config) -> None:
+    """Raises ConfigError."""
+    given, estimator, steps = config.critic, config.advantage.estimator, config.train.steps
+    if estimator != "gae":
+        for name, value, neutral in (("warmup_steps", given.warmup_steps, 0), ("placement", given.placement, "shared")):
+            if value != neutral:
+                raise ConfigError(
+                    f"critic.{name}={value} and advantage.estimator={estimator} has no critic; set advantage.estimator=gae, or leave it "
+                    f"at {neutral}"
+                )
+        return
+    critic_config(config)
+    if steps and given.warmup_steps >= steps:
+        raise ConfigError(f"critic.warmup_steps={given.warmup_steps} of train.steps={steps} leave the policy none; lower the former")
+    rounds = config.rollout.dynamic_sampling.max_rounds
+    for name, value in (("replay.size", config.replay.size), ("rollout.dynamic_sampling.max_rounds", rounds)):
+        if value:
+            raise ConfigError(
+                f"{name}={value} fills the places of groups without signal, and under advantage.estimator=gae there are none; set it to 0"
+            )
 
 
 class _Stderr(logging.Handler):

@@ -255,6 +255,14 @@ class TrainedModel:
         self.weight_version += int(outcome.applied)
         return StepResult(kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums)
 
+    def hold_step(self) -> StepResult:
+        """Counts a step in which nothing moves: no moments, no schedule, and the weight version stays (a critic's warm-up)."""
+        if self._accumulated:
+            raise ValueError("hold_step() would discard the gradient that forward_backward has accumulated; call optim_step or zero_grad")
+        self.step_index += 1
+        rate = self.optimizer.learning_rate
+        return StepResult(kind=StepKind.GHOST, grad_norm=0.0, learning_rate=rate, applied=False, sums=dict.fromkeys(self.sum_names, 0.0))
+
     def offload(self) -> OffloadedBytes:
         """Gradients and optimizer state leave the device until ``restore``, for an engine that shares it; says how many bytes.
 

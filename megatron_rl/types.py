@@ -188,6 +188,25 @@ class BatchFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Advantages:
+    """of_sample: float64 [S], of each of a sample's loss tokens; where they differ (``gae``), their mean.
+    of_token: float64 [T], flat over response tokens and 0 where there is no loss; None where a sample's are all the same.
+    """
+
+    of_sample: np.ndarray
+    of_token: np.ndarray | None = None
+
+    def largest(self, response_tokens: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        """[S] the largest |weight · A| of each sample: 0 where nothing of it trains. response_tokens int64 [S] · weights [T] flat, ≥ 0."""
+        starts = np.cumsum(response_tokens) - response_tokens
+        if not len(starts) or (self.of_token is None and weights is None):
+            return np.abs(self.of_sample)
+        if self.of_token is None:
+            return np.abs(self.of_sample) * np.maximum.reduceat(weights, starts)
+        return np.maximum.reduceat(np.abs(self.of_token) * (1.0 if weights is None else weights), starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
     """What the policy's loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
 

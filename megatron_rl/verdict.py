@@ -14,9 +14,10 @@ import numpy as np
 from megatron_rl import exchange
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import CorrectionConfig
-from megatron_rl.loss.correction import correction_metrics, importance_weights, largest_weights
+from megatron_rl.loss.correction import correction_metrics, importance_weights
 from megatron_rl.signal import has_signal
 from megatron_rl.trained_model import Batch
+from megatron_rl.types import Advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,20 +31,18 @@ class Verdict:
 
 
 def decide(
-    config: CorrectionConfig, backend: MegatronBackend, batch: Batch, *, advantages: np.ndarray, signal: np.ndarray, passed: np.ndarray,
+    config: CorrectionConfig, backend: MegatronBackend, batch: Batch, *, advantages: Advantages, signal: np.ndarray, passed: np.ndarray,
     old_logprobs: np.ndarray | None, advantage_epsilon: float = 0.0,
 ) -> Verdict:  # fmt: skip
     """Once per rollout, for all its mini-batches and epochs. A collective where a correction is asked for.
 
-    advantages [S] · signal bool [S] by advantages alone · passed bool [S]: the samples whose old_logprobs [T] are known.
+    signal bool [S] by advantages alone · passed bool [S]: the samples whose old_logprobs [T] are known.
     """
     if not config.is_on:
         return Verdict(weights=None, signal=signal)
     assert old_logprobs is not None and not (signal & ~passed).any(), "signal without log-probs"
     lengths, engine, mask = batch.facts.response_tokens, backend.gather_rollout_logprobs(batch), backend.gather_loss_mask(batch)
-    found = importance_weights(old_logprobs, engine, mask, lengths, advantages, passed, config)
+    found = importance_weights(old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config)
     weights = exchange.from_first_rank(found.weights)
-    left = has_signal(
-        advantages, batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon, largest_weights=largest_weights(weights, lengths)
-    )
+    left = has_signal(advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon)
     return Verdict(weights=weights, signal=left, metrics=correction_metrics(found, mask, lengths, signal))

@@ -88,7 +88,7 @@ def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> Non
     assert np.array_equal(found.weights == 0, np.array(wanted) == 0)  # a mask zeroes, exactly
     assert (found.weights <= cap).all() and not found.capped[found.weights == 0].any()
     bounds = np.cumsum([0, *(len(d) for d in gaps)])
-    signal = has_signal(np.array(advantages), np.array([sum(m) for m in masks], dtype=np.int64), largest_weights=found.largest)
+    signal = has_signal(np.array(advantages) * found.largest, np.array([sum(m) for m in masks], dtype=np.int64))
     for i, (a, mask) in enumerate(zip(advantages, masks, strict=True)):
         own = wanted[bounds[i] : bounds[i + 1]]
         assert signal[i] == any(m and w * a != 0 for m, w in zip(mask, own, strict=True))

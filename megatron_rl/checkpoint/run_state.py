@@ -3,6 +3,9 @@
 A checkpoint is taken between rollouts, where nothing is half done: no gradient is accumulated, and what is generated ahead is waited for.
 Its iteration is the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds what every rank
 knows and is not a tensor; ``rollouts_<rank>.npz`` what a rank holds of rollouts that are not trained yet, and of replayed ones.
+
+A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before the policy's of that iteration is, and
+none without its critic's is gone on from.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from omegaconf import OmegaConf
 
 from megatron_rl.checkpoint import policy
-from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, verify, whole_checkpoints
+from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, remove, verify, whole_checkpoints
 from megatron_rl.checkpoint.pickled import check_pickle
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, config_to_yaml
@@ -53,12 +56,12 @@ class Found:
 class Checkpoints:
     """A run's checkpoints. Methods are collectives unless they say otherwise."""
 
-    def __init__(self, config: Config, backend) -> None:
-        self.config, self.backend = config, backend
+    def __init__(self, config: Config, backend, critic=None) -> None:
+        self.config, self.backend, self.critic = config, backend, critic
         self.settings = config.checkpoint
         self.root = config.run.path / "checkpoints"
         self.is_main = backend.topology.is_main
-        self.pending: PendingSave | None = None
+        self.pending: list[PendingSave] = []  # in the order in which they are to be whole
         self.waited_s = 0.0  # of the last checkpoint: what the loop did not do meanwhile
         self.preempted = False
         if self.settings.save_every:
@@ -80,7 +83,7 @@ class Checkpoints:
         Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown format and for
         another model.
         """
-        iterations, *others = gather_json(whole_checkpoints(self.root))
+        iterations, *others = gather_json(self._whole())
         if any(theirs != iterations for theirs in others):
             raise CheckpointError(f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share")
         if not iterations or self.settings.resume == "never":
@@ -91,6 +94,8 @@ class Checkpoints:
             folder = self.root / name_of(iteration)
             try:
                 self._verify(folder)
+                if self.critic is not None:
+                    self._verify(self.critic_root / folder.name)
             except DamagedCheckpoint as error:
                 if self.settings.on_damage == "fail":
                     raise DamagedCheckpoint(f"{error}; remove that folder, or set checkpoint.on_damage=previous") from error
@@ -98,8 +103,28 @@ class Checkpoints:
                 continue
             state = json.loads((folder / STATE).read_text(encoding="utf-8"))
             policy.check_model(self.backend, folder, state["model"])  # before the run's files are cut back
+            if self.critic is not None:
+                self.critic.check(self.critic_root / folder.name)
             return Found(folder=folder, state=state)
         raise CheckpointError(f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never")
+
+    @property
+    def critic_root(self) -> pathlib.Path:
+        return self.root / "critic"
+
+    def _whole(self) -> list[int]:
+        """Iterations that may be gone on from, oldest first; of a run with a critic, those that it has too. Not a collective."""
+        found = whole_checkpoints(self.root)
+        if self.critic is None or not found:
+            return found
+        theirs = whole_checkpoints(self.critic_root)
+        both = [iteration for iteration in found if iteration in theirs]
+        if not both:
+            raise CheckpointError(
+                f"{self.root} holds {len(found)} checkpoints of a policy and {self.critic_root} none of a critic that belong to them, and "
+                "advantage.estimator=gae asks for one; restore them, or start from an exported policy in another run.dir"
+            )
+        return both
 
     def _verify(self, folder: pathlib.Path) -> None:
         """Every rank digests its share of the files; the main rank looks at what torch will unpickle."""
@@ -137,6 +162,8 @@ class Checkpoints:
             return None
         state = found.state
         policy.load(self.backend, found.folder, state["backend"], state["model"])
+        if self.critic is not None:
+            self.critic.load(self.critic_root / found.folder.name)
         run.prompts.load_state(state["prompts"])
         place = self.backend.topology
         theirs = range(place.rank, state["world_size"], place.world_size)
@@ -164,10 +191,10 @@ class Checkpoints:
         every = self.settings.save_every
         if not every:
             return False
-        ended = self.pending is None or not self.pending.thread.is_alive()
+        ended = not any(pending.thread.is_alive() for pending in self.pending)
         votes = gather_json([ended, self.preempted])
         leave = any(preempted for _, preempted in votes)
-        if self.pending is not None and all(ended for ended, _ in votes):
+        if self.pending and all(ended for ended, _ in votes):
             self._finish()
         if leave or last or rollouts % every == 0:
             self._finish()
@@ -192,8 +219,11 @@ class Checkpoints:
         }  # fmt: skip
         try:
             own_files = {own_file(self.backend.topology.rank): rows}
-            self.pending = policy.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files)
+            if self.critic is not None:
+                self.pending.append(self.critic.save(self.critic_root, rollouts))
+            self.pending.append(policy.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files))
         except CheckpointError as error:
+            self._give_up()
             self._failed(error)
         self.waited_s = time.perf_counter() - started
 
@@ -203,19 +233,31 @@ class Checkpoints:
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
     def _finish(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is None:
+        if not self.pending:
             return
         started = time.perf_counter()
+        written_s = 0.0
         try:
-            folder = pending.finish()
+            while self.pending:
+                pending = self.pending.pop(0)
+                folder = pending.finish()
+                written_s = max(written_s, pending.written_s)
         except CheckpointError as error:
+            self._give_up()
             self._failed(error)
             return
         if self.is_main:
             prune(self.root, self.settings.keep_last)
+            for iteration in set(whole_checkpoints(self.critic_root)) - set(whole_checkpoints(self.root)):
+                remove(self.critic_root / name_of(iteration))
             self.waited_s += time.perf_counter() - started
-            log.info("checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, pending.written_s)
+            log.info("checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, written_s)
+
+    def _give_up(self) -> None:
+        """What is still being written belongs to a checkpoint that will not be."""
+        for pending in self.pending:
+            pending.abandon()
+        self.pending = []
 
     def _failed(self, error: CheckpointError) -> None:
         if self.settings.on_error == "fail":

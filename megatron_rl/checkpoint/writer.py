@@ -124,6 +124,13 @@ class PendingSave:
         self._raise_everywhere(errors)
         return self.root / name_of(self.iteration)
 
+    def abandon(self) -> None:
+        """Waits for every rank's thread and removes the unfinished folder; a collective."""
+        self.thread.join()
+        gather_json(None)  # nobody writes any more
+        if self.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
         """Raises CheckpointError on every rank where one of them has met an error, and removes the unfinished folder; a collective."""
         said = f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}" if errors else ""

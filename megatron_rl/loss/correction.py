@@ -74,7 +74,7 @@ def importance_weights(
     if config.off_policy_delta is not None:
         keeps = counted & ~off_policy(advantages, mean, config.off_policy_delta)[owner]
     weights = np.where(keeps, weights, 0.0)
-    return Correction(weights=weights, largest=largest_weights(weights, response_tokens), capped=capped & keeps)
+    return Correction(weights=weights, largest=_largest(weights, response_tokens), capped=capped & keeps)
 
 
 def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np
     return (advantages < 0) & (-mean_gap > delta)
 
 
-def largest_weights(weights: np.ndarray, response_tokens: np.ndarray) -> np.ndarray:
+def _largest(weights: np.ndarray, response_tokens: np.ndarray) -> np.ndarray:
     """[S] the largest of each sample's weights [T] flat."""
     starts = np.cumsum(response_tokens) - response_tokens
     return np.maximum.reduceat(weights, starts) if len(starts) else np.zeros(0)

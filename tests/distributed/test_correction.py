@@ -15,7 +15,7 @@ from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.signal import has_signal
 from megatron_rl.train import samples_of
-from megatron_rl.types import LossInputs, StepPlan
+from megatron_rl.types import Advantages, LossInputs, StepPlan
 from megatron_rl.verdict import Verdict, decide
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, open_rig, ragged_advantages, sizes
@@ -62,7 +62,8 @@ def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[S
     signal = has_signal(ADVANTAGES, batch.facts.loss_tokens)
     passed = samples_of(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
     old = backend.logprobs(batch, passed).flat
-    verdict = decide(correction, backend, batch, advantages=ADVANTAGES, signal=signal, passed=passed, old_logprobs=old)
+    advantages = Advantages(of_sample=ADVANTAGES)
+    verdict = decide(correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old)
     plan = backend.plan("train", batch, verdict.signal, drops=drops)
     assert not (samples_of(plan, NUM_SAMPLES) & ~passed).any()
     backend.load_rows(batch, plan)
