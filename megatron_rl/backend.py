@@ -14,8 +14,9 @@ examples/library/one_step.py is this, whole.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
 from megatron_rl.packing import PackedMicroBatch
 from megatron_rl.platform import HOST
+from megatron_rl.reference_weights import PLACEMENTS, ReferenceWeights
 from megatron_rl.trained_model import Batch, TrainedModel
 from megatron_rl.types import LossInputs, MiniBatchPlan, StepKind, StepPlan
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
@@ -50,8 +52,10 @@ class MegatronBackend(TrainedModel):
     def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1) -> None:
         """See TrainedModel."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps)
-        self.objective = Objective(config.loss, self._sum_over_context)
-        self._reference: list[torch.Tensor] | None = None
+        in_loss = config.reference.kl_in == "loss"
+        loss = config.loss if in_loss else dataclasses.replace(config.loss, kl_coefficient=0.0)  # measured all the same
+        self.objective = Objective(loss, self._sum_over_context)
+        self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
         """Adds what each context rank's tokens gave; no gradient passes."""
@@ -106,7 +110,12 @@ class MegatronBackend(TrainedModel):
     def forward_backward(
         self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
     ) -> None:
-        """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``."""
+        """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``.
+
+        Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no gradient.
+        """
+        if self.chunks[0] is not self.optimizer.chunks[0]:
+            raise ValueError("forward_backward() within reference_weights() would train the reference, under reference.placement=device")
         objective = self.objective.supervised if supervised else self.objective.policy
 
         def loss(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,23 +135,14 @@ class MegatronBackend(TrainedModel):
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def keep_reference(self) -> None:
-        """Keeps the current weights in host memory as the reference policy. Not a collective but for the parameter gather."""
-        self.schedule.gather_parameters()
-        self._reference = [p.detach().to("cpu", copy=True) for p in self.parameters()]
+        """The weights of now become the reference policy, where ``reference.placement`` says."""
+        self.reference.keep()
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Within it the model computes with the reference weights; parameters only, the optimizer's masters are untouched."""
-        if self._reference is None:
-            raise ValueError("there is no reference policy yet: call keep_reference() first")
-        self.schedule.gather_parameters()
-        parameters = self.parameters()
-        current = [p.detach().clone() for p in parameters]
-        try:
-            _overwrite(parameters, self._reference)
+        """Within it ``forward``, ``logprobs`` and ``export`` are the reference policy's; the optimizer is untouched."""
+        with self.reference.reading():
             yield
-        finally:
-            _overwrite(parameters, current)
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
         """Writes the policy as a Hugging Face directory; the main rank writes, all take part."""
@@ -156,9 +156,3 @@ class MegatronBackend(TrainedModel):
         """Takes all groups down, a critic's too. The process may build another backend after it."""
         self.retire()
         topology.destroy(leave_world=leave_world)
-
-
-@torch.no_grad()
-def _overwrite(parameters: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)

@@ -72,8 +72,6 @@ class Critic(TrainedModel):
         with self._here():
             super().__init__(own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=place)
 
-    _reference = None
-
     def _here(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.grid is None else self.grid.active()
 

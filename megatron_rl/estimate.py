@@ -6,6 +6,7 @@ plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatron_rl import exchange
 from megatron_rl.advantage import advantages
 from megatron_rl.config import Config
 from megatron_rl.gae import generalised_advantages, token_rewards, whiten_tokens
+from megatron_rl.reference import penalty
 from megatron_rl.types import Advantages, BatchFacts
 
 
@@ -24,6 +26,31 @@ class Estimate:
     advantages: Advantages
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KLPenalty:
+    """The KL in the reward. old: float32 [T] flat, π_old of every sample, for which it had to be passed · penalties: float64 [T], β·kl_t ·
+    kl: its mean over ``tokens`` loss tokens, nats · metrics: of that pass, and of the penalty."""
+
+    old: np.ndarray
+    penalties: np.ndarray
+    kl: float
+    tokens: int
+    metrics: Mapping[str, float]
+
+
+def kl_penalty(
+    old: np.ndarray, reference: np.ndarray, loss_mask: np.ndarray, *, estimator: str, coefficient: float, num_samples: int,
+    metrics: Mapping[str, float],
+) -> KLPenalty:  # fmt: skip
+    """old, reference float32 [T] flat log-probs of all samples · loss_mask bool [T] · metrics: of the pass that gave ``old``."""
+    per_token = np.where(loss_mask, penalty(old, reference, estimator), 0.0)
+    tokens = int(loss_mask.sum())
+    mean = float(per_token.sum() / max(tokens, 1))
+    paid = float(coefficient * per_token.sum() / max(num_samples, 1))
+    said = {**metrics, "train/kl": mean, "reward/kl_penalty": paid}
+    return KLPenalty(old=old, penalties=coefficient * per_token, kl=mean, tokens=tokens, metrics=said)
 
 
 def group_estimate(config: Config, facts: BatchFacts, totals: np.ndarray, penalties: np.ndarray, loss_mask: np.ndarray) -> Estimate:

@@ -24,8 +24,8 @@ class PackedMicroBatch:
 
     positions [T] the tokens' places in the whole micro-batch (host) · tokens [1, T] · loss_positions [N] into T, the
     position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response array (host) ·
-    sequences [N] · rollout_logprobs [N] · what the inputs say: advantages, weights, old_logprobs, reference_logprobs [N] of a policy,
-    weights, returns, old_values [N] of a critic.
+    sequences [N] · rollout_logprobs [N] · what the inputs say: advantages, weights, old_logprobs, reference_logprobs [N] and kl_coefficient
+    of a policy, weights, returns, old_values [N] of a critic.
     """
 
     packed: PackedSequences
@@ -41,14 +41,15 @@ class PackedMicroBatch:
     old_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     rollout_logprobs: torch.Tensor | None = None
+    kl_coefficient: float | None = None
     returns: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
 
 
 class FlatInputs(Protocol):
-    """LossInputs or ValueInputs: float arrays [N] by field, of the loss tokens of ``samples`` [N] at ``flat`` [N]."""
+    """LossInputs or ValueInputs: arrays [N] by field, of the loss tokens of ``samples`` [N] at ``flat`` [N]; a float holds for all."""
 
-    def at(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray]: ...
+    def at(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
 
 
 def pack_microbatch(
@@ -127,7 +128,8 @@ def _loss_fields(
         "flat": flat_index,
     }
     if inputs is not None:
-        fields |= {name: floats(values) for name, values in inputs.at(microbatch.samples[sequence_index], flat_index).items()}
+        given = inputs.at(microbatch.samples[sequence_index], flat_index)
+        fields |= {name: values if isinstance(values, float) else floats(values) for name, values in given.items()}
     return fields
 
 

@@ -16,19 +16,19 @@ from megatron_rl.advantage import reduction_weights
 from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
-from megatron_rl.cost import plan_seconds
 from megatron_rl.critic import Critic, build_critic
-from megatron_rl.estimate import Estimate, critic_estimate
+from megatron_rl.estimate import Estimate, KLPenalty, critic_estimate, group_estimate, kl_penalty
 from megatron_rl.evaluation import Evaluation
 from megatron_rl.feed import Feed
 from megatron_rl.generation import Generation, guard_logprob_gap
 from megatron_rl.intake import Intake, add_sums
 from megatron_rl.metrics import MetricsWriter, divide, read_metrics, step_metrics
 from megatron_rl.model.build import DTYPES
-from megatron_rl.plan import padded_lengths
+from megatron_rl.performance import performance
 from megatron_rl.platform import HOST
 from megatron_rl.progress import Progress
 from megatron_rl.prompts import PromptSource, load_rows
+from megatron_rl.reference import Reference
 from megatron_rl.report import write_report
 from megatron_rl.reward import Reward
 from megatron_rl.rollout.launch import Seat, build_engine, place_of, refuse_sharing, shares_device
@@ -36,7 +36,7 @@ from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
 from megatron_rl.trained_model import Batch, TrainedModel
-from megatron_rl.types import Advantages, ConfigError, LossInputs, MiniBatchPlan, Rollout, Sample, Score, StepKind, StepPlan, StepResult
+from megatron_rl.types import Advantages, ConfigError, LossInputs, MiniBatchPlan, Rollout, Sample, Score, StepPlan, StepResult
 from megatron_rl.verdict import Verdict, decide
 from megatron_rl.watch import Watch, open_watch
 
@@ -59,6 +59,7 @@ class Run:
         self.watch = watch
         self.clock = Clock(watch.stage)
         self.rule = signal_rule(config)
+        self.reference = Reference(config, backend)
         self.reward = Reward(config.reward) if config.reward.functions else None
         self.prompts = prompts
         self.evaluation = Evaluation(config, tokenizer, backend.shape.context_tokens)
@@ -130,14 +131,31 @@ class Run:
 
     # ---- advantages ------------------------------------------------------------------------------------------------
 
-    def estimate(self, intake: Intake, index: int) -> Estimate:
+    def kl_penalty(self, intake: Intake, index: int) -> KLPenalty | None:
+        """The KL in the reward, after passes over every sample; None where it is not asked for."""
+        if not self.reference.is_needed or self.reference.in_loss:
+            return None
+        everything = np.ones(intake.batch.facts.num_samples, dtype=bool)
+        with self.clock.measure("logprob"):
+            old, metrics = self.old_logprobs(intake, everything, index)
+            reference = self.reference.logprobs(intake.batch, everything)
+        found = kl_penalty(
+            old, reference, self.backend.gather_loss_mask(intake.batch), estimator=self.config.loss.kl_estimator,
+            coefficient=self.reference.coefficient, num_samples=len(everything), metrics=metrics,
+        )  # fmt: skip
+        self.reference.count(found.kl * found.tokens, found.tokens)
+        return found
+
+    def estimate(self, intake: Intake, paid: KLPenalty | None) -> Estimate:
         """Advantages of a rollout: those of its rewards alone, where nothing else is asked for."""
-        if self.critic is None:
+        if self.critic is None and paid is None:
             return Estimate(advantages=Advantages(of_sample=intake.advantages))
-        mask = self.backend.gather_loss_mask(intake.batch)
+        mask, penalties = self.backend.gather_loss_mask(intake.batch), None if paid is None else paid.penalties
+        if self.critic is None:
+            return group_estimate(self.config, intake.batch.facts, intake.totals, penalties, mask)
         with self.clock.measure("critic"):
             values = self.critic.values(intake.batch)
-        return critic_estimate(self.config, intake.batch.facts, intake.totals, values, None, mask)
+        return critic_estimate(self.config, intake.batch.facts, intake.totals, values, penalties, mask)
 
     def holds_policy(self, index: int) -> bool:
         """Whether rollout ``index`` trains the critic alone. Not a collective."""
@@ -182,12 +200,10 @@ class Run:
         guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype, fresh=fresh)
 
     def reference_logprobs(self, batch: Batch, trained: np.ndarray) -> np.ndarray | None:
-        """log π_ref, flat, of the samples that the training plan will run; None without a KL term."""
-        if not self.config.loss.kl_coefficient:
+        """log π_ref, flat, of the samples that the training plan will run; None without a KL in the loss."""
+        if not (self.reference.is_needed and self.reference.in_loss):
             return None
-        chosen = trained if self.rule.drops_logprob_passes else np.ones_like(trained)
-        with self.backend.reference_weights():
-            return self.backend.logprobs(batch, chosen).flat
+        return self.reference.logprobs(batch, trained if self.rule.drops_logprob_passes else np.ones_like(trained))
 
     def decide(self, batch: Batch, advantages: Advantages, signal: np.ndarray, passed: np.ndarray, old: np.ndarray | None) -> Verdict:
         """See verdict.decide. passed bool [S]: the samples whose ``old`` log-probs are known."""
@@ -207,7 +223,7 @@ class Run:
         of_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, batch.facts.response_tokens)
         return LossInputs(
             advantages=advantages.of_sample * weights, weights=weights, old_logprobs=old, reference_logprobs=reference,
-            importance_weights=importance, token_advantages=of_token,
+            importance_weights=importance, token_advantages=of_token, kl_coefficient=self.reference.loss_coefficient,
         )  # fmt: skip
 
     # ---- evaluation and export -------------------------------------------------------------------------------------
@@ -234,8 +250,10 @@ class Run:
         """One row of metrics.jsonl per optimizer step, and coefficients.json as of it."""
         row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result), **values}
         row["weight_version"] = self.backend.weight_version
-        unmeasured = ["train/clip_ratio", "train/ratio", "train/kl"] if phase == "warmup" else []
-        if not self.config.loss.kl_coefficient:
+        if self.reference.is_needed:
+            row["train/kl_coefficient"] = self.reference.coefficient
+        unmeasured = ["train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"] if phase == "warmup" else []
+        if not (self.reference.is_needed and (self.reference.in_loss or "train/kl" in values)):  # a KL in the reward is a rollout's
             unmeasured.append("train/kl")
         row = {name: value for name, value in row.items() if name not in unmeasured}
         self.progress.update(self.writer.write(row))
@@ -247,34 +265,9 @@ class Run:
             folder.mkdir(exist_ok=True)
             (folder / f"rollout_{index + 1}.json").write_text(plan.to_json())
 
-    def performance(self, batch: Batch, mini_batch: MiniBatchPlan, clock: Clock) -> dict[str, float]:
-        """``perf/*`` of one step: executed FLOPs only, and the tokens that the dense run would have processed. Not a collective."""
-        seconds = clock.seconds.get("update", 0.0)
-        lengths = batch.facts.total_tokens
-        metrics = {
-            "perf/dense_equivalent_tokens_per_second": float(lengths[mini_batch.members].sum() / seconds),
-            "perf/peak_memory_bytes": float(HOST.peak_memory_bytes()),
-        }
-        peak = HOST.peak_flops()
-        if peak is not None and mini_batch.kind is StepKind.REAL:
-            run = lengths[mini_batch.order].astype(np.float64)
-            flops = run.sum() * self.backend.shape.flops_per_token(float((run * run).sum() / run.sum() / 2))
-            metrics["perf/mfu"] = float(flops / (seconds * self.backend.topology.world_size * peak))
-        return metrics | self._cost(mini_batch, lengths)
-
-    def _cost(self, mini_batch: MiniBatchPlan, lengths: np.ndarray) -> dict[str, float]:
-        """``cost/*``: what a micro-batch was measured to take on its slowest stage, and what that predicts for this mini-batch."""
-        fit = self.backend.fit
-        if not fit.is_fitted:
-            return {}
-        model = fit.model()
-        slowest = max(model.stages, key=lambda stage: stage.token)
-        return {
-            "cost/overhead_s": slowest.overhead,
-            "cost/token_s": slowest.token,
-            "cost/square_s": slowest.square,
-            "cost/predicted_s": plan_seconds(model, mini_batch, padded_lengths(lengths, self.backend.rules.pad_multiple)),
-        }
+    def performance(self, batch: Batch, mini_batch: MiniBatchPlan) -> dict[str, float]:
+        """``perf/*`` and ``cost/*`` of the step in progress. Not a collective."""
+        return performance(self.backend, batch.facts, mini_batch, self.clock.seconds["update"])
 
 
 def steps_per_rollout(config: Config) -> int:
@@ -328,6 +321,8 @@ def announce(run: Run) -> None:
     )  # fmt: skip
     for term in run.rule.approximated:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
+    if run.rule.kl_in_reward and run.rule.drops and run.config.skip.logprob_passes:
+        log.warning("reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample is passed")
     if run.config.correction.old_logprobs == "rollout":
         log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
     if run.config.rollout.producer.ahead or run.config.weight_sync.interval > 1:

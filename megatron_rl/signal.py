@@ -53,12 +53,16 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalRule:
-    """What the run drops by. ``approximated`` names the terms that dropping leaves out (``skip.mode=approximate``)."""
+    """What the run drops by. ``approximated`` names the terms that dropping leaves out (``skip.mode=approximate``).
+
+    ``drops_logprob_passes`` is False where log-probs make the advantages (``kl_in_reward``): those passes come before anything is dropped.
+    """
 
     drops: bool
     advantage_epsilon: float
     drops_logprob_passes: bool
     approximated: tuple[str, ...]
+    kl_in_reward: bool
 
 
 def refuse_uncounted_losses(config: Config) -> None:
@@ -77,7 +81,7 @@ def refuse_uncounted_losses(config: Config) -> None:
 def coupling_terms(config: Config) -> tuple[str, ...]:
     """Settings, each as ``key=value``, that make a sample with zero advantage matter all the same."""
     terms = []
-    if config.loss.kl_coefficient != 0:
+    if config.loss.kl_coefficient != 0 and config.reference.kl_in == "loss":
         terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
     if config.loss.entropy_coefficient != 0:
         terms.append(f"loss.entropy_coefficient={config.loss.entropy_coefficient}")
@@ -115,11 +119,13 @@ def signal_rule(config: Config) -> SignalRule:
             f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop nothing)"
         )
     drops = config.skip.mode != "off"
+    kl_in_reward = config.loss.kl_coefficient != 0 and config.reference.kl_in == "reward"
     return SignalRule(
         drops=drops,
         advantage_epsilon=config.skip.advantage_epsilon,
-        drops_logprob_passes=drops and config.skip.logprob_passes,
+        drops_logprob_passes=drops and config.skip.logprob_passes and not kl_in_reward,
         approximated=terms if drops else (),
+        kl_in_reward=kl_in_reward,
     )
 
 

@@ -55,8 +55,7 @@ def train(config: Config) -> bool:
         if run.rollouts_done is None:
             if run.critic is not None and config.critic.init == "policy":
                 run.critic.take_weights(run.backend.export())
-            if config.loss.kl_coefficient:
-                run.backend.keep_reference()
+            run.reference.keep()
             if run.checkpoints.after(run, 0):
                 return False
         index = done
@@ -87,7 +86,7 @@ def warm_up(run) -> None:
         with run.clock.measure("update"):
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0], supervised=True)
             result = backend.optim_step(mini_batch.kind)
-        values = {**run.performance(batch, mini_batch, run.clock), **run.clock.take()}
+        values = {**run.performance(batch, mini_batch), **run.clock.take()}
         if step + 1 == config.warmup.steps and run.evaluation.due_at_start():
             values |= run.evaluate()
         run.write("warmup", result, values)
@@ -107,7 +106,8 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     run.feed.start(index, clock)  # those ahead, which are generated from here on
     batch, facts = intake.batch, intake.batch.facts
     run.recorder.rollout(facts, intake.totals, intake.by_function)
-    estimate = run.estimate(intake, index)
+    paid = run.kl_penalty(intake, index)
+    estimate = run.estimate(intake, paid)
     advantages, held = estimate.advantages, run.holds_policy(index)
     signal = has_signal(advantages.largest(facts.response_tokens), facts.loss_tokens, advantage_epsilon=run.rule.advantage_epsilon)
     trained, drops = np.zeros_like(signal) if held else signal, run.rule.drops or held
@@ -115,7 +115,7 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
         plan = backend.plan("train", batch, trained, drops=drops)
     with clock.measure("logprob"):
         runs = samples_of(plan, facts.num_samples)
-        old, measured = run.old_logprobs(intake, runs, index)
+        old, measured = run.old_logprobs(intake, runs, index) if paid is None else (paid.old, paid.metrics)
         verdict = run.decide(batch, advantages, trained, runs, old)
         if not np.array_equal(verdict.signal, trained):  # masks took samples away: fewer run, none that was not passed
             signal = trained = verdict.signal
@@ -132,12 +132,14 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
             inputs = run.loss_inputs(batch, mini_batch, advantages, old, reference, verdict.weights)
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
             result = backend.hold_step() if held else backend.optim_step(mini_batch.kind)
+        run.reference.measure(result)
         last = number == len(steps)
-        values |= {**skip_metrics(mini_batch, facts, signal), **run.performance(batch, mini_batch, clock), **clock.take()}
+        values |= {**skip_metrics(mini_batch, facts, signal), **run.performance(batch, mini_batch), **clock.take()}
         if last and run.evaluation.due(index + 1, last=not run.feed.has(index + 1)):
             values |= run.evaluate()
         run.write("rl", result, {**values, "rollout": index + 1})
         values = {}
+    run.reference.after_rollout(index, batch.facts.num_samples)
 
 
 def samples_of(plan: StepPlan, num_samples: int) -> np.ndarray:

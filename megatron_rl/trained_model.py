@@ -58,9 +58,11 @@ class TrainedModel:
     """Every method is a collective unless it says otherwise.
 
     sum_names: of the sums that every micro-batch's loss hands back (float64 [len(sum_names)]), ``StepResult.sums``' keys.
+    reference: where a policy keeps the weights of its reference (reference_weights.py); None for a critic.
     """
 
     sum_names: tuple[str, ...]
+    reference = None
 
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,

@@ -212,7 +212,8 @@ class LossInputs:
 
     advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None ·
     importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (loss/correction.py) · token_advantages: flat,
-    weight · advantage of each token in place of its sample's (``gae``), or None.
+    weight · advantage of each token in place of its sample's (``gae``), or None · kl_coefficient: of the KL to the reference in the loss,
+    or None for ``loss.kl_coefficient``; 0 measures the KL and trains nothing on it.
     """
 
     advantages: np.ndarray
@@ -221,13 +222,16 @@ class LossInputs:
     reference_logprobs: np.ndarray | None = None
     importance_weights: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
+    kl_coefficient: float | None = None
 
-    def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """[N] each, of N loss tokens: samples [N] whose they are, flat [N] their places in the flat arrays."""
+    def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
+        """[N] each, of N loss tokens: samples [N] whose they are, flat [N] their places in the flat arrays; ``kl_coefficient`` as it is."""
         importance = 1.0 if self.importance_weights is None else self.importance_weights[flat]
         plain = self.advantages[samples] if self.token_advantages is None else self.token_advantages[flat]
         found = {"advantages": plain * importance, "weights": self.weights[samples]}
         given = {"old_logprobs": self.old_logprobs, "reference_logprobs": self.reference_logprobs}
+        if self.kl_coefficient is not None:
+            found["kl_coefficient"] = self.kl_coefficient
         return found | {name: values[flat] for name, values in given.items() if values is not None}
 
 

@@ -38,6 +38,7 @@ def make_tokens(seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         num_sequences=6, sequences=sequences, advantages=(weight * advantage)[sequences], weights=weight[sequences],
         old_logprobs=old, rollout_logprobs=old + 0.1 * gap, reference_logprobs=old - 0.3 * gap, logprobs=old + gap,
+        kl_coefficient=None,
     )  # fmt: skip
 
 

@@ -9,32 +9,36 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from megatron_rl.backend import MegatronBackend
 from megatron_rl.checkpoint.tensors import AdamStates, adam_to_save, load_adam, load_weights, weight_entries, weights_to_save
 from megatron_rl.checkpoint.writer import PendingSave
+from megatron_rl.trained_model import TrainedModel
 from megatron_rl.types import CheckpointError
 
 REFERENCE = "reference."
 OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")  # of a ModelShape, may differ between a save and a load
 
 
-def identity(backend: MegatronBackend) -> dict[str, object]:
+def identity(backend: TrainedModel) -> dict[str, object]:
     """What must be the same for a checkpoint's tensors to mean anything: the model's shape, as JSON-able values."""
     shape = dataclasses.asdict(backend.shape)
     return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
 
 
-def numbers(backend: MegatronBackend) -> dict[str, object]:
+def numbers(backend: TrainedModel) -> dict[str, object]:
     """Counters and sums that decide later steps. AdamW's own step count is the scheduler's: both move with every applied step."""
     return {
         "step_index": backend.step_index, "weight_version": backend.weight_version,
-        "optimizer_steps": int(backend.optimizer.scheduler.num_steps), "has_reference": backend._reference is not None,
+        "optimizer_steps": int(backend.optimizer.scheduler.num_steps), "has_reference": _reference(backend) is not None,
         "cost_sums": backend.fit.sums.tolist(), "distributed_optimizer": backend.config.optimizer.distributed,
     }  # fmt: skip
 
 
+def _reference(backend: TrainedModel) -> list[torch.Tensor] | None:
+    return None if backend.reference is None else backend.reference.tensors
+
+
 def save(
-    backend: MegatronBackend, root: pathlib.Path, iteration: int, texts: Mapping[str, str], own_files: Mapping[str, bytes] | None = None
+    backend: TrainedModel, root: pathlib.Path, iteration: int, texts: Mapping[str, str], own_files: Mapping[str, bytes] | None = None
 ) -> PendingSave:
     """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be accumulated.
 
@@ -43,15 +47,15 @@ def save(
     backend.schedule.gather_parameters()
     entries = weight_entries(backend.chunks)
     saved = weights_to_save(entries)
-    if backend._reference is not None:
-        values = {id(p): kept for p, kept in zip(backend.parameters(), backend._reference, strict=True)}
+    if (reference := _reference(backend)) is not None:
+        values = {id(p): kept for p, kept in zip(backend.parameters(), reference, strict=True)}
         saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
     if backend.optimizer.scheduler.num_steps:
         saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))
     return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main, own_files=own_files)
 
 
-def load(backend: MegatronBackend, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:
+def load(backend: TrainedModel, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:
     """Puts the backend where ``save`` found another of the same model, of any topology; a collective.
 
     kept: what ``numbers`` gave. model: the other's ``identity``. Raises CheckpointError where the models differ.
@@ -76,7 +80,7 @@ def load(backend: MegatronBackend, folder: pathlib.Path, kept: Mapping[str, obje
     backend.zero_grad()
 
 
-def check_model(backend: MegatronBackend, folder: pathlib.Path, model: Mapping[str, object]) -> None:
+def check_model(backend: TrainedModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
     """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. Not a collective."""
     own = identity(backend)
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
@@ -85,7 +89,7 @@ def check_model(backend: MegatronBackend, folder: pathlib.Path, model: Mapping[s
 
 
 @torch.no_grad()
-def _put(backend: MegatronBackend, values: Mapping[int, torch.Tensor]) -> None:
+def _put(backend: TrainedModel, values: Mapping[int, torch.Tensor]) -> None:
     for chunk in backend.chunks:
         for tensor in (*chunk.module.parameters(), *chunk.module.buffers()):
             if id(tensor) in values:
@@ -105,7 +109,7 @@ def _set_steps(optimizer, steps: int) -> None:
                 group["step"] = group["step"] * 0 + steps
 
 
-def _restore_fit(backend: MegatronBackend, sums: np.ndarray) -> None:
+def _restore_fit(backend: TrainedModel, sums: np.ndarray) -> None:
     """What was measured holds for the pipeline that it was measured on."""
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums

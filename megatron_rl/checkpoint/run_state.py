@@ -164,6 +164,7 @@ class Checkpoints:
         policy.load(self.backend, found.folder, state["backend"], state["model"])
         if self.critic is not None:
             self.critic.load(self.critic_root / found.folder.name)
+        run.reference.load_state(state.get("reference", {"coefficient": None}))  # checkpoints from before it: β was fixed
         run.prompts.load_state(state["prompts"])
         place = self.backend.topology
         theirs = range(place.rank, state["world_size"], place.world_size)
@@ -214,7 +215,7 @@ class Checkpoints:
             "feed": feed, "world_size": self.backend.topology.world_size, "rollouts": rollouts,
             "model": policy.identity(self.backend), "backend": policy.numbers(self.backend),
             "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
-            "bytes": self._appended(),
+            "reference": run.reference.state(), "bytes": self._appended(),
             "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": _plain(self.config),
         }  # fmt: skip
         try:

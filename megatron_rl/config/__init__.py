@@ -8,6 +8,7 @@ from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.critic import CriticConfig, critic_config
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_yaml, load_config
+from megatron_rl.config.reference import ReferenceConfig, check_reference
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
     ESTIMATORS,
@@ -52,6 +53,7 @@ __all__ = [
     "ParallelConfig",
     "PlanConfig",
     "ProducerConfig",
+    "ReferenceConfig",
     "ReplayConfig",
     "RerollConfig",
     "RewardConfig",
@@ -61,6 +63,7 @@ __all__ = [
     "TrainConfig",
     "WarmupConfig",
     "WeightSyncConfig",
+    "check_reference",
     "config_to_yaml",
     "critic_config",
     "load_config",

@@ -14,6 +14,7 @@ from megatron_rl.config.checks import at_least, choose
 from megatron_rl.config.correction import CorrectionConfig
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.types import ConfigError
 
@@ -378,6 +379,7 @@ class Config:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     skip: SkipConfig = field(default_factory=SkipConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

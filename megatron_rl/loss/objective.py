@@ -13,7 +13,7 @@ from megatron_rl.loss.policy import Whole, policy_term, unsplit
 
 
 class LossTokens(Protocol):
-    """What the loss reads of a packed micro-batch, over its N loss tokens."""
+    """What the loss reads of a packed micro-batch, over its N loss tokens. kl_coefficient: β, or None for the configuration's."""
 
     num_sequences: int
     sequences: torch.Tensor
@@ -22,6 +22,7 @@ class LossTokens(Protocol):
     old_logprobs: torch.Tensor | None
     rollout_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None
+    kl_coefficient: float | None
 
 
 class Objective:
@@ -50,7 +51,9 @@ class Objective:
         if tokens.reference_logprobs is not None:
             per_token = kl_per_token(logprobs, tokens.reference_logprobs, old, estimator=config.kl_estimator)
             kl = per_token.detach().sum()
-            loss = loss + config.kl_coefficient * (tokens.weights * per_token).sum()
+            coefficient = config.kl_coefficient if tokens.kl_coefficient is None else tokens.kl_coefficient
+            if coefficient:  # where it is 0 the KL is measured alone: 0 · inf would be NaN
+                loss = loss + coefficient * (tokens.weights * per_token).sum()
         if self.trains_entropy:
             loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
         return loss, _sums(loss, logprobs, entropy, kl, term.clipped.sum(), term.ratio.detach().sum())

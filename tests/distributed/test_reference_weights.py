@@ -49,17 +49,23 @@ def swap(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ..
         return found | {"training goes on as if nothing had been": equal_by_name(rig.weights(), end)}
 
 
+@pytest.mark.parametrize("placement", ["host", "device"])
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "data", "extra"),
     [
         (1, 1, 1, ()),
+        (2, 1, 1, ("parallel.sequence_parallel=true",)),
+        (1, 2, 1, ("parallel.virtual_pipeline=2",)),
         (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true")),  # float32 masters live in the optimizer alone
         (2, 1, 1, ("model.dtype=bfloat16",)),
         (1, 1, 2, ("optimizer.distributed=true", *OVERLAP)),
         (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP)),
     ],
 )
-def test_reference_weights_come_and_go_bitwise(pool: Pool, tensor: int, pipeline: int, data: int, extra: tuple[str, ...]) -> None:
-    """Copies, no arithmetic: nothing to tolerate."""
+def test_reference_weights_come_and_go_bitwise(
+    pool: Pool, tensor: int, pipeline: int, data: int, extra: tuple[str, ...], placement: str
+) -> None:
+    """Copies, no arithmetic: nothing to tolerate. The first log-probs are the policy's own, so both placements have the same ones."""
+    extra = (*extra, f"reference.placement={placement}")
     for found in pool.run(tensor * pipeline * data, swap, tensor, pipeline, extra, timeout_s=60):
         assert all(found.values()), found

@@ -143,7 +143,7 @@ def ours(batch: Batch, config: LossConfig, correction: CorrectionConfig | None =
         num_sequences=len(batch.groups), sequences=owner, weights=weights[owner],
         advantages=(weights * batch.advantage_tensor)[owner] * importance[batch.mask], old_logprobs=batch.old[batch.mask],
         rollout_logprobs=batch.rollout[batch.mask],
-        reference_logprobs=batch.reference[batch.mask] if config.kl_coefficient else None,
+        reference_logprobs=batch.reference[batch.mask] if config.kl_coefficient else None, kl_coefficient=None,
     )  # fmt: skip
     objective = Objective(config)
     return outcome(batch, lambda logprobs, entropy: objective.policy(tokens, logprobs[batch.mask], entropy[batch.mask])[0])

@@ -1,0 +1,27 @@
+"""A second model of the policy's shape that is only read from: the reference policy under ``reference.placement=device``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.model.build import build_model
+from megatron_rl.topology import Topology
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+
+
+def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[DistributedDataParallel]:
+    """This rank's chunks, no parameter with a gradient, in evaluation mode; a collective. Their weights hold no meaning yet.
+
+    Wrapped as the schedule wants chunks: over frozen parameters DistributedDataParallel (0.16.1) makes no buffer, no bucket and no hook,
+    whatever the policy's ``megatron.ddp`` asks for.
+    """
+    models, _ = build_model(config, hf_config, topology)
+    chunks = []
+    for model in models:
+        model.requires_grad_(False)
+        chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        assert not chunk.buffers and not chunk.expert_parallel_buffers and not chunk.grad_accs
+        chunks.append(chunk.eval())
+    return chunks
