@@ -39,3 +39,8 @@ def unsteady(prompts, completions, completion_ids, **columns):
     """``parity``, after a wait of its own each time: what finishes first is left to chance."""
     time.sleep(random.SystemRandom().uniform(0.0, 0.05))
     return parity(prompts, completions, completion_ids)
+
+
+def graded(prompts, completions, completion_ids, **columns):
+    """The share of odd token ids: any policy earns some, and another one for nearly every completion."""
+    return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]

@@ -23,6 +23,10 @@ PARITY = ("train.steps=2", "reward.functions=[tests.reward_functions:parity]", "
 OWN = {
     "dapo": (*PARITY, "reward.overlong_buffer=2", "train.samples_per_mini_batch=16"),
     "gdpo": ("train.steps=2", "reward.functions=[tests.reward_functions:parity,arithmetic]", "train.samples_per_mini_batch=16"),
+    "ppo": (
+        "train.steps=2", "reward.functions=[tests.reward_functions:graded]", "rollout.samples_per_prompt=1", "critic.warmup_steps=1",
+        "train.samples_per_mini_batch=null",
+    ),
     "sft": ("warmup.steps=3", "warmup.samples_per_step=8"),
 }
 IN_HALVES = ("gspo", "cispo", "reinforce_plus_plus")
@@ -61,6 +65,9 @@ def assert_acts(name: str, rows: list[dict]) -> None:
         case "dapo":
             assert all(row["reward/overlong_penalty"] < 0 and "dynamic_sampling/rounds" in row for row in firsts)
             assert sum(row["rollout/masked_truncated"] for row in firsts) > 0
+        case "ppo":
+            assert [row["train/applied"] for row in rows] == [0, 1]  # the first rollout is the critic's alone
+            assert all(row["critic/steps"] == 1 and "reward/kl_penalty" in row for row in firsts) and rows[1]["skip/samples_dropped"] == 0
         case "gspo":
             assert any(row["train/clip_ratio"] > 0 for row in rows[1:])  # a clip of 3e-4 binds at the second step of a rollout
         case "gdpo":
@@ -70,7 +77,7 @@ def assert_acts(name: str, rows: list[dict]) -> None:
 
 
 def test_there_is_a_recipe_for_each_method_and_a_row_for_each_recipe():
-    assert NAMES == ["cispo", "dapo", "dr_grpo", "gdpo", "grpo", "gspo", "reinforce_plus_plus", "rloo", "sft"]
+    assert NAMES == ["cispo", "dapo", "dr_grpo", "gdpo", "grpo", "gspo", "ppo", "reinforce_plus_plus", "rloo", "sft"]
     table = (RECIPES / "README.md").read_text()
     assert all(f"[`{name}.yaml`]({name}.yaml)" in table for name in NAMES)
     assert all((RECIPES / f"{name}.yaml").read_text().startswith("# ") for name in NAMES)
