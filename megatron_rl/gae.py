@@ -42,8 +42,9 @@ def token_rewards(
 
 
 def generalised_advantages(
-    token_rewards: np.ndarray, values: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, *, gamma: float, lam: float
-) -> tuple[np.ndarray, np.ndarray]:
+    token_rewards: np.ndarray, values: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, *, gamma: float, lam: float,
+    sample_ids: tuple[str, ...] = (),
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(advantages [T], returns [T]), float64: Schulman et al. 2016, arXiv:1506.02438, eq. 16, as the recursion over loss tokens
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γ·λ·A_{t+1},   R_t = A_t + V_t
@@ -51,7 +52,7 @@ def generalised_advantages(
     where t + 1 is the sample's next loss token. V and A after the last one are 0: an episode ends there. A response that was cut off at
     ``rollout.max_response_tokens`` ends there as well; nothing is bootstrapped from what it might have gone on to earn.
 
-    token_rewards, values [T] · loss_mask bool [T] · response_tokens int64 [S] · gamma, lam in [0, 1].
+    token_rewards, values [T] · loss_mask bool [T] · response_tokens int64 [S] · gamma, lam in [0, 1] · sample_ids [S] for messages alone.
     Raises ValueError, naming a sample, where a reward or a value at a loss token is not finite, and for lengths that do not fit.
 
     Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8, 0, 0.5), returns (1, 0, 1).
@@ -60,8 +61,8 @@ def generalised_advantages(
     places, counts = _loss_tokens(loss_mask, response_tokens)
     rewards = np.asarray(token_rewards, dtype=np.float64)[places]
     baseline = np.asarray(values, dtype=np.float64)[places]
-    _require_finite(rewards, counts, "reward", "look at the KL in the reward, or take such samples out with reward.on_error=drop")
-    _require_finite(baseline, counts, "value", "look for non-finite weights or activations of the critic")
+    _require_finite(rewards, counts, "reward", "mend the reward function or the KL in the reward, or use reward.on_error=drop", sample_ids)
+    _require_finite(baseline, counts, "value", "look for non-finite weights or activations of the critic", sample_ids)
     last = np.cumsum(counts) - 1
     following = np.append(baseline[1:], 0.0) if len(places) else baseline
     following[last[counts > 0]] = 0.0
@@ -124,11 +125,12 @@ def _require_flat(response_tokens: np.ndarray, **arrays: np.ndarray) -> None:
         raise ValueError(f"loss_mask is of {arrays['loss_mask'].dtype}, which would be read as places; pass it as bool")
 
 
-def _require_finite(numbers: np.ndarray, counts: np.ndarray, name: str, way_out: str) -> None:
+def _require_finite(numbers: np.ndarray, counts: np.ndarray, name: str, way_out: str, sample_ids: tuple[str, ...]) -> None:
     bad = np.flatnonzero(~np.isfinite(numbers))
     if len(bad):
         sample = int(np.searchsorted(np.cumsum(counts), bad[0], side="right"))
+        called = sample_ids[sample] if sample_ids else f"index {sample}"
         raise ValueError(
-            f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample {sample} is {numbers[bad[0]]} ({len(bad)} such in "
-            f"the batch), and so would its advantages be; {way_out}"
+            f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample {called} is {numbers[bad[0]]} ({len(bad)} such in "
+            f"the batch), its advantages would not be finite; {way_out}"
         )

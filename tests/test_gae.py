@@ -113,8 +113,9 @@ def test_non_finite_number_at_a_loss_token_names_the_sample(which: int, name: st
     arrays = [np.zeros(5), np.zeros(5)]
     arrays[which][3] = np.nan
     mask = np.array([True, True, False, True, True])  # 7
-    with pytest.raises(ValueError, match=f"the {name} of loss token 0 of sample 1 is nan"):
-        generalised_advantages(*arrays, mask, np.array([3, 2]), gamma=1.0, lam=1.0)
+    for sample_ids, called in (((), "index 1"), (("7@0#0", "7@0#1"), "7@0#1")):
+        with pytest.raises(ValueError, match=f"the {name} of loss token 0 of sample {called} is nan"):
+            generalised_advantages(*arrays, mask, np.array([3, 2]), gamma=1.0, lam=1.0, sample_ids=sample_ids)
 
 
 def test_lengths_that_do_not_fit_are_errors() -> None:
@@ -182,9 +183,9 @@ def test_a_million_tokens_are_no_loop_over_tokens() -> None:
     lengths = random.integers(1, 4001, 500)
     total = int(lengths.sum())
     rewards, values, mask = random.normal(size=total), random.normal(size=total), random.random(total) < 0.9
-    started = time.perf_counter()
+    started = time.process_time()
     advantages, _ = generalised_advantages(rewards, values, mask, lengths, gamma=0.99, lam=0.95)
-    assert time.perf_counter() - started < 1.0 and total > 900_000
+    assert time.process_time() - started < 1.0 and total > 900_000
     part = slice(0, int(lengths[0]))
     alone = Case(rewards=rewards[part], values=values[part], mask=mask[part], response_tokens=lengths[:1], gamma=0.99, lam=0.95)
     assert np.array_equal(alone.run()[0], advantages[part])
