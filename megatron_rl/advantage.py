@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.types import BatchFacts
+from megatron_rl.config import Config
+from megatron_rl.types import Advantages, BatchFacts, LossInputs, MiniBatchPlan
 
 
 def advantages(
@@ -174,3 +175,22 @@ def reduction_weights(reduction: str, facts: BatchFacts, counted: np.ndarray, *,
         case _:
             raise ValueError(f"loss.reduction={reduction!r} is not known")
     return weights
+
+
+def loss_inputs(
+    config: Config, facts: BatchFacts, mini_batch: MiniBatchPlan, advantages: Advantages, signal: np.ndarray, *,
+    old: np.ndarray | None = None, reference: np.ndarray | None = None, importance: np.ndarray | None = None, kl_coefficient: float = 0.0,
+) -> LossInputs:  # fmt: skip
+    """Folds the reduction's weights into the advantages, by the denominators of this mini-batch.
+
+    signal bool [S]: ``loss.denominator=kept`` counts the members that have it, whoever else runs in their micro-batches · old, reference,
+    importance [T] flat: see LossInputs.
+    """
+    members = mini_batch.members
+    counted = members if config.loss.denominator == "original" or config.skip.mode == "off" else members[signal[members]]
+    weights = reduction_weights(config.loss.reduction, facts, counted, max_response_tokens=config.rollout.max_response_tokens)
+    of_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
+    return LossInputs(
+        advantages=advantages.of_sample * weights, weights=weights, old_logprobs=old, reference_logprobs=reference,
+        importance_weights=importance, token_advantages=of_token, kl_coefficient=kl_coefficient,
+    )  # fmt: skip

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from megatron_rl.advantage import reduction_weights
 from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
@@ -36,7 +35,7 @@ from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
 from megatron_rl.trained_model import Batch, TrainedModel
-from megatron_rl.types import Advantages, ConfigError, LossInputs, MiniBatchPlan, Rollout, Sample, Score, StepPlan, StepResult
+from megatron_rl.types import Advantages, ConfigError, MiniBatchPlan, Rollout, Sample, Score, StepPlan, StepResult
 from megatron_rl.verdict import Verdict, decide
 from megatron_rl.watch import Watch, open_watch
 
@@ -210,20 +209,6 @@ class Run:
         return decide(
             self.config.correction, self.backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old,
             advantage_epsilon=self.rule.advantage_epsilon,
-        )  # fmt: skip
-
-    def loss_inputs(
-        self, batch: Batch, mini_batch: MiniBatchPlan, advantages: Advantages, old: np.ndarray | None, reference: np.ndarray | None,
-        importance: np.ndarray | None = None,
-    ) -> LossInputs:  # fmt: skip
-        """Folds the reduction's weights into the advantages, by the denominators of this mini-batch. Not a collective."""
-        loss = self.config.loss
-        counted = mini_batch.members if loss.denominator == "original" else mini_batch.order
-        weights = reduction_weights(loss.reduction, batch.facts, counted, max_response_tokens=self.config.rollout.max_response_tokens)
-        of_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, batch.facts.response_tokens)
-        return LossInputs(
-            advantages=advantages.of_sample * weights, weights=weights, old_logprobs=old, reference_logprobs=reference,
-            importance_weights=importance, token_advantages=of_token, kl_coefficient=self.reference.loss_coefficient,
         )  # fmt: skip
 
     # ---- evaluation and export -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from megatron_rl.advantage import reduction_weights
+from megatron_rl.advantage import loss_inputs, reduction_weights
 from megatron_rl.config import Config, critic_config, load_config
 from megatron_rl.metrics import skip_metrics
 from megatron_rl.plan import plan_steps
@@ -129,7 +129,10 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     steps = [*zip(plan.mini_batches, plan.fingerprints(), strict=True)] * config.train.epochs_per_rollout
     for number, (mini_batch, fingerprint) in enumerate(steps, start=1):
         with clock.measure("update"):
-            inputs = run.loss_inputs(batch, mini_batch, advantages, old, reference, verdict.weights)
+            inputs = loss_inputs(
+                config, facts, mini_batch, advantages, trained, old=old, reference=reference, importance=verdict.weights,
+                kl_coefficient=run.reference.loss_coefficient,
+            )  # fmt: skip
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
             result = backend.hold_step() if held else backend.optim_step(mini_batch.kind)
         run.reference.measure(result)

@@ -3,6 +3,7 @@ which weight. tests/distributed/test_products.py takes the same products through
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import REDUCTIONS, load_config
+from megatron_rl.advantage import loss_inputs
+from megatron_rl.config import REDUCTIONS, Config, load_config
 from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
-from megatron_rl.run import Run, steps_per_rollout
+from megatron_rl.run import steps_per_rollout
 from megatron_rl.signal import has_signal, signal_rule
-from megatron_rl.types import BatchFacts, ConfigError, StepKind, StepPlan
+from megatron_rl.types import Advantages, BatchFacts, ConfigError, StepKind, StepPlan
 from tests.reference import token_weight
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
@@ -79,18 +81,20 @@ def cases(draw) -> Case:
 
 
 @functools.cache
-def holder_of(reduction: str, denominator: str) -> SimpleNamespace:
-    """What Run.loss_inputs asks of a run."""
+def config_of(reduction: str, denominator: str, mode: str) -> Config:
     given = [f"loss.reduction={reduction}", f"loss.denominator={denominator}", f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}"]
-    return SimpleNamespace(config=load_config(None, given))
+    return load_config(None, [*given, f"skip.mode={mode}"])
 
 
-def weights_of(case: Case, plan: StepPlan, reduction: str, denominator: str, advantages: np.ndarray | None = None) -> list[np.ndarray]:
+def weights_of(
+    case: Case, plan: StepPlan, reduction: str, denominator: str, advantages: np.ndarray | None = None, *, mode: str = "approximate"
+) -> list[np.ndarray]:
     """[S] of each step: the weights that the run's loop gives to the loss."""
-    holder, values = holder_of(reduction, denominator), case.advantages if advantages is None else advantages
+    config, values = config_of(reduction, denominator, mode), case.advantages if advantages is None else advantages
+    signal = has_signal(values, case.facts.loss_tokens)
     found = []
     for mini_batch in plan.mini_batches:
-        inputs = Run.loss_inputs(holder, SimpleNamespace(facts=case.facts), mini_batch, values, None, None)
+        inputs = loss_inputs(config, case.facts, mini_batch, Advantages(of_sample=values), signal)
         assert np.array_equal(inputs.advantages, values * inputs.weights)
         found.append(inputs.weights)
     return found
@@ -138,9 +142,24 @@ def test_steps_and_weights_equal_the_naive_loop(case: Case, reduction: str, deno
 def test_kept_equals_original_when_nothing_is_dropped(case: Case, reduction: str, denominator: str, steps: str) -> None:
     """Bit by bit, in each step that drops nothing: of a whole batch with signal, and under skip.mode=off of any batch."""
     alive = np.where(case.advantages == 0, 1.0, case.advantages)
-    for plan, values in ((case.plan(steps=steps, advantages=alive), alive), (case.plan(steps=steps, drops=False), None)):
-        for found, wanted in zip(*(weights_of(case, plan, reduction, d, values) for d in (denominator, "original")), strict=True):
+    for plan, values, mode in (
+        (case.plan(steps=steps, advantages=alive), alive, "approximate"), (case.plan(steps=steps, drops=False), None, "off"),
+    ):  # fmt: skip
+        for found, wanted in zip(
+            *(weights_of(case, plan, reduction, d, values, mode=mode) for d in (denominator, "original")), strict=True
+        ):
             assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@SETTINGS
+@given(case=cases(), size=st.integers(1, 4))
+def test_kept_denominators_do_not_depend_on_the_cut(case: Case, reduction: str, size: int) -> None:
+    """Without repacking, samples without signal run next to survivors: they are counted no more than where they do not."""
+    whole = dataclasses.replace(case.rules, repack=False, max_tokens=10_000, samples_per_microbatch=size)
+    cut = dataclasses.replace(case, rules=whole).plan()
+    for found, wanted in zip(*(weights_of(case, plan, reduction, "kept") for plan in (cut, case.plan())), strict=True):
+        assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

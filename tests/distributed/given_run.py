@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from megatron_rl.backend import _overwrite
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, load_config
 from megatron_rl.intake import Intake
 from megatron_rl.loss.objective import Objective
+from megatron_rl.reference import Reference
+from megatron_rl.reference_weights import _overwrite
 from megatron_rl.run import Run
 from megatron_rl.signal import signal_rule
 from megatron_rl.train import train_on_rollout
@@ -27,6 +28,7 @@ class GivenRun(Run):
     def __init__(self, rig: Rig, config: Config, advantages: np.ndarray) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)
         self.clock = Clock(lambda stage: contextlib.nullcontext())
+        self.critic, self.reference = None, Reference(config, rig.backend)
         count, tokens = rig.batch.facts.num_samples, int(rig.batch.facts.response_offsets[-1])
         intake = Intake(
             batch=rig.batch, totals=np.zeros(count), by_function=np.zeros((count, 1)), advantages=advantages,
@@ -58,10 +60,10 @@ def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
     The first call keeps those; layout, dtype and plan rules stay the backend's own.
     """
     backend, config = rig.backend, load_config(None, [*DEFAULTS, "metrics.dense_every=0", *overrides])
-    if backend._reference is None:
+    if backend.reference.tensors is None:
         backend.keep_reference()
     with torch.no_grad():
-        _overwrite(backend._parameters(), backend._reference)
+        _overwrite(backend.parameters(), backend.reference.tensors)
     backend.config, backend.objective = config, Objective(config.loss, backend._sum_over_context)
     backend.reset_optimizer(total_steps=1)
     return GivenRun(rig, config, advantages)

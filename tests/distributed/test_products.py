@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.advantage import loss_inputs
 from megatron_rl.signal import has_signal
-from megatron_rl.types import Sample, StepKind
+from megatron_rl.types import Advantages, Sample, StepKind
 from tests.distributed.given_run import GivenRun, fresh_run, train_once
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, equal_by_name, open_rig, sizes
@@ -92,11 +93,12 @@ def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]]
 def step_gradients(rig: Rig, run: GivenRun, advantages: np.ndarray) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
     """Of each planned step at the first weights, under the inputs of the run's loop; a ghost runs nothing and leaves zeros."""
     backend, flat = rig.backend, np.concatenate([s.logprobs for s in rig.samples])
-    plan = backend.plan("train", rig.batch, has_signal(advantages, rig.batch.facts.loss_tokens), drops=run.rule.drops)
+    signal = has_signal(advantages, rig.batch.facts.loss_tokens)
+    plan = backend.plan("train", rig.batch, signal, drops=run.rule.drops)
     backend.load_rows(rig.batch, plan)
     found = []
     for mini_batch, fingerprint in zip(plan.mini_batches, plan.fingerprints(), strict=True):
-        inputs = run.loss_inputs(rig.batch, mini_batch, advantages, flat, None)
+        inputs = loss_inputs(run.config, rig.batch.facts, mini_batch, Advantages(of_sample=advantages), signal, old=flat)
         backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=fingerprint)
         found.append(backend.gradient())
         backend.zero_grad()
