@@ -9,13 +9,15 @@ import pathlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_rl.checkpoint.run_state import Checkpoints, Found
 from megatron_rl.clock import Clock
 from megatron_rl.config import Config, config_to_yaml
-from megatron_rl.critic import Critic, build_critic
+from megatron_rl.critic import Critic, RemoteCritic, build_critic
+from megatron_rl.critic.bridge import Bridge, local_policy_ranks
 from megatron_rl.estimate import Estimate, KLPenalty, critic_estimate, group_estimate, kl_penalty
 from megatron_rl.evaluation import Evaluation
 from megatron_rl.feed import Feed
@@ -47,7 +49,7 @@ class Run:
 
     def __init__(
         self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch,
-        checkpoints: Checkpoints, found: Found | None, prompts: PromptSource, critic: Critic | None = None,
+        checkpoints: Checkpoints, found: Found | None, prompts: PromptSource, critic: Critic | RemoteCritic | None = None,
     ):  # fmt: skip
         self.config = config
         self.backend = backend
@@ -78,6 +80,7 @@ class Run:
             rank=spot.rank, world_size=spot.world_size, local_rank=int(os.environ.get("LOCAL_RANK", spot.rank)),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", spot.world_size)),
         )  # fmt: skip
+        local = replace(local, local_world_size=local_policy_ranks(config, local.rank, local.local_rank, local.local_world_size))
         place = place_of(config, local)
         shared = shares_device(config, HOST.device)
         refuse_sharing(config, shared)
@@ -100,7 +103,7 @@ class Run:
         for model in self._models():
             model.restore()
 
-    def _models(self) -> list[TrainedModel]:
+    def _models(self) -> list[TrainedModel | RemoteCritic]:
         """Those whose memory is on this rank's device."""
         return [self.backend] if self.critic is None else [self.backend, self.critic]
 
@@ -317,8 +320,9 @@ def announce(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def open_run(config: Config) -> Iterator[Run]:
-    """Builds everything, and takes it down in order; the report is written however the run ends, from what it has."""
+def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
+    """Builds everything, and takes it down in order; the report is written however the run ends, from what it has. bridge: to the ranks
+    of a separate critic."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(config.model.hf_path)
@@ -331,7 +335,7 @@ def open_run(config: Config) -> Iterator[Run]:
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_to_yaml(config))
-    critic = build_critic(config, rl_steps)
+    critic = build_critic(config, rl_steps, bridge)
     checkpoints = Checkpoints(config, backend, critic)
     found = checkpoints.find()
     checkpoints.cut_back(found)
@@ -361,5 +365,5 @@ def open_run(config: Config) -> Iterator[Run]:
                 write_report(metrics_path, config_to_yaml(config), report_path)
         progress.finish(read_metrics(metrics_path) if is_main else [], report_path)
     if critic is not None:
-        critic.close()
+        critic.close(preempted=checkpoints.preempted)
     backend.close()

@@ -44,9 +44,13 @@ EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: all is saved, start the same comma
 def train(config: Config) -> bool:
     """A whole run: supervised warm-up where asked for, then RL; or what a checkpoint has left of it. Whether it came to its end: a
     preempted one has saved all and is to be started again. Raises ConfigError before any weight is read."""
+    from megatron_rl.critic.bridge import holds_critic, joined
+    from megatron_rl.critic.service import serve
     from megatron_rl.run import open_run
 
-    with open_run(config) as run:
+    if holds_critic(config):
+        return serve(config)
+    with joined(config, of_critic=False) as bridge, open_run(config, bridge) as run:
         if run.rollouts_done is None and config.warmup.steps:
             warm_up(run)
         done = run.rollouts_done or 0
@@ -224,6 +228,8 @@ def _check_critic(config: Config) -> None:
                 )
         return
     critic_config(config)
+    if given.hf_path is not None and not os.path.isfile(os.path.join(given.hf_path, "config.json")):
+        raise ConfigError(f"critic.hf_path={given.hf_path!r} holds no config.json; give a local Hugging Face directory, or null")
     if steps and given.warmup_steps >= steps:
         raise ConfigError(f"critic.warmup_steps={given.warmup_steps} of train.steps={steps} leave the policy none; lower the former")
     rounds = config.rollout.dynamic_sampling.max_rounds

@@ -192,7 +192,7 @@ class Checkpoints:
         every = self.settings.save_every
         if not every:
             return False
-        ended = not any(pending.thread.is_alive() for pending in self.pending)
+        ended = all(pending.is_written for pending in self.pending)
         votes = gather_json([ended, self.preempted])
         leave = any(preempted for _, preempted in votes)
         if self.pending and all(ended for ended, _ in votes):

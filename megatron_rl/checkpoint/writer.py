@@ -107,6 +107,11 @@ class PendingSave:
         self.written_s = time.perf_counter() - started
         self.buckets = []
 
+    @property
+    def is_written(self) -> bool:
+        """Whether ``finish`` will not wait for this rank. Not a collective."""
+        return not self.thread.is_alive()
+
     def finish(self) -> pathlib.Path:
         """Waits for every rank's thread and makes the folder a checkpoint. Raises CheckpointError on every rank where one could not write;
         the unfinished folder is then removed, and what was there before stays."""

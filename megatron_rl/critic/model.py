@@ -63,12 +63,16 @@ class Critic(TrainedModel):
 
     sum_names = ("loss", "tokens", "clipped", "value", "return", "return_squared", "error_squared")
 
-    def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1) -> None:
-        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainedModel."""
+    def __init__(
+        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
+        alone: bool = False,
+    ) -> None:  # fmt: skip
+        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainedModel. alone: these ranks hold
+        no policy, whose grid it could share."""
         own = critic_config(config)
-        self.grid = None if own.parallel == config.parallel else topology.Grid()
         self.settings = config.critic
-        place = topology.current() if self.grid is None else None
+        self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
+        place = topology.current() if self.grid is None and not alone else None
         with self._here():
             super().__init__(own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=place)
 
@@ -150,7 +154,7 @@ class Critic(TrainedModel):
         with self._here():
             policy.load(self, folder, state["backend"], state["model"])
 
-    def close(self) -> None:
+    def close(self, *, preempted: bool = False) -> None:
         """Its groups go with the policy's."""
         self.retire()
 
@@ -179,10 +183,3 @@ def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
         if spread > 1e-12 * tokens:
             metrics["critic/explained_variance"] = 1.0 - sums["error_squared"] / spread
     return metrics
-
-
-def build_critic(config: Config, total_steps: int) -> Critic | None:
-    """The run's, after its policy was built; None for an estimator without one. total_steps: optimizer steps of the policy, in all."""
-    if config.advantage.estimator != "gae":
-        return None
-    return Critic(config, total_steps=total_steps)

@@ -1,0 +1,99 @@
+"""critic.placement=separate under torchrun: ranks of its own train the run that shared ones train, save it, and fail aloud."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from megatron_rl.checkpoint.folder import whole_checkpoints
+from megatron_rl.config import load_config
+from megatron_rl.critic.bridge import holds_critic, local_policy_ranks
+from megatron_rl.train import EXIT_CONFIG, main
+from megatron_rl.types import ConfigError
+from tests.distributed.test_ppo import PPO
+from tests.distributed.test_resume import SAVED, timeless, weights_of_last
+from tests.distributed.test_train import arguments, arithmetic, rows_of  # noqa: F401 (a fixture)
+
+ROOT = pathlib.Path(__file__).parents[1]
+BOUND_S = 180
+SEPARATE = ("critic.placement=separate", "critic.ranks=1")
+
+
+def launch(world: int, given: list[str]) -> subprocess.CompletedProcess:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), "-m", "megatron_rl.train"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*torchrun, *given], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BOUND_S)
+
+
+def ran(world: int, folder: pathlib.Path, inputs: pathlib.Path, *overrides: str) -> pathlib.Path:
+    ended = launch(world, arguments(inputs, folder, *PPO, *overrides))
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return folder
+
+
+def test_a_separate_critic_trains_the_shared_ones_run(arithmetic, tmp_path):  # noqa: F811
+    """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's checkpoint its own."""
+    shared = ran(1, tmp_path / "shared", arithmetic, *SAVED, "train.steps=3")
+    apart = ran(2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.steps=2")
+    ran(2, apart, arithmetic, *SAVED, *SEPARATE, "train.steps=3")
+    assert whole_checkpoints(apart / "checkpoints") == whole_checkpoints(apart / "checkpoints" / "critic") == [0, 1, 2, 3]
+    one, two = weights_of_last(shared), weights_of_last(apart)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert [timeless(row) for row in rows_of(shared)] == [timeless(row) for row in rows_of(apart)]
+
+
+def test_policy_and_critic_have_grids_of_their_own(arithmetic, tmp_path):  # noqa: F811
+    """Two data-parallel ranks of policy, a critic on two tensor ranks: the run of one rank with both, to rounding."""
+    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
+    found = [ran(1, tmp_path / "one", arithmetic), ran(4, tmp_path / "four", arithmetic, *grids)]
+    one, four = (torch.cat([x.flatten() for x in weights_of_last(folder).values()]) for folder in found)
+    assert (four - one).norm() / one.norm() < 1e-5
+    losses = [[row["critic/loss"] for row in rows_of(folder) if "critic/loss" in row] for folder in found]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("side", "said"), [("policy", "its value is inf"), ("critic", "holds neither model.safetensors nor")])
+def test_a_failure_on_one_side_ends_both(arithmetic, tmp_path, side, said):  # noqa: F811
+    shutil.copytree(arithmetic / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    override = {"policy": "reward.functions=[tests.reward_functions:infinite]", "critic": f"critic.hf_path={tmp_path / 'empty'}"}[side]
+    started = time.monotonic()
+    ended = launch(2, arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override))
+    assert ended.returncode != 0 and said in ended.stderr, ended.stderr[-3000:]
+    assert time.monotonic() - started < 100  # no wait ran into run.deadline_s=60
+
+
+def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd):  # noqa: F811
+    given = ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=2"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=r"critic.ranks=2 of 2 ranks leave the policy none"):
+        holds_critic(load_config(None, given))
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="start them with torchrun or srun"):
+        holds_critic(load_config(None, given))
+    with pytest.raises(ConfigError, match="critic.ranks=None"):
+        load_config(None, given[:2])
+    with pytest.raises(ConfigError, match="critic.init=policy"):
+        load_config(None, [*given, "critic.init=policy"])
+    wrong = "critic.hf_path=/nowhere", "critic.parallel.tensors=2", "replay.size=8", "critic.warmup_steps=2", "advantage.noise_std=0.1"
+    for override in wrong:
+        extra = ["advantage.noise_steps=3"] if "noise" in override else []
+        assert main([*arguments(arithmetic, tmp_path, *PPO), override, *extra]) == EXIT_CONFIG
+        assert override.split("=")[0] in capfd.readouterr().err
+    assert main([*arguments(arithmetic, tmp_path), "critic.warmup_steps=1"]) == EXIT_CONFIG
+    assert "advantage.estimator=grpo has no critic" in capfd.readouterr().err
+
+
+def test_engines_count_a_nodes_policy_ranks(monkeypatch):
+    """Twelve ranks on three nodes of four, the last five the critic's: 4, 3 and none of a node hold the policy."""
+    config = load_config(None, ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=5"])
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    assert [local_policy_ranks(config, rank, rank % 4, 4) for rank in (0, 3, 4, 6)] == [4, 4, 3, 3]
+    assert local_policy_ranks(load_config(None), 3, 3, 4) == 4
