@@ -134,21 +134,32 @@ def token_weight(reduction: str, samples: list[Sample], groups: list[int], i: in
 def reference_gradient(
     model, samples: list[Sample], groups: list[int], advantages: list[float], *, reduction: str = "token_mean",
     max_response_tokens: int = 16, clip: float = 0.2, old: list[torch.Tensor] | None = None, temperature: float = 1.0,
+    kl: tuple[float, str, list[torch.Tensor]] = (0.0, "", []), entropy_coefficient: float = 0.0,
 ) -> tuple[dict[str, torch.Tensor], float]:  # fmt: skip
     """Gradient (by the names of checkpoint files) and loss of the clipped PPO objective, token by token weight, over all samples
-    (zero advantages too)."""
+    (zero advantages too). kl: its coefficient, its estimator, and each sample's log-probs [response] of the reference policy."""
     model.zero_grad()
     total = 0.0
     for i, sample in enumerate(samples):
-        logprobs, _ = reference_logprobs(model, sample, temperature)
+        logprobs, entropy = reference_logprobs(model, sample, temperature)
         before = torch.from_numpy(sample.logprobs) if old is None else old[i]
         ratio = (logprobs - before).exp()
         objective = torch.minimum(ratio * advantages[i], ratio.clamp(1 - clip, 1 + clip) * advantages[i])
-        loss = -(objective * torch.from_numpy(sample.loss_mask)).sum() * token_weight(reduction, samples, groups, i, max_response_tokens)
+        each = -objective - entropy_coefficient * entropy
+        if kl[0]:
+            each = each + kl[0] * naive_kl(kl[1], logprobs, before, kl[2][i])
+        loss = (each * torch.from_numpy(sample.loss_mask)).sum() * token_weight(reduction, samples, groups, i, max_response_tokens)
         loss.backward()
         total += float(loss.detach())
     gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return file_tensors(gradient, model.config.model_type), total
+
+
+def naive_kl(estimator: str, policy: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Each token's estimate of KL(π_θ ‖ π_ref) from log-probs, over probabilities r = π_ref/π_θ, as the papers write it."""
+    r = reference.exp() / policy.exp()
+    k3 = r - 1 - torch.log(r)
+    return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}[estimator]
 
 
 def file_weights(model) -> dict[str, torch.Tensor]:

@@ -63,11 +63,11 @@ class Rig:
         self.backend.load_rows(self.batch, plan)
         return plan
 
-    def inputs(self, advantages: np.ndarray, members: np.ndarray, *, reduction: str = "token_mean", old: np.ndarray | None = None):
-        """LossInputs with the weights of ``members`` folded in; ``old`` defaults to the samples' own log-probs."""
+    def inputs(self, advantages: np.ndarray, members: np.ndarray, *, reduction: str = "token_mean", old: np.ndarray | None = None, **more):
+        """LossInputs with the weights of ``members`` folded in; ``old`` defaults to the samples' own log-probs. more: other fields."""
         weights = reduction_weights(reduction, self.batch.facts, members, max_response_tokens=MAX_RESPONSE_TOKENS)
         flat = np.concatenate([s.logprobs for s in self.samples]) if old is None else old
-        return LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=flat)
+        return LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=flat, **more)
 
     def accumulate(self, advantages: np.ndarray, plan: StepPlan, position: int = 0, **given: object) -> None:
         """forward_backward of one of the plan's mini-batches."""
