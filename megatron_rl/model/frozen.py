@@ -12,10 +12,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 
 def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[DistributedDataParallel]:
-    """This rank's chunks, no parameter with a gradient, in evaluation mode; a collective. Their weights hold no meaning yet.
+    """This rank's chunks, in evaluation mode, to be run under ``torch.no_grad``; a collective. Their weights hold no meaning yet.
 
     Wrapped as the schedule wants chunks: over frozen parameters DistributedDataParallel (0.16.1) makes no buffer, no bucket and no hook,
-    whatever the policy's ``megatron.ddp`` asks for.
+    whatever the policy's ``megatron.ddp`` asks for. Once wrapped they say that they require a gradient, as the policy's do: without a
+    graph it costs nothing, and ``torch.matmul`` (2.13) runs over a weight that requires none as one product per token wherever the
+    activations' strides cannot be folded, with other rounding than the policy's.
     """
     models, _ = build_model(config, hf_config, topology)
     chunks = []
@@ -23,5 +25,6 @@ def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[Dis
         model.requires_grad_(False)
         chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         assert not chunk.buffers and not chunk.expert_parallel_buffers and not chunk.grad_accs
+        model.requires_grad_(True)
         chunks.append(chunk.eval())
     return chunks
