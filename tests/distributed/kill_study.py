@@ -40,6 +40,7 @@ from tests.distributed import phased_rank
 from tests.distributed.phased_rank import STAGES, Note, read_note
 from tests.distributed.pool import worker_environment
 from tests.distributed.test_checkpoint import tensors_of
+from tests.distributed.test_reference_run import ADAPTIVE
 from tests.distributed.test_resume import timeless, weights_of_last
 from tests.distributed.test_train import ROOT, rows_of
 
@@ -53,11 +54,11 @@ AHEAD = ("train.steps=null", "train.epochs=1", "train.samples_per_mini_batch=16"
 LAYOUTS = {
     "DP2-sharded": (*SCHEDULED, *SHARDED),
     "PP2": (*SCHEDULED, "parallel.pipeline=2"),
+    "DP2-KL": (*SCHEDULED, *SHARDED, *ADAPTIVE),
+    "PP2-KL-device": (*SCHEDULED, "parallel.pipeline=2", *ADAPTIVE, "reference.placement=device"),
     "prefetch": (*AHEAD, SCHEDULED[1], "rollout.producer.mode=prefetch", "rollout.producer.depth=2"),
-    "streaming": (
-        *AHEAD, "rollout.producer.mode=streaming", "rollout.producer.depth=1", "reward.functions=[tests.reward_functions:mostly_dead]",
-        "reward.num_workers=1", "replay.size=6", "replay.max_uses=2", "reroll.max_groups=2", "reroll.start_fraction=0.25",
-    ),
+    "streaming": (*AHEAD, "rollout.producer.mode=streaming", "rollout.producer.depth=1", "replay.size=6", "replay.max_uses=2",
+        "reward.functions=[tests.reward_functions:mostly_dead]", "reward.num_workers=1", "reroll.max_groups=2", "reroll.start_fraction=0.25"),
 }  # fmt: skip
 
 

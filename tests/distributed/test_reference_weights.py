@@ -130,8 +130,8 @@ def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> 
         policy, read = [rig.weights()], []
         for index in range(3):
             rig.step(advantages, drops=True)
+            reference.after_rollout(index, 8)  # before an export would gather the weights
             policy.append(rig.weights())
-            reference.after_rollout(index, 8)
             with rig.backend.reference_weights():
                 read.append(rig.weights())
         return {
