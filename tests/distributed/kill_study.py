@@ -57,8 +57,8 @@ LAYOUTS = {
     "DP2-KL": (*SCHEDULED, *SHARDED, *ADAPTIVE),
     "PP2-KL-device": (*SCHEDULED, "parallel.pipeline=2", *ADAPTIVE, "reference.placement=device"),
     "prefetch": (*AHEAD, SCHEDULED[1], "rollout.producer.mode=prefetch", "rollout.producer.depth=2"),
-    "streaming": (*AHEAD, "rollout.producer.mode=streaming", "rollout.producer.depth=1", "replay.size=6", "replay.max_uses=2",
-        "reward.functions=[tests.reward_functions:mostly_dead]", "reward.num_workers=1", "reroll.max_groups=2", "reroll.start_fraction=0.25"),
+    "streaming": (*AHEAD, "rollout.producer.mode=streaming", "rollout.producer.depth=1", "replay.size=6", "reward.num_workers=1",
+        "reward.functions=[tests.reward_functions:mostly_dead]", "replay.max_uses=2", "reroll.max_groups=2", "reroll.start_fraction=0.25"),
 }  # fmt: skip
 
 
