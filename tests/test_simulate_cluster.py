@@ -37,6 +37,7 @@ SPLITS = {
     "EP2": ("mixtral", "parallel.expert=2"),
     "TP2 ETP1": ("qwen3_moe", "parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.expert_tensor=1"),
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
+    "PP2, second model": ("qwen2_tied", "parallel.pipeline=2", "loss.kl_coefficient=0.1", "skip.mode=off", "reference.placement=device"),
 }
 
 
@@ -47,6 +48,9 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
         plan = rig.plan(values, drops=True)
         rig.step(values, drops=True)
         parameters = [p for chunk in rig.backend.chunks for p in chunk.parameters()]
+        rig.backend.keep_reference()
+        kept = rig.backend.reference.tensors if rig.backend.config.reference.placement == "device" else []
+        second = sum(x.numel() * x.element_size() for x in kept)
         moments = 0
         for part in rig.backend.optimizer.megatron.chained_optimizers:
             for state in part.optimizer.state.values():
@@ -54,7 +58,7 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
         facts = rig.batch.facts
         return {
             "weights": sum(p.numel() * p.element_size() for p in parameters), "gradients": sum(p.main_grad.numel() * 4 for p in parameters),
-            "moments": moments, "stage": rig.backend.topology.pipeline_rank, "fingerprints": plan.fingerprints(),
+            "moments": moments, "reference": second, "stage": rig.backend.topology.pipeline_rank, "fingerprints": plan.fingerprints(),
             "prior": plan_rules(rig.backend.config, rig.backend.topology, rig.backend.shape), "signal": values != 0,
             "prompt": facts.prompt_tokens, "response": facts.response_tokens,
         }  # fmt: skip
@@ -62,7 +66,7 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
-    """Bytes of weights and gradients exactly, on every rank; moments over all ranks; rules and plan by value."""
+    """Bytes of weights, a second model's too, and gradients exactly, on every rank; moments over all ranks; rules and plan by value."""
     family, *overrides = SPLITS[split]
     config = load_config(None, [*DEFAULTS, *overrides])
     degrees = degrees_of(config, 2)
@@ -70,6 +74,7 @@ def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
     found = pool.run(2, built, family, *overrides, timeout_s=120)
     predicted = [stage_memory(shape, config, degrees, rank["stage"], tokens=40, loss_tokens=20, microbatches=4) for rank in found]
     assert [x.weights for x in predicted] == [rank["weights"] for rank in found]
+    assert [x.reference for x in predicted] == [rank["reference"] for rank in found]
     assert [x.gradients for x in predicted] == [rank["gradients"] for rank in found]
     assert sum(x.optimizer for x in predicted) == sum(rank["moments"] for rank in found)
     first = found[0]

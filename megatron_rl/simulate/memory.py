@@ -1,4 +1,4 @@
-"""Bytes on one GPU of each pipeline stage: weights, gradients, optimizer state, activations, logits.
+"""Bytes on one GPU of each pipeline stage: weights, the reference policy's, gradients, optimizer state, activations, logits.
 
 Weights are counted from the shape and equal those of the built model (tests/test_simulate_cluster.py). Gradients lie in one buffer per
 rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per parameter and, for bfloat16 weights,
@@ -24,11 +24,13 @@ class StageMemory:
     """Bytes on a GPU of one pipeline stage.
 
     optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``. activations: as the config
-    recomputes; the two after it without and with full recompute.
+    recomputes; the two after it without and with full recompute. reference: weights again where a KL is measured under
+    ``reference.placement=device``.
     """
 
     stage: int
     weights: int
+    reference: int
     gradients: int
     optimizer: int
     optimizer_sharded: int
@@ -40,7 +42,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.weights + self.reference + self.gradients + self.optimizer + self.activations + self.logits
 
 
 def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
@@ -112,12 +114,14 @@ def stage_memory(
     boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)
     at_once = config.megatron.transformer.get("recompute_num_layers") or 1
     kept, recomputed = flying * layers * layer, flying * layers * boundary / at_once + at_once * layer
+    second = config.loss.kl_coefficient != 0 and config.reference.placement == "device"
     logits = 0.0
     if stage == degrees.pipeline_size - 1 and microbatches:
         rows = min(loss_tokens / degrees.context_size, LINEAR_CHUNK_TOKENS)
         logits = rows * shape.padded_vocab_size / degrees.tensor_size * (4 + (size if size != 4 else 0))
     return StageMemory(
-        stage=stage, weights=(dense + experts) * size, gradients=(dense + experts) * gradient_bytes,
+        stage=stage, weights=(dense + experts) * size, reference=(dense + experts) * size * second,
+        gradients=(dense + experts) * gradient_bytes,
         optimizer=sharded if config.optimizer.distributed else whole,
         optimizer_sharded=sharded, optimizer_whole=whole,
         activations=round(recomputed if full_recompute(config) else kept), activations_kept=round(kept),

@@ -79,7 +79,8 @@ def show(content: dict[str, Any], gpu_memory_gib: float) -> None:
         plans.add_row(label, *(_cell(content[kind][key], unit) for kind in ("dense", "skip")))
     console.print(plans)
     memory = Table(title=f"GiB on a GPU of each stage (recompute {content['recompute']}); right: were it otherwise")
-    names = ("weights", "gradients", "optimizer", "activations", "logits", "total")
+    second = ("reference",) if any(stage["reference"] for stage in content["memory"]) else ()
+    names = ("weights", *second, "gradients", "optimizer", "activations", "logits", "total")
     other = {"optimizer_whole": "unsharded", "activations_kept": "all kept", "activations_recomputed": "recomputed"}
     for name in ("stage", *names, *other.values()):
         memory.add_column(name, justify="right")
