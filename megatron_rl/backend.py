@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_rl import exchange, topology
 from megatron_rl.config import Config
 from megatron_rl.loss.objective import Objective
+from megatron_rl.model.adapter import MergedParameters
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
 from megatron_rl.packing import PackedMicroBatch
@@ -34,6 +35,7 @@ from megatron_rl.reference_weights import PLACEMENTS, ReferenceWeights
 from megatron_rl.trained_model import Batch, TrainedModel
 from megatron_rl.types import LossInputs, MiniBatchPlan, StepKind, StepPlan
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
+from megatron_rl.weights.mapping import adapter_entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class MegatronBackend(TrainedModel):
 
     def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1) -> None:
         """See TrainedModel."""
-        super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps)
+        super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
         in_loss = config.reference.kl_in == "loss"
         loss = config.loss if in_loss else dataclasses.replace(config.loss, kl_coefficient=0.0)  # measured all the same
         self.objective = Objective(loss, self._sum_over_context)
@@ -126,13 +128,22 @@ class MegatronBackend(TrainedModel):
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks.
+        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks. Adapters are merged in.
 
-        A tensor is valid until the next is asked for: copy it out before. bucket_bytes bounds the memory: ``weights.export``.
+        A tensor is valid until the next is asked for: copy it out before. bucket_bytes bounds the memory: ``weights.export``; with
+        adapters a shard of one parameter more.
         """
         self.schedule.gather_parameters()
-        parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
+        parameters = [MergedParameters(chunk.module) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
+
+    def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+        """``export`` of the adapters alone, under PEFT's names without its ``base_model.model.``. ValueError where there are none."""
+        if not self.shape.lora_rank:
+            raise ValueError("export_adapters() has nothing to export: every weight is trained; set lora.rank")
+        self.schedule.gather_parameters()
+        parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
+        yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes, entries=adapter_entries)
 
     def keep_reference(self) -> None:
         """The weights of now become the reference policy, where ``reference.placement`` says."""

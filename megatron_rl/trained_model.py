@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import exchange, topology
-from megatron_rl.config import Config
+from megatron_rl.config import Config, LoraConfig
 from megatron_rl.cost import CostFit
+from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.attention import ContextShard
 from megatron_rl.model.build import build_model
 from megatron_rl.offload import OffloadedBytes
@@ -30,8 +31,9 @@ from megatron_rl.platform import HOST
 from megatron_rl.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.signal import refuse_uncounted_losses
 from megatron_rl.types import BatchFacts, ConfigError, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
-from megatron_rl.weights.export import HuggingFaceReader, MemoryReader, WeightReader, export_weights, load_weights
+from megatron_rl.weights.export import HuggingFaceReader, MemoryReader, StageEntries, WeightReader, export_weights, load_weights
 from megatron_rl.weights.fused import file_tensors
+from megatron_rl.weights.mapping import adapter_entries, stage_entries
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
@@ -66,11 +68,12 @@ class TrainedModel:
 
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
-        value_head: bool = False, place: topology.Topology | None = None,
+        value_head: bool = False, lora: LoraConfig | None = None, place: topology.Topology | None = None,
     ) -> None:  # fmt: skip
         """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given. total_steps: where the
-        learning rate's decay ends. value_head: one number per token in place of the vocabulary (model/head.py). place: a grid that
-        is there already; None builds one by ``parallel``.
+        learning rate's decay ends. value_head: one number per token in place of the vocabulary (model/head.py). lora: adapters, beside
+        weights that are frozen then (model/adapter.py); None, or a rank of None: every weight is trained. place: a grid that is there
+        already; None builds one by ``parallel``.
 
         Raises ConfigError for settings that cannot work together.
         """
@@ -85,6 +88,8 @@ class TrainedModel:
         self.hf_config = hf_config
         models, self.shape = build_model(config, hf_config, self.topology, value_head=value_head)
         load_weights(models, self.shape, self.topology, self._reader(weights))
+        if lora is not None and lora.rank is not None:
+            self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
         ddp = DistributedDataParallelConfig(**ddp_fields)
         # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
@@ -292,13 +297,18 @@ class TrainedModel:
         return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def gradient(self) -> dict[str, torch.Tensor]:
-        """The accumulated gradient under Hugging Face names, whole, reduced. For tests and tools: it consumes the reduction,
-        so ``optim_step`` must not follow; call ``zero_grad()``."""
+        """The accumulated gradient under Hugging Face names (of adapters under PEFT's: ``….q_proj.lora_A.weight``), whole, reduced. For
+        tests and tools: it consumes the reduction, so ``optim_step`` must not follow; call ``zero_grad()``."""
         if self.config.optimizer.distributed and self.topology.data_size * self.topology.context_size > 1:
             raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
         self.optimizer._reduce_gradients()
-        gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters()} for chunk in self.chunks]
-        return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology)}
+        gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters() if p.requires_grad} for chunk in self.chunks]
+        return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology, entries=self.trained_entries)}
+
+    @property
+    def trained_entries(self) -> StageEntries:
+        """What is trained of the model: its adapters where there are any, else all of it."""
+        return adapter_entries if self.shape.lora_rank else stage_entries
 
     def retire(self) -> None:
         """Ends its threads and hooks; its groups stay. Not a collective."""

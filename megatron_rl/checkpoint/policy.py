@@ -15,12 +15,13 @@ from megatron_rl.trained_model import TrainedModel
 from megatron_rl.types import CheckpointError
 
 REFERENCE = "reference."
+WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": []}  # also of a checkpoint from before there were adapters
 OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")  # of a ModelShape, may differ between a save and a load
 
 
 def identity(backend: TrainedModel) -> dict[str, object]:
     """What must be the same for a checkpoint's tensors to mean anything: the model's shape, as JSON-able values."""
-    shape = dataclasses.asdict(backend.shape)
+    shape = dataclasses.asdict(backend.shape) | {"lora_targets": sorted(backend.shape.lora_targets)}
     return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
 
 
@@ -82,10 +83,11 @@ def load(backend: TrainedModel, folder: pathlib.Path, kept: Mapping[str, object]
 
 def check_model(backend: TrainedModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
     """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. Not a collective."""
-    own = identity(backend)
+    own, model = identity(backend), {**WITHOUT_LORA, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
-        said = ", ".join(f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in different.items())
-        raise CheckpointError(f"{folder} is of another model: {said}; give the model.hf_path it was trained from, or another run folder")
+        said = ", ".join(f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here" for name, (theirs, ours) in different.items())
+        way = "the lora.rank (null for 0), lora.alpha and lora.targets" if set(different) <= set(WITHOUT_LORA) else "the model.hf_path"
+        raise CheckpointError(f"{folder} is of another model: {said}; give {way} it was trained with, or another run folder")
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.critic import CriticConfig, critic_config
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_yaml, load_config
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reference import ReferenceConfig, check_reference
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
@@ -45,6 +46,7 @@ __all__ = [
     "DataConfig",
     "DynamicSamplingConfig",
     "EvalConfig",
+    "LoraConfig",
     "LossConfig",
     "MegatronConfig",
     "MetricsConfig",

@@ -14,6 +14,7 @@ from megatron_rl.config.checks import at_least, choose
 from megatron_rl.config.correction import CorrectionConfig
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.types import ConfigError
@@ -368,6 +369,7 @@ class MetricsConfig:
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -98,6 +98,7 @@ class ModelShape:
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     value_head: one number per token in place of the vocabulary's; embeddings are never tied then.
+    lora_rank, lora_alpha, lora_targets: of its adapters (model/adapter.py); 0 and none where every weight is trained.
     """
 
     family: str
@@ -118,6 +119,9 @@ class ModelShape:
     router_pre_softmax: bool
     layer_spec: str
     value_head: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 0.0
+    lora_targets: tuple[str, ...] = ()
 
     @property
     def layer_parameters(self) -> int:

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,6 +24,8 @@ from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
 
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 BUCKET_BYTES = 512 * 2**20
+StageEntries = Callable[[Shape, int, int, int], Iterator[Entry]]
+"""(shape, stage, number of stages, expert-parallel ranks) → that stage's entries, alike on all ranks."""
 
 
 class WeightReader(Protocol):
@@ -188,7 +190,7 @@ def _bucket_of(stage: int, entry: Entry, shape: Shape, topology: Topology) -> Bu
     )
 
 
-def cut_buckets(shape: Shape, topology: Topology, most_elements: int) -> list[Bucket]:
+def cut_buckets(shape: Shape, topology: Topology, most_elements: int, entries: StageEntries = stage_entries) -> list[Bucket]:
     """Every entry of every stage in one bucket, in the order of the stages; from the config alone, so alike on all ranks.
 
     A bucket takes neighbours as long as it stays within ``most_elements``; an entry above that has one of its own.
@@ -196,7 +198,7 @@ def cut_buckets(shape: Shape, topology: Topology, most_elements: int) -> list[Bu
     stages = topology.pipeline_size * topology.virtual_size
     buckets: list[Bucket] = []
     for stage in range(stages):
-        for entry in stage_entries(shape, stage, stages, topology.expert_size):
+        for entry in entries(shape, stage, stages, topology.expert_size):
             if entry == TIED_HEAD:
                 continue
             last, added = buckets[-1] if buckets else None, _bucket_of(stage, entry, shape, topology)
@@ -209,8 +211,9 @@ def cut_buckets(shape: Shape, topology: Topology, most_elements: int) -> list[Bu
 
 @torch.no_grad()
 def export_weights(
-    chunks: Sequence[Mapping[str, torch.Tensor]], shape: Shape, topology: Topology, *, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[str, torch.Tensor]]:
+    chunks: Sequence[Mapping[str, torch.Tensor]], shape: Shape, topology: Topology, *, bucket_bytes: int = BUCKET_BYTES,
+    entries: StageEntries = stage_entries,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """Every tensor under its Hugging Face name, whole, on every rank, in one order that ``bucket_bytes`` does not change.
 
     A collective over the model-parallel group and the experts': bucket after bucket is handed over the pipeline and gathered over the
@@ -223,12 +226,14 @@ def export_weights(
             before (backend.export does).
     bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one tensor laid out from them, allocated
             once. Only a parameter that needs more by itself (a vocabulary's table: its size; another: its size and that of its largest
-            Hugging Face tensor) takes more: it has a bucket of its own.
+            Hugging Face tensor) takes more: it has a bucket of its own. A mapping that makes a tensor when it is asked for one takes
+            that beside it.
+    entries: what is exported: the model's parameters, or its adapters (``mapping.adapter_entries``).
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1; 1 is an entry at a time")
     example = next(iter(chunks[0].values()))
-    buckets = cut_buckets(shape, topology, bucket_bytes // example.element_size())
+    buckets = cut_buckets(shape, topology, bucket_bytes // example.element_size(), entries)
     memory = torch.empty(max(bucket.elements for bucket in buckets), dtype=example.dtype, device=example.device)
     for bucket in buckets:
         shards = _gather(bucket, chunks, memory, topology)

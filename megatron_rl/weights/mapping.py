@@ -7,7 +7,7 @@ An entry is a Megatron parameter of one layer, the Hugging Face tensors that it 
 - ``COLUMNS``:    split by columns (o_proj, down_proj).
 - ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over ranks
                   (read, megatron-core 0.16.1 ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
-- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``).
+- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of one tensor alone: its rows.
 
 Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory (weights/fused.py).
 """
@@ -72,6 +72,8 @@ class Shape(Protocol):
     num_experts: int
     layer_spec: str
     value_head: bool
+    lora_rank: int
+    lora_targets: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +178,52 @@ def stage_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -
             yield TIED_HEAD
 
 
+def target_entries(shape: Shape) -> tuple[Entry, ...]:
+    """Of ``layer_entries`` the weights that ``lora.targets`` names."""
+    wanted = {f"{name}.weight" for name in shape.lora_targets}
+    return tuple(entry for entry in layer_entries(shape) if entry.megatron.partition(".")[2] in wanted)
+
+
+def adapter_name(linear: str) -> str:
+    """Where the adapters of a linear layer lie: a module beside it. Example: mlp.linear_fc1 → mlp.linear_fc1_adapter."""
+    return f"{linear}_adapter"
+
+
+def pair_entries(weight: Entry) -> Iterator[Entry]:
+    """A and B of each Hugging Face tensor that a target's weight is made of, under PEFT's names.
+
+    Of a layer that is split by rows A is whole on every tensor rank and B split by rows, in the order of its own tensor; of one that is
+    split by columns A is split by columns and B whole.
+    """
+    linear = adapter_name(weight.megatron.removesuffix(".weight"))
+    in_rows = weight.layout is not Layout.COLUMNS
+    for tensor in weight.hf:
+        projection = tensor.removesuffix(".weight")
+        for side, split, layout in (("A", not in_rows, Layout.COLUMNS), ("B", in_rows, Layout.GATE_UP)):
+            yield Entry(
+                megatron=f"{linear}.{projection.rpartition('.')[2]}_{side}",
+                hf=(f"{projection}.lora_{side}.weight",),
+                layout=layout if split else Layout.REPLICATED,
+            )
+
+
+def adapter_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
+    """``stage_entries`` of the adapters; Hugging Face names are PEFT's without its ``base_model.model.``."""
+    per_stage = shape.num_layers // num_stages
+    for local in range(per_stage):
+        layer = stage * per_stage + local
+        for entry in (pair for weight in target_entries(shape) for pair in pair_entries(weight)):
+            yield dataclasses.replace(
+                entry, megatron=f"decoder.layers.{local}.{entry.megatron}", hf=(f"model.layers.{layer}.{entry.hf[0]}",)
+            )
+
+
 def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
     """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without asking."""
+    if ".lora_" in name:
+        projection, _, side = name.removesuffix(".weight").rpartition(".lora_")
+        rows, columns = hf_size(shape, f"{projection}.weight")
+        return (shape.lora_rank, columns) if side == "A" else (rows, shape.lora_rank)
     kind = name.split("layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
     kind = re.sub(r"^(mlp|block_sparse_moe)\.experts\.(\d+|\{expert\})\.", "expert.", kind)
     q, kv, hidden, ffn = (
@@ -271,7 +317,7 @@ def hf_parts(entry: Entry, shape: Shape, shards: torch.Tensor) -> Iterator[tuple
         case Layout.COLUMNS:
             yield entry.hf[0], shards.transpose(0, 1)
         case Layout.GATE_UP:
-            yield from zip(entry.hf, shards.unflatten(1, (2, -1)).unbind(1), strict=True)
+            yield from zip(entry.hf, shards.unflatten(1, (len(entry.hf), -1)).unbind(1), strict=True)
         case Layout.QKV:
             grouped = shards.unflatten(1, (shape.num_kv_heads // len(shards), -1))
             per_group = shape.num_heads // shape.num_kv_heads * shape.head_dim

@@ -1,0 +1,264 @@
+"""Low-rank adapters beside Megatron-Core's linear layers: y = W x + (alpha / rank) · B A x (LoRA, Hu et al. 2021, arXiv:2106.09685, eq. 3).
+
+W and everything else of the model is frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging Face projection, though
+Megatron-Core fuses q, k, v and gate, up: so a pair means the same under every layout, and to PEFT. A forward hook on the linear adds what
+the pairs give.
+
+With p tensor ranks, each with its shard of W:
+
+- split by rows (linear_qkv, linear_fc1): A whole on every rank, B its own rows. Every rank computes A x; on the way back the gradient of
+  A x, ``rank`` numbers per token and pair, is summed over ranks, so that A's gradient is whole on each of them, and x's too. Under sequence
+  parallelism x is a rank's own tokens: A x is gathered, its gradient reduce-scattered, and A's, of its own tokens, summed by finalize.
+- split by columns (linear_proj, linear_fc2): A its own columns, B whole. A x is summed over ranks (under sequence parallelism
+  reduce-scattered); B's gradient is whole on every rank (under sequence parallelism of its own tokens, summed by finalize).
+
+What finalize sums carries the mark ``sequence_parallel``, and what is split ``tensor_model_parallel``: without the latter the gradient norm
+counts tensor rank 0's part alone, and what is whole it counts once (0.16.1 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.config import LoraConfig
+from megatron_rl.model.build import ModelShape
+from megatron_rl.topology import Topology
+from megatron_rl.types import ConfigError
+from megatron_rl.weights.export import WeightReader
+from megatron_rl.weights.mapping import (
+    Entry,
+    Layout,
+    adapter_entries,
+    adapter_name,
+    hf_size,
+    load_shard,
+    pair_entries,
+    shard_size,
+    target_entries,
+)
+
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.tensor_parallel.mappings import (  # isort: skip
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+
+MERGED_ROWS = 1024  # of a weight at a time, in float32
+
+
+class Adapter(torch.nn.Module):
+    """The pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``; they hold no meaning until they are filled.
+
+    enabled: False inside ``adapters_off``.
+    """
+
+    def __init__(self, linear: torch.nn.Module, weight: Entry, shape: ModelShape, topology: Topology) -> None:
+        super().__init__()
+        self.enabled = True
+        self.scale = shape.lora_alpha / shape.lora_rank
+        self.in_rows = weight.layout is not Layout.COLUMNS
+        self.groups = shape.num_kv_heads // topology.tensor_size if weight.layout is Layout.QKV else 1
+        self.sequence_parallel, self.tp_group = linear.sequence_parallel, linear.tp_group
+        self.projections = tuple(name.removesuffix(".weight").rpartition(".")[2] for name in weight.hf)
+        self.split: dict[str, int] = {}  # of a parameter's name the dimension that tensor ranks share
+        for entry in pair_entries(weight):
+            name = entry.megatron.rpartition(".")[2]
+            size = shard_size(entry, shape, topology.tensor_size)
+            parameter = torch.nn.Parameter(torch.zeros(size, dtype=linear.weight.dtype, device=linear.weight.device))
+            if entry.layout is Layout.REPLICATED:
+                parameter.sequence_parallel = self.sequence_parallel
+            else:
+                self.split[name] = 0 if self.in_rows else 1
+                set_tensor_model_parallel_attributes(parameter, True, self.split[name], 1)
+            self.register_parameter(name, parameter)
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(A, B) of each projection, in the order in which the linear layer fuses them."""
+        return [(self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")) for name in self.projections]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What is added to the linear's output: x [S, 1, in] as the linear takes it → [S', 1, out] as it gives it, this rank's part."""
+        pairs = self.pairs()
+        narrow = F.linear(x, torch.cat([a for a, _ in pairs])) * self.scale
+        if self.in_rows and self.sequence_parallel:
+            narrow = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp_group)
+        elif self.in_rows:
+            narrow = copy_to_tensor_model_parallel_region(narrow, group=self.tp_group)
+        elif self.sequence_parallel:
+            narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tp_group)
+        else:
+            narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tp_group)
+        parts = [F.linear(each, b) for each, (_, b) in zip(narrow.chunk(len(pairs), -1), pairs, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], -1).flatten(-2)
+
+    @torch.no_grad()
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """W + (alpha / rank) · B A of this rank's shard, a tensor of its own; product and sum in float32, rounded to W's dtype once.
+
+        Takes the result and two float32 blocks of MERGED_ROWS rows.
+        """
+        found = weight.detach().clone()
+        grouped, start = found.unflatten(0, (self.groups, -1)), 0
+        for a, b in self.pairs():
+            ours = b.unflatten(0, (self.groups, -1))
+            rows = ours.shape[1]
+            for into, part in zip(grouped[:, start : start + rows], ours, strict=True):
+                for to, its in zip(into.split(MERGED_ROWS), part.split(MERGED_ROWS), strict=True):
+                    to.copy_(torch.addmm(to.float(), its.float(), a.float(), alpha=self.scale))
+            start += rows
+        return found
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For Megatron-Core's ``dist_checkpointing``: under global shapes, so that another layout loads them."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, self.split, sharded_offsets, tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+
+
+def _adds(adapter: Adapter):
+    """A forward hook of the adapter's linear, which answers (output, bias)."""
+
+    def hook(_linear: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor | None]):
+        return (output[0] + adapter(inputs[0]), output[1]) if adapter.enabled else None
+
+    return hook
+
+
+def put_adapters(chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig, topology: Topology, seed: int) -> ModelShape:
+    """Freezes this rank's chunks and puts adapters beside their linear layers; the shape of what they are now.
+
+    A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every layout starts with the
+    same; B starts at zero. Raises ConfigError where the layers have no place for them. Not a collective.
+    """
+    shape = dataclasses.replace(shape, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_targets=tuple(lora.targets))
+    _check_place(shape)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for layer in chunk.decoder.layers:
+            for weight in target_entries(shape):
+                parent, _, name = weight.megatron.removesuffix(".weight").rpartition(".")
+                block = layer.get_submodule(parent)
+                adapter = Adapter(block.get_submodule(name), weight, shape, topology)
+                block.add_module(adapter_name(name), adapter)
+                block.get_submodule(name).register_forward_hook(_adds(adapter))
+        if chunk.pre_process and chunk.config.recompute_granularity is not None:
+            chunk.embedding.register_forward_hook(_starts_the_graph)
+    fill_adapters(chunks, shape, topology, _Start(shape, seed))
+    return shape
+
+
+def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
+    """Megatron-Core's recomputation gives no gradient to what is inside it unless an input of it asks for one (0.16.1
+    ``tensor_parallel/random.py`` CheckpointFunction), and a frozen embedding's output does not."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _check_place(shape: ModelShape) -> None:
+    if shape.layer_spec != "torch":
+        raise ConfigError(
+            f"lora.rank={shape.lora_rank} puts adapters beside linear layers, and with model.layer_spec={shape.layer_spec} linear_qkv and "
+            "linear_fc1 take their input before its norm, which is within them; set model.layer_spec=torch"
+        )
+    asked = [name for name in shape.lora_targets if name in ("linear_fc1", "linear_fc2")]
+    if shape.num_experts and asked:
+        raise ConfigError(
+            f"lora.targets={list(shape.lora_targets)} names {asked[0]}, and the MLP of {shape.family} is a mixture of experts, which takes "
+            "no adapters; set lora.targets=[linear_qkv,linear_proj]"
+        )
+
+
+class _Start:
+    """What untrained adapters hold, as a WeightReader; A is drawn whole on the host, whatever part is asked for."""
+
+    def __init__(self, shape: ModelShape, seed: int) -> None:
+        self.shape, self.seed = shape, seed
+
+    def size(self, name: str) -> tuple[int, ...]:
+        return hf_size(self.shape, name)
+
+    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
+        whole = torch.zeros(self.size(name))
+        if ".lora_A." in name:
+            number = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8]) >> 1
+            bound = 1 / math.sqrt(whole.shape[1])
+            whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+        return whole.narrow(dimension, start, stop - start)
+
+
+@torch.no_grad()
+def fill_adapters(chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader) -> None:
+    """Overwrites this rank's adapters by a reader's tensors (PEFT's names without ``base_model.model.``). Not a collective.
+
+    Raises ConfigError where a tensor has another shape.
+    """
+    stages = topology.pipeline_size * topology.virtual_size
+    for number, chunk in enumerate(chunks):
+        parameters = dict(chunk.named_parameters())
+        for entry in adapter_entries(shape, number * topology.pipeline_size + topology.pipeline_rank, stages, topology.expert_size):
+            (name,) = entry.hf
+            if reader.size(name) != hf_size(shape, name):
+                raise ConfigError(f"{name} has shape {reader.size(name)} and lora.rank={shape.lora_rank} asks for {hf_size(shape, name)}")
+            parameters[entry.megatron].copy_(load_shard(entry, shape, reader.read, topology.tensor_rank, topology.tensor_size))
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
+    """This rank's, layer by layer; empty where every weight is trained."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within it the model, and what is exported of it, is the frozen one that training began from. Not a collective.
+
+    Under ``overlap_param_gather`` the gather of parameters must have ended before (``Schedule.gather_parameters``): inside it no forward
+    pass would wait for it. Raises ValueError where there are no adapters.
+    """
+    found = adapters_of(chunks)
+    if not found:
+        raise ValueError("adapters_off() leaves the frozen model, and every weight of this one is trained; set lora.rank")
+    before = [adapter.enabled for adapter in found]
+    try:
+        for adapter in found:
+            adapter.enabled = False
+        yield
+    finally:
+        for adapter, enabled in zip(found, before, strict=True):
+            adapter.enabled = enabled
+
+
+class MergedParameters(Mapping[str, torch.Tensor]):
+    """A chunk's parameters by name as if there were no adapters: a weight that has one is merged when it is asked for, and not kept."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
+        inside = {f"{name}.{own}" for name, module in adapters.items() for own, _ in module.named_parameters()}
+        self.parameters = {name: x for name, x in chunk.named_parameters() if name not in inside}
+        self.adapters = {f"{name.removesuffix(adapter_name(''))}.weight": module for name, module in adapters.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        if name in self.adapters and self.adapters[name].enabled:
+            return self.adapters[name].merged(parameter)
+        return parameter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
