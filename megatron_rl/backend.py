@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_rl import exchange, topology
 from megatron_rl.config import Config
 from megatron_rl.loss.objective import Objective
-from megatron_rl.model.adapter import MergedParameters
+from megatron_rl.model.adapter import MergedParameters, adapters_off
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
 from megatron_rl.packing import PackedMicroBatch
@@ -34,6 +34,7 @@ from megatron_rl.platform import HOST
 from megatron_rl.reference_weights import PLACEMENTS, ReferenceWeights
 from megatron_rl.trained_model import Batch, TrainedModel
 from megatron_rl.types import LossInputs, MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
 from megatron_rl.weights.mapping import adapter_entries
 
@@ -58,6 +59,7 @@ class MegatronBackend(TrainedModel):
         loss = config.loss if in_loss else dataclasses.replace(config.loss, kl_coefficient=0.0)  # measured all the same
         self.objective = Objective(loss, self._sum_over_context)
         self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
+        self._frozen_checksum: str | None = None
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
         """Adds what each context rank's tokens gave; no gradient passes."""
@@ -144,6 +146,19 @@ class MegatronBackend(TrainedModel):
         self.schedule.gather_parameters()
         parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes, entries=adapter_entries)
+
+    def frozen_checksum(self) -> str | None:
+        """Of the weights beside the adapters, as they are exported; None where every weight is trained. They are read once."""
+        if self.shape.lora_rank and self._frozen_checksum is None:
+            seen, whole = {}, Checksum()
+            with adapters_off(self.chunks):
+                for name, tensor in self.export():
+                    seen[name] = Checksum()
+                    seen[name].update(name, tensor)
+            for name in sorted(seen):  # a mixture's experts come in another order at another parallel.expert
+                whole.extend(seen[name])
+            self._frozen_checksum = whole.value()
+        return self._frozen_checksum
 
     def keep_reference(self) -> None:
         """The weights of now become the reference policy, where ``reference.placement`` says."""

@@ -305,6 +305,10 @@ class TrainedModel:
         gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters() if p.requires_grad} for chunk in self.chunks]
         return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology, entries=self.trained_entries)}
 
+    def frozen_checksum(self) -> str | None:
+        """Of the weights beside adapters; None where every weight is trained."""
+        return None
+
     @property
     def trained_entries(self) -> StageEntries:
         """What is trained of the model: its adapters where there are any, else all of it."""

@@ -1,4 +1,7 @@
-"""A backend's share of a checkpoint: its tensors and the numbers that belong to them."""
+"""A backend's share of a checkpoint: its tensors and the numbers that belong to them.
+
+Of a model with adapters those alone, and of its frozen weights a checksum: they come from model.hf_path again.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,19 @@ from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.trained_model import TrainedModel
 from megatron_rl.types import CheckpointError
 
+from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
+
 REFERENCE = "reference."
-WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": []}  # also of a checkpoint from before there were adapters
+# what identity says where every weight is trained; also of a checkpoint from before there were adapters
+WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": [], "frozen_weights": None}
 OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")  # of a ModelShape, may differ between a save and a load
 
 
 def identity(backend: TrainedModel) -> dict[str, object]:
-    """What must be the same for a checkpoint's tensors to mean anything: the model's shape, as JSON-able values."""
+    """What must be the same for a checkpoint's tensors to mean anything: the model's shape, its adapters' and the frozen weights beside
+    them, as JSON-able values. The first call is a collective, where there are adapters."""
     shape = dataclasses.asdict(backend.shape) | {"lora_targets": sorted(backend.shape.lora_targets)}
+    shape["frozen_weights"] = backend.frozen_checksum()
     return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
 
 
@@ -38,6 +46,12 @@ def _reference(backend: TrainedModel) -> list[torch.Tensor] | None:
     return None if backend.reference is None else backend.reference.tensors
 
 
+def _entries(backend: TrainedModel) -> list[ShardedBase]:
+    """Of what is trained."""
+    found = weight_entries(backend.chunks)
+    return [x for x in found if x.data.requires_grad] if backend.shape.lora_rank else found
+
+
 def save(
     backend: TrainedModel, root: pathlib.Path, iteration: int, texts: Mapping[str, str], own_files: Mapping[str, bytes] | None = None
 ) -> PendingSave:
@@ -46,7 +60,7 @@ def save(
     texts, own_files: what is added to it, see PendingSave.
     """
     backend.schedule.gather_parameters()
-    entries = weight_entries(backend.chunks)
+    entries = _entries(backend)
     saved = weights_to_save(entries)
     if (reference := _reference(backend)) is not None:
         values = {id(p): kept for p, kept in zip(backend.parameters(), reference, strict=True)}
@@ -62,7 +76,7 @@ def load(backend: TrainedModel, folder: pathlib.Path, kept: Mapping[str, object]
     kept: what ``numbers`` gave. model: the other's ``identity``. Raises CheckpointError where the models differ.
     """
     check_model(backend, folder, model)
-    entries = weight_entries(backend.chunks)
+    entries = _entries(backend)
     if kept["has_reference"]:
         _put(backend, load_weights(entries, folder, prefix=REFERENCE))
         backend.keep_reference()
@@ -82,11 +96,13 @@ def load(backend: TrainedModel, folder: pathlib.Path, kept: Mapping[str, object]
 
 
 def check_model(backend: TrainedModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
-    """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. Not a collective."""
+    """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. To be called on every rank."""
     own, model = identity(backend), {**WITHOUT_LORA, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
         said = ", ".join(f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here" for name, (theirs, ours) in different.items())
-        way = "the lora.rank (null for 0), lora.alpha and lora.targets" if set(different) <= set(WITHOUT_LORA) else "the model.hf_path"
+        way = "the model.hf_path and model.dtype" if "frozen_weights" in different else "the model.hf_path"
+        if "lora_rank" in different or set(different) <= {"lora_alpha", "lora_targets"}:
+            way = "the lora.rank (null for 0), lora.alpha and lora.targets"
         raise CheckpointError(f"{folder} is of another model: {said}; give {way} it was trained with, or another run folder")
 
 
