@@ -98,7 +98,7 @@ $(VLLM)/.installed: setup.py $(CONSTRAINTS)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-oracles: $(ORACLES)/.installed  ## losses and advantages against TRL's and verl's own, in .venv-oracles (2 GB)
+test-oracles: $(ORACLES)/.installed  ## losses, advantages and adapters against TRL's, verl's and PEFT's own, in .venv-oracles (2 GB)
 	PATH="$(CURDIR)/$(ORACLES)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(ORACLES)" $(ORACLES)/bin/python -m pytest tests/oracles $(PYTEST_ARGS)
 
 # verl asks for an older transformers than ours; its functions of tensors do without it. The import is what the tests would skip for.
@@ -107,7 +107,7 @@ $(ORACLES)/.installed: setup.py $(CONSTRAINTS)
 	  "$(PYTHON)" -m venv $(ORACLES); }
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,oracles]'
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --no-deps verl
-	$(ORACLES)/bin/python -c 'import trl, verl.trainer.ppo.rollout_corr_helper'
+	$(ORACLES)/bin/python -c 'import peft, trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed

@@ -37,6 +37,7 @@ from megatron_rl.types import LossInputs, MiniBatchPlan, StepKind, StepPlan
 from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
 from megatron_rl.weights.mapping import adapter_entries
+from megatron_rl.weights.peft import adapter_config, save_peft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +172,26 @@ class MegatronBackend(TrainedModel):
             yield
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
-        """Writes the policy as a Hugging Face directory; the main rank writes, all take part."""
+        """Writes the policy as a Hugging Face directory; the main rank writes, all take part. Of adapters, which are merged there, also
+        PEFT's own directory, ``<path>_adapter``."""
         if self.topology.is_main:
             save_hugging_face(self.export(), self.hf_config, tokenizer, path)
         else:
-            for _ in self.export():
-                pass
+            _run_through(self.export())
+        if self.shape.lora_rank:
+            self.save_adapters(path.with_name(f"{path.name}_adapter"))
+
+    def save_adapters(self, path: pathlib.Path) -> None:
+        """Writes the adapters as PEFT's directory; the main rank writes, all take part. ValueError where there are none."""
+        if self.topology.is_main:
+            save_peft(self.export_adapters(), adapter_config(self.shape, self.config.model.hf_path), path)
+        else:
+            _run_through(self.export_adapters())
+
+
+def _run_through(tensors: Iterator) -> None:
+    for _ in tensors:
+        pass
 
     def close(self, *, leave_world: bool = True) -> None:
         """Takes all groups down, a critic's too. The process may build another backend after it."""

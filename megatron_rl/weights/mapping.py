@@ -73,6 +73,7 @@ class Shape(Protocol):
     layer_spec: str
     value_head: bool
     lora_rank: int
+    lora_alpha: float
     lora_targets: tuple[str, ...]
 
 

@@ -1,0 +1,38 @@
+"""Adapters as PEFT's directory (adapter_config.json, adapter_model.safetensors): PeftModel.from_pretrained reads it as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.weights.mapping import Shape, target_entries
+
+PREFIX = "base_model.model."  # PEFT's, of the model that its own wraps
+
+
+def adapter_config(shape: Shape, hf_path: str) -> dict[str, object]:
+    """PEFT's LoraConfig (0.21). hf_path: where the frozen model lies."""
+    modules = [name.removesuffix(".weight").rpartition(".")[2] for entry in target_entries(shape) for name in entry.hf]
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": shape.lora_rank, "lora_alpha": shape.lora_alpha, "target_modules": modules,
+        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
+        "init_lora_weights": True, "inference_mode": True, "base_model_name_or_path": hf_path,
+    }  # fmt: skip
+
+
+def save_peft(tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object], path: pathlib.Path) -> None:
+    """Writes a directory that appears whole or not at all. tensors: by PEFT's names without PREFIX, valid one at a time."""
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    kept = {PREFIX + name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+    save_file(kept, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(partial, path)
