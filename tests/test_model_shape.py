@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.config import load_config
+from megatron_rl.config import LoraConfig, load_config
+from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.build import model_shape
 from megatron_rl.types import ConfigError
+from tests.adapted import adapt
 from tests.reference import FAMILIES, MIXTURES, tiny_config, tiny_model
 
 
@@ -77,3 +80,28 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     shape = shape_of(config)
     assert shape.flops_per_token(0.0) == 6 * passed
     assert shape.flops_per_token(10.0) - shape.flops_per_token(0.0) == 12 * 10 * 4 * shape.num_heads * shape.head_dim
+
+
+def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:
+    """4 per element of a frozen matrix, 6 per element of A and B."""
+    config, model = tiny_model("qwen3")
+    frozen = model.lm_head.weight.numel() + sum(p.numel() for _, p in model.model.layers.named_parameters() if p.dim() > 1)
+    adapt(model, rank=3, alpha=5.0)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shape = shape_of(config)
+    assert shape.with_adapters(LoraConfig()) is shape
+    assert shape.with_adapters(LoraConfig(rank=3)).flops_per_token(0.0) == pytest.approx(4 * frozen + 6 * trained, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "family,spec,words",
+    [
+        ("qwen2_tied", "transformer_engine", ["lora.rank=3", "model.layer_spec=transformer_engine", "set model.layer_spec=torch"]),
+        ("mixtral", "torch", ["lora.targets=", "linear_fc1", "mixtral", "lora.targets=[linear_qkv,linear_proj]"]),
+    ],
+)
+def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out(family: str, spec: str, words: list[str]) -> None:
+    shape = dataclasses.replace(shape_of(tiny_config(family)), layer_spec=spec)
+    with pytest.raises(ConfigError) as error:
+        put_adapters([], shape, LoraConfig(rank=3), SimpleNamespace(), 0)
+    assert all(word in str(error.value) for word in words), str(error.value)

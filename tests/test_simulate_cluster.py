@@ -38,6 +38,8 @@ SPLITS = {
     "TP2 ETP1": ("qwen3_moe", "parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.expert_tensor=1"),
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
     "PP2, second model": ("qwen2_tied", "parallel.pipeline=2", "loss.kl_coefficient=0.1", "skip.mode=off", "reference.placement=device"),
+    "TP2, adapters": ("qwen3", "parallel.tensor=2", "lora.rank=3"),
+    "PP2 VPP2, adapters": ("qwen2_tied", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "lora.rank=3", "lora.targets=[linear_fc1]"),
 }
 
 
@@ -57,7 +59,8 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
                 moments += sum(state[name].numel() * state[name].element_size() for name in ("exp_avg", "exp_avg_sq"))
         facts = rig.batch.facts
         return {
-            "weights": sum(p.numel() * p.element_size() for p in parameters), "gradients": sum(p.main_grad.numel() * 4 for p in parameters),
+            "weights": sum(p.numel() * p.element_size() for p in parameters),
+            "gradients": sum(p.main_grad.numel() * 4 for p in parameters if p.requires_grad),
             "moments": moments, "reference": second, "stage": rig.backend.topology.pipeline_rank, "fingerprints": plan.fingerprints(),
             "prior": plan_rules(rig.backend.config, rig.backend.topology, rig.backend.shape), "signal": values != 0,
             "prompt": facts.prompt_tokens, "response": facts.response_tokens,

@@ -19,7 +19,6 @@ counts tensor rank 0's part alone, and what is whole it counts once (0.16.1 ``fi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,7 +144,7 @@ def put_adapters(chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig
     A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every layout starts with the
     same; B starts at zero. Raises ConfigError where the layers have no place for them. Not a collective.
     """
-    shape = dataclasses.replace(shape, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_targets=tuple(lora.targets))
+    shape = shape.with_adapters(lora)
     _check_place(shape)
     for chunk in chunks:
         chunk.requires_grad_(False)

@@ -6,13 +6,14 @@ Fields of Megatron-Core's TransformerConfig that the token-sum seam owns, or tha
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, LoraConfig
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
 from megatron_rl.model.rotary import PackedRotary
@@ -21,6 +22,7 @@ from megatron_rl.platform import HOST
 from megatron_rl.signal import UNCOUNTED_FIELDS
 from megatron_rl.topology import Topology
 from megatron_rl.types import ConfigError
+from megatron_rl.weights.mapping import hf_size, pair_entries, target_entries
 
 from megatron.core.enums import ModelType  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
@@ -140,9 +142,22 @@ class ModelShape:
         """The LM head's cost in layers, were every token to pass it."""
         return self.vocab_size * self.hidden_size / self.layer_parameters
 
+    @property
+    def adapter_parameters(self) -> int:
+        """Numbers of one layer's adapters; 0 where every weight is trained."""
+        entries = [pair for weight in target_entries(self) for pair in pair_entries(weight)]
+        return sum(math.prod(hf_size(self, entry.hf[0])) for entry in entries)
+
+    def with_adapters(self, lora: LoraConfig) -> ModelShape:
+        """The same model with ``lora``'s adapters; itself where ``lora.rank`` is null."""
+        if lora.rank is None:
+            return self
+        return dataclasses.replace(self, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_targets=tuple(lora.targets))
+
     def flops_per_token(self, mean_context: float) -> float:
-        """Forward and backward FLOPs of one token (6 per parameter it passes, plus attention over ``mean_context`` tokens)."""
+        """Forward and backward FLOPs of one token (6 per parameter it passes, 4 per frozen one, plus attention over ``mean_context``)."""
         linear = self.num_layers * self.layer_parameters + self.vocab_size * self.hidden_size
+        linear = 4.0 / 6.0 * linear + self.num_layers * self.adapter_parameters if self.lora_rank else linear
         return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
 
 

@@ -2,12 +2,14 @@
 
 Weights are counted from the shape and equal those of the built model (tests/test_simulate_cluster.py). Gradients lie in one buffer per
 rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per parameter and, for bfloat16 weights,
-a float32 master, which ``optimizer.distributed`` shards over data and context parallel ranks. Activations are what autograd saves per
+a float32 master, which ``optimizer.distributed`` shards over data and context parallel ranks. Beside adapters (``lora.rank``) the rest
+of the weights has neither. Activations are what autograd saves per
 token and layer with an attention that keeps no scores; not in the sum: allocator fragments, communication buffers, CUDA itself.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
@@ -15,6 +17,7 @@ from megatron_rl.model.build import ModelShape
 from megatron_rl.model.logprob import LINEAR_CHUNK_TOKENS
 from megatron_rl.simulate.degrees import Degrees
 from megatron_rl.timeline import warmup_forwards
+from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -71,6 +74,14 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
     return dense, experts
 
 
+def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees) -> int:
+    """Numbers of the adapters that a rank of any pipeline stage holds; 0 where every weight is trained."""
+    adapted = shape.with_adapters(config.lora)
+    entries = [pair for weight in target_entries(adapted) for pair in pair_entries(weight)]
+    layer = sum(math.prod(shard_size(entry, adapted, degrees.tensor_size)) for entry in entries)
+    return layer * shape.num_layers // degrees.pipeline_size
+
+
 def full_recompute(config: Config) -> bool:
     return config.megatron.transformer.get("recompute_granularity") == "full"
 
@@ -105,6 +116,10 @@ def stage_memory(
     """tokens, loss_tokens: of the largest micro-batch; microbatches: the most that a data-parallel rank runs."""
     size, layers = ELEMENT_BYTES[config.model.dtype], shape.num_layers // degrees.pipeline_size
     dense, experts = stage_parameters(shape, degrees, stage)
+    adapters = stage_adapters(shape, config, degrees)
+    weights = dense + experts + adapters
+    if adapters:
+        dense, experts = adapters, 0  # what is trained
     per_parameter = 8 + (4 if size == 2 else 0)
     whole = (dense + experts) * per_parameter
     sharded = round(per_parameter * (dense / (degrees.data_size * degrees.context_size) + experts / degrees.expert_data_size))
@@ -120,7 +135,7 @@ def stage_memory(
         rows = min(loss_tokens / degrees.context_size, LINEAR_CHUNK_TOKENS)
         logits = rows * shape.padded_vocab_size / degrees.tensor_size * (4 + (size if size != 4 else 0))
     return StageMemory(
-        stage=stage, weights=(dense + experts) * size, reference=(dense + experts) * size * second,
+        stage=stage, weights=weights * size, reference=weights * size * second,
         gradients=(dense + experts) * gradient_bytes,
         optimizer=sharded if config.optimizer.distributed else whole,
         optimizer_sharded=sharded, optimizer_whole=whole,

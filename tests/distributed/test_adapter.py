@@ -10,14 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config import load_config
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off, fill_adapters
+from megatron_rl.trained_model import TrainedModel
 from megatron_rl.types import StepKind
 from megatron_rl.weights.export import MemoryReader
 from tests.adapted import PROJECTIONS, adapt, adapters_of, merged
+from tests.allocated import AllocationMeter
 from tests.distributed.matrix import CP2, EP2, GATHER, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests.distributed.pool import Pool
-from tests.distributed.rig import Rig, equal, open_rig, ragged_advantages
+from tests.distributed.rig import DEFAULTS, Rig, equal, equal_by_name, open_rig, ragged_advantages
 from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
 
 # Float32 and another order of summation: seen up to 9e-7. A gradient that lacks a rank's part shows at 1e-1.
@@ -200,3 +203,114 @@ def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str)
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     for found in pool.run(world, ghosts, family, parallel, extra, timeout_s=90):
         assert all(found.values()), found
+
+
+def untrained(rank: int, world: int, parallel: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    with open_rig("qwen3", *overrides_of(parallel, ())) as rig:
+        return {name: x.clone() for name, x in rig.backend.export_adapters()}
+
+
+def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
+    """To the bit; and another run.seed with others."""
+    first = pool.run(1, untrained, (), timeout_s=60)[0]
+    for world, parallel in ((2, (TP2,)), (2, (TP2, SP)), (2, (PP2, VPP2)), (4, (TP2, PP2))):
+        for found in pool.run(world, untrained, parallel, timeout_s=60):
+            assert equal_by_name(found, first), parallel
+    assert all(x.any() == (".lora_A." in name) for name, x in first.items())
+    columns = [x for name, x in first.items() if ".lora_A." in name]
+    assert len({x.flatten()[0].item() for x in columns}) == len(columns), "no two are drawn alike"
+
+
+def off_and_on(rank: int, world: int, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
+    """Log-probs with the adapters off are those of the model without any; on again, what they were."""
+    everyone = np.ones(NUM_SAMPLES, dtype=bool)
+    with open_adapted("qwen2_tied", parallel, extra) as rig:
+        samples, backend = rig.samples, rig.backend
+        before = backend.logprobs(rig.batch, everyone).flat
+        backend.schedule.gather_parameters()
+        with adapters_off(backend.chunks):
+            inside = backend.logprobs(rig.batch, everyone).flat
+        after = backend.logprobs(rig.batch, everyone).flat
+        rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+        results = rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+    with open_rig("qwen2_tied", *(f"parallel.{x}" for x in parallel), *extra) as rig:
+        rig.take(samples)
+        base = rig.backend.logprobs(rig.batch, everyone).flat
+        with pytest.raises(ValueError, match="set lora.rank"), adapters_off(rig.backend.chunks):
+            pass
+    return {
+        "off is the model without": np.array_equal(inside, base),
+        "on again": np.array_equal(after, before),
+        "they differ": float(np.abs(before - base).max()) > 0.01,
+        "training goes on": results[0].applied and results[0].grad_norm > 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps"])
+def test_adapters_off_is_the_frozen_model_to_the_bit(pool: Pool, name: str) -> None:
+    world, _, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    for found in pool.run(world, off_and_on, parallel, extra, timeout_s=90):
+        assert all(found.values()), found
+
+
+def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[int, int]:
+    """By bucket_bytes the most bytes that an export takes beside the model."""
+    found = {}
+    with open_adapted("qwen2_untied", parallel, samples=0) as rig:
+        for bucket_bytes in (1, 200_000):
+            meter, tensors = AllocationMeter(), rig.backend.export(bucket_bytes=bucket_bytes)
+            while True:
+                with meter:
+                    if next(tensors, None) is None:
+                        break
+            found[bucket_bytes] = meter.peak_bytes
+    return found
+
+
+@pytest.mark.parametrize("parallel", [(), (TP2,), (PP2,)], ids=["1 process", "TP2", "PP2"])
+def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple[str, ...]) -> None:
+    """The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks and the whole tensor where one is made of it."""
+    for found in pool.run(2 if parallel else 1, memory_of_export, parallel, timeout_s=60):
+        print(parallel, found)
+        one = 192 * 64 * 4
+        assert found[200_000] <= 200_000 + 3 * one and found[1] <= 5 * one, found
+
+
+def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
+    """A step, everything off the device and back, a step: as without."""
+    ended = []
+    for moves in (False, True):
+        with open_adapted("qwen2_tied", (), (*STEPS[1:], *extra)) as rig:
+            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+            if moves:
+                assert rig.backend.offload().total > 0
+                rig.weights()
+                rig.backend.restore()
+            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+            ended.append([*rig.weights().values(), *rig.optimizer_state()])
+    return equal(*ended)
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+def test_offload_and_restore_leave_adapters_as_they_were(pool: Pool, sharded: str) -> None:
+    assert all(pool.run(2, offloaded, (f"optimizer.distributed={sharded}", "model.dtype=bfloat16"), timeout_s=60))
+
+
+class Critic(TrainedModel):
+    sum_names = ()
+
+
+def critic_without(rank: int, world: int) -> bool:
+    """Whether a value model under a configuration with adapters has none and trains every weight."""
+    hf_config, model = tiny_model("qwen2_untied")
+    weights = file_weights(model)
+    weights["score.weight"] = torch.zeros(1, hf_config.hidden_size)
+    critic = Critic(load_config(None, [*DEFAULTS, *LORA]), hf_config=hf_config, weights=weights, value_head=True)
+    try:
+        return not own_adapters(critic.chunks) and all(p.requires_grad for p in critic.parameters())
+    finally:
+        critic.close(leave_world=False)
+
+
+def test_a_critic_has_no_adapters_unless_it_is_given_them(pool: Pool) -> None:
+    assert pool.run(1, critic_without, timeout_s=60) == [True]
