@@ -161,10 +161,12 @@ class Generation:
         """To be called once a job was collected whole: its measures, and nothing is owed of it any more. Several jobs before one
         ``take_metrics`` add up."""
         self.jobs = [x for x in self.jobs if x is not job]
-        parts = exchange.gather_json([job.num_tokens(), job.generation_s])
+        parts = exchange.gather_json([job.num_tokens(), job.generation_s, job.num_turns(), job.num_samples()])
         tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
         tokens += self.metrics.get("rollout/tokens", 0.0)
         seconds += self.metrics.get("perf/rollout_generation_s", 0.0)
+        if self.config.environment.name is not None:
+            self.metrics["rollout/turns_mean"] = sum(part[2] for part in parts) / max(1, sum(part[3] for part in parts))
         self.metrics |= {
             "rollout/tokens": float(tokens), "perf/rollout_generation_s": seconds,
             "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),

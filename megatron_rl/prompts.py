@@ -6,10 +6,12 @@ import json
 import pathlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.config import DataConfig
+from megatron_rl.conversation import Message, Observations, check_messages, render_chat
 from megatron_rl.types import ConfigError, Prompt
 
 # Tokenized at once: the fast tokenizers are parallel over a list, and a list of this length stays small in memory.
@@ -57,6 +59,19 @@ def _parse_line(line: bytes, where: str) -> dict:
     return row
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What a supervised warm-up imitates.
+
+    response_ids: [T] behind the prompt, every turn ended by the end-of-sequence token.
+    loss_mask:    [T] True on the assistant's turns; None: all of it is one.
+    """
+
+    prompt: Prompt
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...] | None = None
+
+
 class PromptSource:
     """Prompts of a dataset in a reproducible order, epoch after epoch.
 
@@ -68,8 +83,9 @@ class PromptSource:
     context_tokens: the model's context in tokens, None for no limit; a prompt must leave room in it for one more token.
 
     Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it. Raises
-    ConfigError for a row without ``data.prompt_key`` (or a renamed ``data.answer_key``), a prompt that is not text, an empty
-    prompt, a prompt over the limit (``data.on_long_prompt=fail``), or when no row is left (``drop``; see ``num_dropped``).
+    ConfigError for a row without ``data.prompt_key`` (or a renamed ``data.answer_key``), a prompt that is neither text nor, under
+    ``data.template=chat``, a list of messages ``{"role": ..., "content": ...}``, an empty prompt, a prompt over the limit
+    (``data.on_long_prompt=fail``), or when no row is left (``drop``; see ``num_dropped``).
 
     ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names is also given as "answer",
     the name that the built-in reward functions read.
@@ -134,28 +150,52 @@ class PromptSource:
         """How much of so many epochs was drawn, 0 to 1; what was put back counts as not drawn."""
         return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
-    def next_solutions(self, count: int) -> list[tuple[Prompt, tuple[int, ...]]]:
-        """The next ``count`` (prompt, response token ids) for the supervised warm-up, on a cursor of their own.
+    def next_solutions(self, count: int) -> list[Solution]:
+        """The next ``count`` solutions for the supervised warm-up, on a cursor of their own.
 
         The response is the tokenized ``data.solution_key`` column and the end-of-sequence token. It is tokenized apart from
-        the prompt, because that is how the model will meet it: the prompt's tokens are fixed when it starts to answer.
-        Raises ConfigError where a row has no such column, the tokenizer has no end-of-sequence token, or prompt and
-        solution together exceed ``context_tokens``.
+        the prompt, because that is how the model will meet it: the prompt's tokens are fixed when it starts to answer. A column of
+        messages is an episode: the assistant's are turns, what stands between two of them is an observation, without loss (under
+        ``data.template=chat`` as the template writes it, else its text as it is).
+
+        Raises ConfigError where a row has no such column, or one that does not end in an assistant's message, the tokenizer has no
+        end-of-sequence token, or prompt and solution together exceed ``context_tokens``.
         """
         self._check_solutions()
-        pairs = []
+        solutions = []
         for row, epoch in self._draw("solutions", count):
             prompt = self._prompt(row, epoch)
-            solution = self._rows[row][self._data.solution_key]
-            response = (*self._tokenizer(solution, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id)
-            total = len(prompt.token_ids) + len(response)
+            found = self._solution(prompt, self._rows[row][self._data.solution_key])
+            total = len(prompt.token_ids) + len(found.response_ids)
             if self._context_tokens is not None and total > self._context_tokens:
                 raise ConfigError(
                     f"row {row}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence included) and the "
                     f"model's context {self._context_tokens}; remove the row, or take a model with a longer context"
                 )
-            pairs.append((prompt, response))
-        return pairs
+            solutions.append(found)
+        return solutions
+
+    def _solution(self, prompt: Prompt, given: str | Sequence[Message]) -> Solution:
+        if isinstance(given, str):
+            return Solution(prompt=prompt, response_ids=self._turn(given))
+        said = Observations(self._tokenizer, self._data.template)
+        token_ids: list[int] = []
+        mask: list[bool] = []
+        waiting: list[Message] = []
+        for message in given:
+            if message["role"] != "assistant":
+                waiting.append(message)
+                continue
+            if waiting:
+                text = "".join(other["content"] for other in waiting)
+                between = said.token_ids(waiting if self._data.template == "chat" else text, self._tokenizer.eos_token_id)
+                token_ids, mask, waiting = [*token_ids, *between], [*mask, *[False] * len(between)], []
+            turn = self._turn(message["content"])
+            token_ids, mask = [*token_ids, *turn], [*mask, *[True] * len(turn)]
+        return Solution(prompt=prompt, response_ids=tuple(token_ids), loss_mask=tuple(mask))
+
+    def _turn(self, text: str) -> tuple[int, ...]:
+        return (*self._tokenizer(text, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id)
 
     def state(self) -> dict:
         """The cursor as JSON-able values: how many prompts and solutions were drawn, of which order, and what was put back."""
@@ -204,25 +244,34 @@ class PromptSource:
         token_ids = tuple(self._token_ids[row].tolist())
         return Prompt(prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt)
 
-    def _text(self, row: int, key: str, setting: str) -> str:
-        """A column that must be there and be text."""
+    def _column(self, row: int, key: str, setting: str, *, messages: bool) -> str | list[Message]:
+        """A column that must be there and be text, or may be ``messages``."""
         columns = self._rows[row]
         if key not in columns:
             known = ", ".join(map(repr, columns)) or "none"
             raise ConfigError(f"row {row} has no column {key!r} ({setting}); its columns are {known}")
         value = columns[key]
+        if messages and isinstance(value, list):
+            return check_messages(value, f"row {row}: column {key!r} ({setting})")
         if not isinstance(value, str):
             kind = type(value).__name__
-            raise ConfigError(f"row {row}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be text")
+            wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
+            raise ConfigError(f"row {row}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}")
         return value
 
     def _render(self, row: int) -> str:
-        text = self._text(row, self._data.prompt_key, "data.prompt_key")
-        if self._data.template == "chat":
-            messages = [{"role": "user", "content": text}]
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        chat = self._data.template == "chat"
+        given = self._column(row, self._data.prompt_key, "data.prompt_key", messages=chat)
+        if chat:
+            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            if messages[-1]["role"] == "assistant":
+                raise ConfigError(
+                    f"row {row}: column {self._data.prompt_key!r} (data.prompt_key) ends in an assistant's message, and the response "
+                    "is what the assistant says; end it before that"
+                )
+            return render_chat(self._tokenizer, messages, add_generation_prompt=True)
         # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
-        return self._data.template.replace("{prompt}", text)
+        return self._data.template.replace("{prompt}", given)
 
     def _limit(self) -> tuple[int, str]:
         """The most tokens a prompt may have, and the name of what says so."""
@@ -261,5 +310,11 @@ class PromptSource:
         if self._tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json")
         for row in self._kept:
-            self._text(int(row), self._data.solution_key, "data.solution_key")
+            key = self._data.solution_key
+            given = self._column(int(row), key, "data.solution_key", messages=True)
+            if isinstance(given, list) and (given[0]["role"] != "assistant" or given[-1]["role"] != "assistant"):
+                raise ConfigError(
+                    f"row {row}: column {key!r} (data.solution_key) has messages of the roles {', '.join(m['role'] for m in given)}; it "
+                    "begins and ends with the assistant's"
+                )
         self._solutions_checked = True

@@ -32,6 +32,7 @@ from megatron_rl.prompts import PromptSource, load_rows
 from megatron_rl.reference import Reference
 from megatron_rl.report import write_report
 from megatron_rl.reward import Reward
+from megatron_rl.rollout.episodes import with_episodes
 from megatron_rl.rollout.launch import Seat, build_engine, place_of, refuse_sharing, shares_device
 from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
@@ -88,6 +89,7 @@ class Run:
             config, self.tokenizer, seat=local, place=place, device=HOST.device, dtype=DTYPES[config.model.dtype],
             vocab_size=backend.shape.vocab_size,
         )  # fmt: skip
+        engine = with_episodes(engine, config, self.tokenizer)
         bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
         return Generation(
             engine, self._score if self.reward else None, config, export=lambda: backend.export(bucket_bytes=bucket_bytes),
@@ -123,10 +125,10 @@ class Run:
         mine = list(range(place.rank, count, place.world_size))
         samples = []
         for i in mine:
-            prompt, solution = drawn[i]
+            given, tokens = drawn[i], len(drawn[i].response_ids)
             rollout = Rollout(
-                prompt=prompt, sample_index=0, response_ids=solution, logprobs=(0.0,) * len(solution), text="", finish_reason="stop",
-                weight_versions=((self.backend.weight_version, len(solution)),),
+                prompt=given.prompt, sample_index=0, response_ids=given.response_ids, logprobs=(0.0,) * tokens, text="",
+                finish_reason="stop", weight_versions=((self.backend.weight_version, tokens),), loss_mask=given.loss_mask,
             )  # fmt: skip
             samples.append(to_sample(rollout, included=True))
         return samples, mine, mine

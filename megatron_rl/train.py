@@ -27,6 +27,7 @@ from megatron_rl.types import (
     CheckpointError,
     ConfigError,
     EngineError,
+    EpisodeError,
     LockstepError,
     LossInputs,
     NonFiniteGradient,
@@ -181,6 +182,7 @@ def check_relations(config: Config) -> None:
     _check_asynchronous(config)
     _check_critic(config)
     check_overlong(config)
+    check_environment(config)
     given = config.eval
     if given.every and not given.named_sets:
         raise ConfigError(f"eval.every={given.every} and eval.path is null, eval.sets empty; name a JSONL file, or set eval.every=null")
@@ -193,6 +195,21 @@ def check_overlong(config: Config) -> None:
     buffer, limit = config.reward.overlong_buffer, config.rollout.max_response_tokens
     if buffer > limit:
         raise ConfigError(f"reward.overlong_buffer={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it")
+
+
+def check_environment(config: Config) -> None:
+    """Raises ConfigError where a reward asks for an environment and there is none, or a step may outlast what other ranks wait for."""
+    given = config.environment
+    if "environment" in config.reward.functions and given.name is None:
+        raise ConfigError(
+            "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; name one, as in "
+            "environment.name=calculator"
+        )
+    if given.name is not None and given.deadline_s >= config.run.deadline_s:
+        raise ConfigError(
+            f"environment.deadline_s={given.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for which the other "
+            "ranks wait; raise that"
+        )
 
 
 def _check_asynchronous(config: Config) -> None:
@@ -302,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_main:
             print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except (CheckpointError, EngineError, LockstepError, NonFiniteGradient, NoSignalError, PeerError, RewardError) as error:
+    except (CheckpointError, EngineError, EpisodeError, LockstepError, NonFiniteGradient, NoSignalError, PeerError, RewardError) as error:
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_FAILED
 

@@ -30,6 +30,10 @@ class RewardError(RuntimeError):
     """A reward function failed on a sample; the message carries the sample's id and the traceback."""
 
 
+class EpisodeError(RuntimeError):
+    """An environment failed, or took too long, on a sample; the message carries the sample's id, the turn and the traceback."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that is damaged, of another model or format, or that could not be written; the message names the file."""
 
@@ -79,13 +83,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One completion of one prompt.
+    """One completion of one prompt, or one episode: all that stands behind the prompt, the policy's turns and what an environment said.
 
-    response_ids:   [T] the sampled tokens, the stop token included where one was produced.
-    logprobs:       [T] float32, log-probability of each under the engine's policy at the sampling temperature.
-    finish_reason:  "stop" (a stop token) or "length" (``rollout.max_response_tokens`` reached).
+    response_ids:   [T] the tokens, a turn's stop token included where one was produced.
+    logprobs:       [T] float32, log-probability of each under the engine's policy at the sampling temperature; 0.0 where not sampled.
+    text:           of the whole response, without special tokens.
+    finish_reason:  "stop" (a stop token, or the episode's own end) or "length" (``rollout.max_response_tokens`` reached).
     weight_versions: (version, tokens) in order: the trainer's weights that produced so many of the tokens; one pair, unless the engine
-                    took new weights in the middle.
+                    took new weights in the middle. Tokens of the environment count to the turn before them.
+    loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's; None: all do.
+    environment_reward: the sum of what the environment gave; None where there is none.
+    excluded:       why its environment failed (``environment.on_error=drop``), which takes the sample out of its group; None: it did not.
+
+    Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0): ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``,
+    ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3] == logprobs[4] == 0.0``.
     """
 
     prompt: Prompt
@@ -95,6 +106,20 @@ class Rollout:
     text: str
     finish_reason: str
     weight_versions: tuple[tuple[int, int], ...]
+    loss_mask: tuple[bool, ...] | None = None
+    environment_reward: float | None = None
+    excluded: str | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy gave; the rest is the environment's."""
+        return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def num_turns(self) -> int:
+        """Runs of the policy's tokens."""
+        mask = (True,) if self.loss_mask is None else self.loss_mask
+        return sum(here and not before for before, here in zip((False, *mask), mask, strict=False))
 
     @property
     def weight_version(self) -> int:

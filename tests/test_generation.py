@@ -61,7 +61,7 @@ class FakeEngine:
         self.weight_version = NO_WEIGHTS if failed else version
         self.lost = sorted(lost)
 
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, on_finished=None) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
         assert self.weight_version != NO_WEIGHTS
         self.calls.append([prompt.prompt_id for prompt in prompts])
         if self.refusal:

@@ -59,7 +59,7 @@ class FakeEngine:
         self.held, self.closed = threading.Event(), threading.Event()
         self.on_finished = None
 
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, on_finished=None) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
         assert samples_per_prompt == SAMPLES
         self.calls.append([prompt.name for prompt in prompts])
         self.on_finished = on_finished

@@ -105,11 +105,11 @@ def test_without_shuffle_is_file_order():
 
 def test_resumed_equals_uninterrupted():
     uninterrupted = make_source()
-    expected = ids(uninterrupted.next(25)), [p.prompt_id for p, _ in uninterrupted.next_solutions(9)]
+    expected = ids(uninterrupted.next(25)), [s.prompt.prompt_id for s in uninterrupted.next_solutions(9)]
     before, after = make_source(), make_source()
-    first = ids(before.next(10)), [p.prompt_id for p, _ in before.next_solutions(2)]
+    first = ids(before.next(10)), [s.prompt.prompt_id for s in before.next_solutions(2)]
     after.load_state(json.loads(json.dumps(before.state())))
-    assert (first[0] + ids(after.next(15)), first[1] + [p.prompt_id for p, _ in after.next_solutions(7)]) == expected
+    assert (first[0] + ids(after.next(15)), first[1] + [s.prompt.prompt_id for s in after.next_solutions(7)]) == expected
 
 
 def test_cursor_of_another_order_is_refused():
@@ -177,8 +177,9 @@ def test_context_leaves_room_for_a_response():
 
 
 def test_solution_is_tokenized_and_ended():
-    [(prompt, response)] = make_source([{"prompt": "9+1=", "solution": "10"}]).next_solutions(1)
-    assert (prompt.token_ids, response) == (tuple(map(ord, "9+1=")), (ord("1"), ord("0"), 0))
+    [found] = make_source([{"prompt": "9+1=", "solution": "10"}]).next_solutions(1)
+    assert (found.prompt.token_ids, found.response_ids) == (tuple(map(ord, "9+1=")), (ord("1"), ord("0"), 0))
+    assert found.loss_mask is None
 
 
 def test_solutions_that_cannot_be_imitated_are_refused():

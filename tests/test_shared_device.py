@@ -43,7 +43,7 @@ class RecordingEngine:
     def take_report(self, version, failed, lost) -> None:
         self.weight_version = version
 
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, on_finished=None) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
         assert self.awake == {"weights", "kv_cache"}
         self.events.append("generate")
         if self.losses:

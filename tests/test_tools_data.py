@@ -162,9 +162,10 @@ def test_gsm8k_columns(tmp_path):
     assert len(load_rows(tmp_path / "out" / "test.jsonl")) == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     source = PromptSource(rows, tokenizer, DataConfig(shuffle=False), seed=0, context_tokens=1024)
-    for row, (prompt, response) in zip(rows, source.next_solutions(3), strict=True):
-        assert (tokenizer.decode(prompt.token_ids), tokenizer.decode(response[:-1])) == (row["prompt"], row["solution"])
-        assert response[-1] == tokenizer.eos_token_id
+    for row, found in zip(rows, source.next_solutions(3), strict=True):
+        texts = tokenizer.decode(found.prompt.token_ids), tokenizer.decode(found.response_ids[:-1])
+        assert texts == (row["prompt"], row["solution"])
+        assert found.response_ids[-1] == tokenizer.eos_token_id
 
 
 def test_gsm8k_row_without_a_number_is_named(tmp_path, capsys):

@@ -6,6 +6,7 @@ Every error is a ConfigError that names the key, the value and the way out.
 from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.critic import CriticConfig, critic_config
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_yaml, load_config
 from megatron_rl.config.lora import LoraConfig
@@ -45,6 +46,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DynamicSamplingConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "LoraConfig",
     "LossConfig",

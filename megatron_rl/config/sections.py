@@ -13,6 +13,7 @@ from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.checks import at_least, choose
 from megatron_rl.config.correction import CorrectionConfig
 from megatron_rl.config.critic import CriticConfig
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reference import ReferenceConfig
@@ -101,7 +102,7 @@ class MegatronConfig:
 class DataConfig:
     """``train``: a JSONL path. ``prompt_key`` and ``answer_key`` name its columns; ``solution_key`` is what a warm-up imitates.
 
-    ``template``: "{prompt}" is replaced by the column's text; "chat" uses the tokenizer's chat template.
+    ``template``: "{prompt}" is replaced by the column's text; "chat" uses the tokenizer's chat template, and takes columns of messages.
     """
 
     train: str = ""
@@ -375,6 +376,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     reroll: RerollConfig = field(default_factory=RerollConfig)

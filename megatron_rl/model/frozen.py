@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.build import build_model
 from megatron_rl.topology import Topology
 
@@ -19,7 +20,9 @@ def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[Dis
     graph it costs nothing, and ``torch.matmul`` (2.13) runs over a weight that requires none as one product per token wherever the
     activations' strides cannot be folded, with other rounding than the policy's.
     """
-    models, _ = build_model(config, hf_config, topology)
+    models, shape = build_model(config, hf_config, topology)
+    if config.lora.rank is not None:
+        put_adapters(models, shape, config.lora, topology, config.run.seed)
     chunks = []
     for model in models:
         model.requires_grad_(False)

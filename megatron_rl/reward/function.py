@@ -25,6 +25,8 @@ BUILT_IN = {
     "math_verify": "megatron_rl.reward.math:math_verify",
 }
 
+ENVIRONMENT = "environment"  # named as a function, and read from the rollout: what its environment gave (reward.py)
+
 _RESERVED = ("prompts", "completions", "completion_ids")
 _MAX_TRACEBACK = 20_000  # characters; an error that quotes its whole batch would fill the log
 
@@ -46,10 +48,11 @@ def resolve(name: str) -> RewardFunction:
     path = BUILT_IN.get(name, name)
     module_name, separator, attribute = path.partition(":")
     if not (separator and module_name and attribute):
-        nearest = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
+        known = [*BUILT_IN, ENVIRONMENT]
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ConfigError(
-            f"reward function {name!r} is not known; {hint}the built-ins are {', '.join(BUILT_IN)}; your own is written module:function"
+            f"reward function {name!r} is not known; {hint}the built-ins are {', '.join(known)}; your own is written module:function"
         )
     try:
         module = importlib.import_module(module_name)

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import RewardConfig
-from megatron_rl.reward.function import BUILT_IN, Outcome, RewardFunction, arguments_of, call, check_signature, columns_of, resolve
+from megatron_rl.reward.function import (
+    BUILT_IN,
+    ENVIRONMENT,
+    Outcome,
+    RewardFunction,
+    arguments_of,
+    call,
+    check_signature,
+    columns_of,
+    resolve,
+)
 from megatron_rl.reward.pool import Pool
 from megatron_rl.types import ConfigError, RewardError, Rollout, Score
 
@@ -44,13 +54,16 @@ class Reward:
     again **one sample at a time**, and only those that fail alone are guilty. So a function must not depend on which samples it is
     called with, and may be called more than once on the same one. If none raises alone, the first call itself is the error.
 
+    The name ``environment`` is no function: it is the sum of what the sample's environment gave. A sample that its environment gave up
+    (``Rollout.excluded``) has no total, and no function is called on it.
+
     ``last_errors``: the failures of the last `score`, for metrics and the log.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         """Raises ConfigError for no function, a repeated one, or one that does not resolve where it is to run."""
         if not config.functions:
-            raise ConfigError(f"reward.functions is empty; name one of {', '.join(BUILT_IN)}, or your own module:function")
+            raise ConfigError(f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own module:function")
         repeated = sorted({name for name in config.functions if config.functions.count(name) > 1})
         if repeated:
             raise ConfigError(f"reward.functions names {repeated[0]!r} more than once; name it once and raise its reward.weights")
@@ -58,13 +71,14 @@ class Reward:
         self.last_errors: tuple[RewardFailure, ...] = ()
         self._weights = tuple(config.resolved_weights)
         self._on_error = config.on_error
-        apart = [name for name in self.names if config.num_workers and name not in config.in_process]
-        self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in self.names if name not in apart}
+        called = [name for name in self.names if name != ENVIRONMENT]
+        apart = [name for name in called if config.num_workers and name not in config.in_process]
+        self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in called if name not in apart}
         self.pool = Pool(apart, config.num_workers, config.deadline_s) if apart else None
 
     @property
     def runs_apart(self) -> bool:
-        """Whether workers call every function, so that ``score`` may be called in a thread of its own."""
+        """Whether workers call every function that is called, so that ``score`` may be called in a thread of its own."""
         return self.pool is not None and not self._functions
 
     def close(self) -> None:
@@ -80,13 +94,18 @@ class Reward:
         ``zero`` a total of 0.0. Raises ConfigError where a function cannot take the dataset's columns.
         """
         self.last_errors = ()
+        whole = iter(self._score([rollout for rollout in rollouts if rollout.excluded is None]))
+        nothing = Score(total=None, by_function=(None,) * len(self.names))
+        return [next(whole) if rollout.excluded is None else nothing for rollout in rollouts]
+
+    def _score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         if not rollouts:
             return []
         from_workers = self._ask_workers(rollouts)
         failures: list[RewardFailure] = []
         values_by_function = []
         for name in self.names:
-            answers = from_workers[name] if name in from_workers else _call_here(name, self._functions[name], rollouts)
+            answers = from_workers[name] if name in from_workers else self._answers_here(name, rollouts)
             failures.extend(self._failures(name, answers, rollouts))
             values_by_function.append([outcome.value for outcome in answers.outcomes])
         self.last_errors = tuple(failures)
@@ -95,6 +114,17 @@ class Reward:
             self._combine(by_function, rollout.sample_id in guilty)
             for rollout, by_function in zip(rollouts, zip(*values_by_function, strict=True), strict=True)
         ]
+
+    def _answers_here(self, name: str, rollouts: Sequence[Rollout]) -> _Answers:
+        if name != ENVIRONMENT:
+            return _call_here(name, self._functions[name], rollouts)
+        without = [rollout.sample_id for rollout in rollouts if rollout.environment_reward is None]
+        if without:
+            raise RewardError(
+                f"reward.functions names {ENVIRONMENT!r} and sample {without[0]} comes from no environment; name one by environment.name, "
+                "or a function"
+            )
+        return _Answers(outcomes=[Outcome(value=rollout.environment_reward) for rollout in rollouts], unexplained=())
 
     def _ask_workers(self, rollouts: Sequence[Rollout]) -> dict[str, _Answers]:
         if self.pool is None:

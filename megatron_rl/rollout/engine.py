@@ -69,11 +69,15 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None, on_finished: OnFinished | None = None
-    ) -> list[Rollout]:
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
         temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's samples are all the same.
+
+        max_tokens: of each prompt's samples, at most, one number per prompt, each from 1 to ``rollout.max_response_tokens``; None: that.
+        Tokens below the bound are those of a call without it.
 
         ``on_finished`` is called in this thread, once for each prompt whose group is whole, in the order in which they become so; before
         an EngineLost exactly for those that it holds as finished. What it raises ends the call, with nothing left under way.
@@ -106,17 +110,31 @@ def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
 
-def check_prompts(prompts: Sequence[Prompt], samples_per_prompt: int, max_response_tokens: int, longest: int) -> None:
-    """Raises ConfigError for what no engine can sample. longest: the positions that the model, or the engine, has."""
+def token_bounds(
+    prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None, max_response_tokens: int, longest: int
+) -> list[int]:
+    """[len(prompts)] the most tokens that each prompt's samples may have: ``max_tokens``, or ``rollout.max_response_tokens`` each.
+
+    longest: the positions that the model, or the engine, has. Raises ConfigError for what no engine can sample, ValueError for
+    ``max_tokens`` that is not one number from 1 to ``rollout.max_response_tokens`` for each prompt.
+    """
     if samples_per_prompt < 1:
         raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
-    for prompt in prompts:
+    bounds = [max_response_tokens] * len(prompts) if max_tokens is None else [int(bound) for bound in max_tokens]
+    if len(bounds) != len(prompts) or not all(1 <= bound <= max_response_tokens for bound in bounds):
+        raise ValueError(
+            f"max_tokens={bounds[:8]} for {len(prompts)} prompts; give each one number from 1 to rollout.max_response_tokens="
+            f"{max_response_tokens}"
+        )
+    for prompt, bound in zip(prompts, bounds, strict=True):
         if not prompt.token_ids:
             raise ConfigError(f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template")
-        num_tokens = len(prompt.token_ids) + max_response_tokens
+        num_tokens = len(prompt.token_ids) + bound
         if num_tokens > longest:
+            named = "rollout.max_response_tokens" if max_tokens is None else "max_tokens"
             raise ConfigError(
-                f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and rollout.max_response_tokens="
-                f"{max_response_tokens} make {num_tokens}, above the model's max_position_embeddings="
+                f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and {named}="
+                f"{bound} make {num_tokens}, above the model's max_position_embeddings="
                 f"{longest}; lower rollout.max_response_tokens or data.max_prompt_tokens"
             )
+    return bounds

@@ -47,12 +47,17 @@ class Group:
 
 
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:
-    """One row; included: whether its response carries loss."""
+    """One row; included: whether its response carries loss, where ``Rollout.loss_mask`` says so. Raises ValueError for a mask of another
+    length than the response's."""
+    tokens = len(rollout.response_ids)
+    mask = np.ones(tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
+    if len(mask) != tokens:
+        raise ValueError(f"sample {rollout.sample_id} has {tokens} response tokens and a loss_mask of {len(mask)}; give each token its own")
     return Sample(
         sample_id=rollout.sample_id,
         prompt_tokens=len(rollout.prompt.token_ids),
         token_ids=np.array([*rollout.prompt.token_ids, *rollout.response_ids], dtype=np.int64),
-        loss_mask=np.full(len(rollout.response_ids), included),
+        loss_mask=mask & included,
         logprobs=np.array(rollout.logprobs, dtype=np.float32),
         weight_version=rollout.weight_version,
     )
@@ -98,7 +103,15 @@ class Job:
             self.scores[place] = list(scores)
 
     def num_tokens(self) -> int:
-        return sum(len(rollout.response_ids) for group in self.found.values() for rollout in group)
+        """Those that the engine sampled."""
+        return sum(rollout.num_sampled for group in self.found.values() for rollout in group)
+
+    def num_turns(self) -> int:
+        """Of the policy, over all samples."""
+        return sum(rollout.num_turns for group in self.found.values() for rollout in group)
+
+    def num_samples(self) -> int:
+        return sum(len(group) for group in self.found.values())
 
 
 class Producer:

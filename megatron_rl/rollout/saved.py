@@ -1,7 +1,7 @@
 """Finished groups as bytes and back: what a checkpoint keeps of rollouts that are not trained yet, and of replayed ones.
 
-An .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32 and ``logprobs`` float32, flat over all samples in
-the header's order.
+An .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and ``loss_mask`` bool (True throughout
+where a rollout has none), flat over all samples in the header's order.
 """
 
 from __future__ import annotations
@@ -27,29 +27,34 @@ class SavedGroup:
 
 def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
     """groups: by any text key."""
-    header, token_ids, logprobs = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    header, token_ids, logprobs, masks = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, bool)]
     for key, group in groups.items():
         samples = []
         for rollout in group.rollouts:
             token_ids.append(np.array(rollout.response_ids, dtype=np.int32))
             logprobs.append(np.array(rollout.logprobs, dtype=np.float32))
-            samples.append([rollout.sample_index, len(rollout.response_ids), rollout.text, rollout.finish_reason, rollout.weight_versions])
+            mask = rollout.loss_mask
+            masks.append(np.ones(len(rollout.response_ids), bool) if mask is None else np.array(mask, dtype=bool))
+            known = [rollout.sample_index, len(rollout.response_ids), rollout.text, rollout.finish_reason, rollout.weight_versions]
+            samples.append([*known, mask is not None, rollout.environment_reward, rollout.excluded])
         scores = None if group.scores is None else [[score.total, score.by_function] for score in group.scores]
         header.append([key, group.prompt.prompt_id, group.prompt.attempt, samples, scores])
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-    np.savez(buffer, header=text, token_ids=np.concatenate(token_ids), logprobs=np.concatenate(logprobs))
+    arrays = {"token_ids": token_ids, "logprobs": logprobs, "loss_mask": masks}
+    np.savez(buffer, header=text, **{name: np.concatenate(parts) for name, parts in arrays.items()})
     return buffer.getvalue()
 
 
 def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str, SavedGroup]:
     """recall: a prompt by its id and attempt (``PromptSource.recall``)."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
-        header, token_ids, logprobs = json.loads(file["header"].tobytes()), file["token_ids"].tolist(), file["logprobs"].tolist()
+        header = json.loads(file["header"].tobytes())
+        token_ids, logprobs, mask = (file[name].tolist() for name in ("token_ids", "logprobs", "loss_mask"))
     found, start = {}, 0
     for key, prompt_id, attempt, samples, scores in header:
         prompt, rollouts = recall(prompt_id, attempt), []
-        for index, length, text, reason, versions in samples:
+        for index, length, text, reason, versions, masked, environment_reward, excluded in samples:
             rollouts.append(
                 Rollout(
                     prompt=prompt,
@@ -59,6 +64,9 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
                     text=text,
                     finish_reason=reason,
                     weight_versions=tuple((version, count) for version, count in versions),
+                    loss_mask=tuple(mask[start : start + length]) if masked else None,
+                    environment_reward=environment_reward,
+                    excluded=excluded,
                 )  # fmt: skip
             )
             start += length

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, check_prompts, sample_seed
+from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
 from megatron_rl.types import ConfigError, Prompt, Rollout
 from megatron_rl.weights.fused import file_tensors
 
@@ -118,10 +118,11 @@ class TransformersEngine:
         return SyncReport(version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started)
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None, on_finished: OnFinished | None = None
-    ) -> list[Rollout]:
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """See ``Engine.generate``. Log-probs are at the temperature of the call; greedy ones at ``rollout.temperature``."""
-        self._check(prompts, samples_per_prompt)
+        bounds = self._check(prompts, samples_per_prompt, max_tokens)
         greedy, at = temperature == 0.0, temperature or self._rollout.temperature
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
         max_rows = self._rollout.max_batch_samples
@@ -133,9 +134,10 @@ class TransformersEngine:
             for start in range(0, len(order), num_prompts):
                 batch = order[start : start + num_prompts]
                 rows = [(prompts[index], sample) for index in batch for sample in samples]
-                uniforms = None if greedy else self._uniforms(rows)
-                token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms, at)
-                found = self._to_rollouts(rows, token_ids, logprobs)
+                limits = np.repeat([bounds[index] for index in batch], len(samples))
+                uniforms = None if greedy else self._uniforms(rows, int(limits.max()))
+                token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms, at, limits)
+                found = self._to_rollouts(rows, token_ids, logprobs, limits)
                 for place, index in enumerate(batch):
                     rollouts[index] += found[place * len(samples) : (place + 1) * len(samples)]
                     if on_finished is not None and len(rollouts[index]) == samples_per_prompt:
@@ -151,15 +153,14 @@ class TransformersEngine:
             raise RuntimeError("TransformersEngine was closed; build a new one")
         return self._model
 
-    def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> None:
+    def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None) -> list[int]:
         self._open_model()
         if self.weight_version == NO_WEIGHTS:
             raise RuntimeError("TransformersEngine.generate: no complete set of weights was loaded; call load_weights first")
-        check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._max_positions)
+        return token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._max_positions)
 
-    def _uniforms(self, rows: Sequence[tuple[Prompt, int]]) -> torch.Tensor:
+    def _uniforms(self, rows: Sequence[tuple[Prompt, int]], num_positions: int) -> torch.Tensor:
         """[positions, rows] float64 in [0, 1): each row's own stream, drawn ahead for every position."""
-        num_positions = self._rollout.max_response_tokens
         raw = np.empty((len(rows), num_positions), dtype=np.uint64)
         for row, (prompt, sample) in enumerate(rows):
             seed = sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
@@ -169,13 +170,13 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _sample(
-        self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None, temperature: float
+        self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None, temperature: float, limits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps, rows].
 
-        What stands after a row's first stop token is meaningless.
+        limits: [rows] the most tokens of each. What stands after them, or after a row's first stop token, is meaningless.
         """
-        model, max_steps = self._open_model(), self._rollout.max_response_tokens
+        model, max_steps = self._open_model(), int(limits.max())
         num_rows = len(prompts) * repeats
         input_ids, mask = _left_pad(prompts, self._device)
         positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
@@ -198,6 +199,8 @@ class TransformersEngine:
 
         rows = torch.arange(num_rows, device=self._device)  # the rows still running, as the caller numbers them
         done = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
+        bound = torch.from_numpy(limits).to(self._device)
+        uneven = int(limits.min()) < max_steps
         token_ids = torch.zeros(max_steps, num_rows, dtype=torch.long, device=self._device)
         logprobs = torch.zeros(max_steps, num_rows, dtype=torch.float32, device=self._device)
         for step in range(max_steps):
@@ -205,13 +208,15 @@ class TransformersEngine:
             token_ids[step, rows], logprobs[step, rows] = tokens, token_logprobs
             for stop_id in self._stop_ids:
                 done |= tokens == stop_id
-            num_done = int(done.sum()) if self._stop_ids else 0  # the loop's one wait for the device
+            if uneven:
+                done |= bound <= step + 1
+            num_done = int(done.sum()) if self._stop_ids or uneven else 0  # the loop's one wait for the device
             if num_done == len(rows) or step + 1 == max_steps:
                 break
             if num_done >= COMPACT_FRACTION * len(rows):
                 kept = torch.nonzero(~done).squeeze(1)
                 cache.batch_select_indices(kept)
-                rows, tokens, position, mask, done = (x[kept] for x in (rows, tokens, position, mask, done))
+                rows, tokens, position, mask, done, bound = (x[kept] for x in (rows, tokens, position, mask, done, bound))
             output = model(
                 input_ids=tokens[:, None],
                 attention_mask=mask[:, : input_ids.shape[1] + step + 1] if padded else None,
@@ -222,12 +227,14 @@ class TransformersEngine:
             logits, position = output.logits[:, -1], position + 1
         return token_ids[: step + 1].cpu().numpy(), logprobs[: step + 1].cpu().numpy()
 
-    def _to_rollouts(self, rows: Sequence[tuple[Prompt, int]], token_ids: np.ndarray, logprobs: np.ndarray) -> list[Rollout]:
-        """``token_ids`` and ``logprobs`` [steps, rows], cut after each row's first stop token."""
+    def _to_rollouts(
+        self, rows: Sequence[tuple[Prompt, int]], token_ids: np.ndarray, logprobs: np.ndarray, limits: np.ndarray
+    ) -> list[Rollout]:
+        """``token_ids`` and ``logprobs`` [steps, rows], cut after each row's first stop token, or at its limit."""
         num_steps = len(token_ids)
-        is_stop = np.isin(token_ids, self._stop_ids)
+        is_stop = np.isin(token_ids, self._stop_ids) & (np.arange(num_steps)[:, None] < limits)
         stopped = is_stop.any(axis=0)
-        lengths = np.where(stopped, is_stop.argmax(axis=0) + 1, num_steps)
+        lengths = np.where(stopped, is_stop.argmax(axis=0) + 1, np.minimum(num_steps, limits))
         within = np.arange(num_steps)[:, None] < lengths
         if not np.isfinite(logprobs[within]).all():
             prompt, sample = rows[int(np.argmin((np.isfinite(logprobs) | ~within).all(axis=0)))]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.dispatch import dispatch
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, check_prompts, sample_seed
+from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, sample_seed, token_bounds
 from megatron_rl.rollout.replica import (
     OLDEST_VLLM,
     UPDATING,
@@ -211,10 +211,11 @@ class VllmEngine:
             self._delivered = version
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None, on_finished: OnFinished | None = None
-    ) -> list[Rollout]:
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
-        check_prompts(prompts, samples_per_prompt, self._rollout.max_response_tokens, self._longest)
+        bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
         version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
         present = [x for x in self._present if x not in lost]
         if version == NO_WEIGHTS and self._in_flight:
@@ -225,7 +226,9 @@ class VllmEngine:
             raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
         call = next(self._calls)
         at = self._rollout.temperature if temperature is None else temperature
-        requests = [self._request(f"{call}-{index}", prompt, samples_per_prompt, version, at) for index, prompt in enumerate(prompts)]
+        requests = [
+            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, at, bounds[index]) for index, prompt in enumerate(prompts)
+        ]
         places = {request.request_id: index for index, request in enumerate(requests)}
         rollouts: dict[int, list[Rollout]] = {}
 
@@ -262,12 +265,11 @@ class VllmEngine:
             )
         return why
 
-    def _request(self, number: str, prompt: Prompt, samples: int, version: int, temperature: float) -> GenerateRequest:
+    def _request(self, number: str, prompt: Prompt, samples: int, version: int, temperature: float, max_tokens: int) -> GenerateRequest:
         seed = sample_seed(self._seed, prompt.prompt_id, 0, version, prompt.attempt) & ((1 << SEED_BITS) - 1)
         return GenerateRequest(
             request_id=f"{self._rank}-{number}", token_ids=prompt.token_ids, n=samples if temperature else 1,
-            max_tokens=self._rollout.max_response_tokens, temperature=temperature, seed=seed,
-            stop_token_ids=self._stop_ids,
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=self._stop_ids,
         )  # fmt: skip
 
     def _to_rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:

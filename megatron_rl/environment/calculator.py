@@ -1,0 +1,108 @@
+"""A calculator as an environment: ``<calc>12*34</calc>`` is answered, anything else is the answer and ends the episode.
+
+Arithmetic is read by Python's parser and evaluated node by node: numbers, + - * / // %, signs and parentheses, nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from megatron_rl.environment.protocol import Step
+from megatron_rl.types import ConfigError, Prompt
+
+MAX_EXPRESSION = 200  # characters; it bounds the depth of the tree, and with it the size of every number
+OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Mod: operator.mod,
+}
+SIGNS: dict[type, Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def evaluate(expression: str) -> str:
+    """The value as text: an integer where it is one, else a decimal of 10 significant digits. Raises ValueError for anything that is not
+    arithmetic, and for a division by zero.
+
+    Example: ``evaluate("12*(3+4)")`` is "84", ``evaluate("1/3")`` "0.3333333333".
+    """
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"{len(expression)} characters, at most {MAX_EXPRESSION} are read")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError:
+        raise ValueError("not an expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    if value.denominator == 1:
+        return str(value.numerator)
+    try:
+        return f"{float(value):.10g}"
+    except OverflowError:
+        raise ValueError("too large") from None
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            try:
+                return Fraction(str(number))
+            except ValueError:  # 1e999 is read as infinity
+                raise ValueError("not a finite number") from None
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
+            return OPERATIONS[type(operation)](_value(left), _value(right))
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in SIGNS:
+            return SIGNS[type(sign)](_value(operand))
+    raise ValueError("only numbers, + - * / // %, signs and parentheses are read")
+
+
+def last_number(text: str) -> Fraction | None:
+    """Example: "so it is 1,408." → 1408."""
+    found = NUMBER.findall(text)
+    return Fraction(found[-1].replace(",", "")) if found else None
+
+
+class Calculator:
+    """The last ``<opening>…<closing>`` of a turn is evaluated and its value is the observation; a turn without one is the answer, which
+    earns 1.0 where its last number is the one of column ``answer_key``, else 0.0.
+
+    opening, closing: around a call. observation: the text that the policy reads, ``{result}`` the value or ``error``.
+
+    Example: prompt "12*34=", turns "<calc>12*34</calc>" → observation "408" and "408" → reward 1.0.
+    """
+
+    def __init__(
+        self, opening: str = "<calc>", closing: str = "</calc>", observation: str = "{result}", answer_key: str = "answer"
+    ) -> None:
+        if not opening or not closing or "{result}" not in observation:
+            raise ConfigError(
+                f"environment.arguments: opening={opening!r} and closing={closing!r} must not be empty, and observation={observation!r} "
+                "must hold {result}"
+            )
+        self.opening, self.closing, self.observation, self.answer_key = opening, closing, observation, answer_key
+        self.answer: Fraction | None = None
+
+    def reset(self, prompt: Prompt) -> None:
+        """Raises ValueError for a row whose answer holds no number."""
+        given = prompt.columns.get(self.answer_key)
+        self.answer = last_number(str(given))
+        if self.answer is None:
+            raise ValueError(f"column {self.answer_key!r} of prompt {prompt.prompt_id} is {given!r:.80}, and the calculator needs a number")
+
+    def step(self, action: str) -> Step:
+        before, found, _ = action.rpartition(self.closing)
+        _, called, expression = before.rpartition(self.opening)
+        if found and called:
+            try:
+                result = evaluate(expression)
+            except ValueError:
+                result = "error"
+            return Step(observation=self.observation.replace("{result}", result))
+        return Step(reward=float(last_number(action) == self.answer), done=True)

@@ -1,0 +1,112 @@
+"""Environment: two methods. One instance lives for one sample; a configuration names the class or function that makes it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+import numbers
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.config import EnvironmentConfig
+from megatron_rl.types import ConfigError, Prompt
+
+BUILT_IN = {"calculator": "megatron_rl.environment.calculator:Calculator"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment says to one turn of the policy.
+
+    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat`` alone); what the policy reads before
+                 its next turn. It never carries loss.
+    reward:      added to the sample's; None: nothing.
+    done:        the episode is over; its observation is not read by anybody then.
+
+    Example: ``Step(observation="408")`` goes on, ``Step(reward=1.0, done=True)`` ends.
+    """
+
+    observation: str | Sequence[Mapping[str, str]] = ""
+    reward: float | None = None
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One sample's. Its methods are called in threads, one call at a time, not always in the same thread; an instance is let go of when
+    its episode ends. What a run is to repeat must hang on the prompt and the actions alone.
+
+    Example::
+
+        class Echo:
+            def reset(self, prompt):
+                self.left = 2
+
+            def step(self, action):
+                self.left -= 1
+                return Step(observation=action.upper(), reward=0.5, done=self.left == 0)
+    """
+
+    def reset(self, prompt: Prompt) -> None:
+        """Once, before the first turn. ``prompt.columns`` is the row of the data set."""
+        ...
+
+    def step(self, action: str) -> Step:
+        """After every turn that ended by itself. ``action``: the turn's text, without special tokens; a turn that the token limit cut off
+        is no action, and is not told."""
+        ...
+
+
+def fault_of(step: object) -> str | None:
+    """What is wrong with what ``step`` returned, or None."""
+    if not isinstance(step, Step):
+        return f"it returned a {type(step).__name__}; return a megatron_rl.environment.Step"
+    reward = step.reward
+    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+        return f"its reward is {reward!r:.80}; give a finite number, or None for nothing"
+    if not isinstance(step.observation, str | list | tuple):
+        return f"its observation is a {type(step.observation).__name__}; give a text or a list of messages"
+    return None
+
+
+def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """What makes one sample's environment. Raises ConfigError for a name that does not resolve, or that ``arguments`` do not fit."""
+    name = config.name
+    made_by = _resolve(name)
+    try:
+        inspect.signature(made_by).bind(**config.arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.name={name!r} cannot be made with environment.arguments={dict(config.arguments)}: {error}; "
+            f"it takes {inspect.signature(made_by)}"
+        ) from None
+    if inspect.isclass(made_by):
+        missing = [method for method in ("reset", "step") if not hasattr(made_by, method)]
+        if missing:
+            raise ConfigError(f"environment.name={name!r} has no method {missing[0]!r}; an environment has reset(prompt) and step(action)")
+    return lambda: made_by(**config.arguments)
+
+
+def _resolve(name: str) -> Callable[..., Environment]:
+    module_name, separator, attribute = BUILT_IN.get(name, name).partition(":")
+    if not (separator and module_name and attribute):
+        nearest = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ConfigError(
+            f"environment.name={name!r} is not known; {hint}the built-ins are {', '.join(BUILT_IN)}; your own is written module:Class"
+        )
+    try:
+        made_by = operator.attrgetter(attribute)(importlib.import_module(module_name))
+    except AttributeError:
+        raise ConfigError(f"environment.name={name!r}: module {module_name!r} has no {attribute!r}; name a class of it") from None
+    except Exception as error:
+        raise ConfigError(
+            f"environment.name={name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
+            "install it, or put the folder that holds it on PYTHONPATH"
+        ) from error
+    if not callable(made_by):
+        raise ConfigError(f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes environments")
+    return made_by

@@ -1,0 +1,125 @@
+"""Threads for environments' steps, each with a deadline from when it begins: one that hangs costs its own sample, and no other a thread.
+
+1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads is free.
+2. One that takes longer than ``deadline_s`` is given up: its thread ends whenever it does, and another takes its place.
+3. ``result`` returns or raises in a time that is bounded by the calls before it: whoever waits gives up whatever is overdue.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class Overdue(TimeoutError):
+    """A call took longer than its deadline; the message says where it stood."""
+
+
+class Ticket:
+    """One call: what it gave, or why it gave nothing."""
+
+    __slots__ = ("act", "ends_at", "ended", "error", "thread", "value")
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act, self.value = act, None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        self.ends_at = 0.0  # on time.monotonic, once it began
+        self.ended = False
+
+
+class StepPool:
+    """Example: ``pool.result(pool.submit(lambda: 6 * 7))`` is 42."""
+
+    def __init__(self, num_threads: int, deadline_s: float) -> None:
+        self.num_threads, self.deadline_s = num_threads, deadline_s
+        self._change = threading.Condition()
+        self._waiting: deque[Ticket] = deque()
+        self._running: set[Ticket] = set()
+        self._num_threads = 0  # alive, and not given up
+        self._closed = False
+
+    def submit(self, act: Callable[[], object]) -> Ticket:
+        ticket = Ticket(act)
+        with self._change:
+            if self._closed:
+                raise RuntimeError("the environments' threads are closed")
+            self._waiting.append(ticket)
+            self._staff()
+            self._change.notify_all()
+        return ticket
+
+    def _staff(self) -> None:
+        """As many threads as there is work for. Called under ``_change``."""
+        while self._num_threads < self.num_threads and self._num_threads - len(self._running) < len(self._waiting):
+            self._num_threads += 1
+            threading.Thread(target=self._work, daemon=True, name="environments").start()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                while not self._waiting and not self._closed:
+                    self._change.wait()  # idle: ended by close, or with the process
+                if self._closed:
+                    return
+                ticket = self._waiting.popleft()
+                ticket.thread, ticket.ends_at = threading.current_thread(), time.monotonic() + self.deadline_s
+                self._running.add(ticket)
+                self._change.notify_all()
+            value, error = None, None
+            try:
+                value = ticket.act()
+            except BaseException as met:  # noqa: BLE001 (raised by result, in the thread that asks)
+                error = met
+            with self._change:
+                if ticket.ended:  # given up, and this thread replaced
+                    return
+                ticket.value, ticket.error, ticket.ended = value, error, True
+                self._running.discard(ticket)
+                self._change.notify_all()
+
+    def result(self, ticket: Ticket) -> object:
+        """What the call gave. Raises what it raised, Overdue, or RuntimeError where it was forgotten before it began."""
+        with self._change:
+            while not ticket.ended:
+                self._give_up_overdue()
+                if ticket.ended:
+                    break
+                nearest = min((x.ends_at for x in self._running), default=time.monotonic() + self.deadline_s)
+                self._change.wait(max(0.0, nearest - time.monotonic()))
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.value
+
+    def _give_up_overdue(self) -> None:
+        now = time.monotonic()
+        for ticket in [x for x in self._running if x.ends_at <= now]:
+            frame = sys._current_frames().get(ticket.thread.ident)
+            stood = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
+            ticket.error, ticket.ended = Overdue(f"it took longer than environment.deadline_s={self.deadline_s:g} s, at\n{stood}"), True
+            self._running.discard(ticket)
+            self._num_threads -= 1
+            log.warning("a step of an environment hangs; its thread is given up")
+        self._staff()
+
+    def forget_waiting(self) -> None:
+        """What has not begun never does."""
+        with self._change:
+            for ticket in self._waiting:
+                ticket.error, ticket.ended = RuntimeError("a step of an environment was given up before it began"), True
+            self._waiting.clear()
+            self._change.notify_all()
+
+    def close(self) -> None:
+        """Idle threads end. May be called again."""
+        self.forget_waiting()
+        with self._change:
+            self._closed = True
+            self._change.notify_all()

@@ -1,0 +1,104 @@
+"""Observations: what a chat template writes behind a turn, less what the policy sampled itself, for templates of several families."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.conversation import Observations, check_messages
+from megatron_rl.types import ConfigError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3's: an assistant's last message gets an empty thought before its text, any other none.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Llama 3's: no newline behind the end of a turn.
+HEADERS = (
+    "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
+)
+STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ m.content }}{% endfor %}"
+SILENT = "{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}"
+
+
+def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
+    """A token per byte, and ChatML's two; either may end a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: index + 3 for index, symbol in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    core.add_special_tokens([AddedToken("<|endoftext|>", special=True), AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = template
+    return made
+
+
+def text_between(template: str, observation, *, stop: str = "<|im_end|>", role: str = "tool") -> str:
+    tokenizer = tokenizer_of(template)
+    found = Observations(tokenizer, "chat", role).token_ids(observation, tokenizer.convert_tokens_to_ids(stop))
+    return tokenizer.decode(list(found))
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS], ids=["chatml", "thinking", "headers"])
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_prompt_turn_and_observation_equal_the_whole_conversations_rendering(template: str, role: str) -> None:
+    """Token for token, where the turn ended as the template ends one."""
+    tokenizer = tokenizer_of(template)
+    observations = Observations(tokenizer, "chat", role)
+    messages = [{"role": "user", "content": "12*34?"}]
+    token_ids = tokenizer(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)).input_ids
+    for turn, said in (("a call", "408"), ("and another", "it is\n7")):
+        sampled = tokenizer(turn).input_ids + [tokenizer.eos_token_id]
+        token_ids += sampled + list(observations.token_ids(said, sampled[-1]))
+        messages += [{"role": "assistant", "content": turn}, {"role": role, "content": said}]
+    assert tokenizer.decode(token_ids) == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def test_what_is_appended() -> None:
+    assert text_between(CHATML, "408") == "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
+    assert text_between(THINKING, "408", role="user") == "\n<|im_start|>user\n408<|im_end|>\n<|im_start|>assistant\n"
+    assert text_between(HEADERS, "408") == "[tool]\n\n408<|im_end|>[assistant]\n\n"
+    several = [{"role": "tool", "content": "1"}, {"role": "user", "content": "go on"}]
+    assert text_between(HEADERS, several) == "[tool]\n\n1<|im_end|>[user]\n\ngo on<|im_end|>[assistant]\n\n"
+
+
+def test_a_turn_that_ended_by_another_token_keeps_the_templates_end() -> None:
+    assert text_between(HEADERS, "408", stop="<|endoftext|>") == "<|im_end|>[tool]\n\n408<|im_end|>[assistant]\n\n"
+
+
+def test_a_plain_template_takes_the_text_as_it_is() -> None:
+    tokenizer = tokenizer_of(None)
+    plain = Observations(tokenizer, "{prompt}", "tool")
+    assert tokenizer.decode(list(plain.token_ids("=408\n", tokenizer.eos_token_id))) == "=408\n"
+    assert plain.token_ids("", tokenizer.eos_token_id) == ()
+    with pytest.raises(ConfigError, match="needs data.template=chat"):
+        plain.token_ids([{"role": "tool", "content": "1"}], 0)
+
+
+def test_templates_that_cannot_say_it_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"roles user, assistant, tool .*no tools here.*environment\.role"):
+        text_between(STRICT, "408")
+    with pytest.raises(ConfigError, match="does not write an assistant's content"):
+        text_between(SILENT, "408")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (7, "here is 7; it must be a text, or a list of messages"),
+        ([], "here is"),
+        (["hello"], "message 0 is 'hello'"),
+        ([{"role": "user"}], "message 0"),
+        ([{"role": "user", "content": None}], "both texts"),
+        ([{"role": "robot", "content": "x"}], "role 'robot'; choose one of system"),
+    ],
+)
+def test_what_is_no_list_of_messages(value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_messages(value, "here")

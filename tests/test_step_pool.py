@@ -1,0 +1,74 @@
+"""The environments' threads: order, deadlines, and calls that hang without taking the others with them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from megatron_rl.environment.step_pool import Overdue, StepPool
+
+BOUND_S = 10.0
+
+
+def test_results_and_errors_reach_who_asks() -> None:
+    pool = StepPool(3, BOUND_S)
+    tickets = [pool.submit(lambda k=k: 10 // k) for k in range(20)]
+    assert [pool.result(ticket) for ticket in tickets[1:]] == [10 // k for k in range(1, 20)]
+    with pytest.raises(ZeroDivisionError):
+        pool.result(tickets[0])
+    pool.close()
+
+
+def test_no_more_threads_than_allowed_and_all_of_them_used() -> None:
+    pool, most, now, lock = StepPool(4, BOUND_S), [0], [0], threading.Lock()
+
+    def work() -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+
+    for ticket in [pool.submit(work) for _ in range(16)]:
+        pool.result(ticket)
+    assert most[0] == 4
+    pool.close()
+
+
+def test_calls_that_hang_cost_their_deadline_and_nothing_else() -> None:
+    pool, held = StepPool(2, 0.2), threading.Event()
+
+    def hang_here() -> None:
+        held.wait(BOUND_S)
+
+    started = time.monotonic()
+    tickets = [pool.submit(hang_here if k % 2 else (lambda k=k: k)) for k in range(8)]
+    for k in reversed(range(8)):  # whoever is asked for first
+        if k % 2:
+            with pytest.raises(Overdue, match=r"(?s)environment\.deadline_s=0\.2 s.*hang_here"):
+                pool.result(tickets[k])
+        else:
+            assert pool.result(tickets[k]) == k
+    assert time.monotonic() - started < 4 * 0.2 + 2
+    held.set()  # a thread that was given up ends, and takes no work with it
+    assert [pool.result(pool.submit(lambda k=k: k)) for k in range(4)] == [0, 1, 2, 3]
+    pool.close()
+
+
+def test_what_was_forgotten_never_begins() -> None:
+    pool, begun, held, began = StepPool(1, BOUND_S), threading.Event(), threading.Event(), []
+    first = pool.submit(lambda: begun.set() or held.wait(BOUND_S))
+    assert begun.wait(BOUND_S)
+    second = pool.submit(lambda: began.append(1))
+    pool.forget_waiting()
+    with pytest.raises(RuntimeError, match="before it began"):
+        pool.result(second)
+    held.set()
+    assert pool.result(first)
+    assert pool.result(pool.submit(lambda: 5)) == 5 and not began
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(lambda: 5)
