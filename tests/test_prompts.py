@@ -26,8 +26,9 @@ class LetterTokenizer:
         return SimpleNamespace(input_ids=[[ord(c) for c in one] for one in text])
 
     def apply_chat_template(self, messages, add_generation_prompt, tokenize):
-        assert add_generation_prompt and not tokenize
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+        assert not tokenize
+        said = "".join(f"<{m['role']}>{m['content']}" + "\0" * (m["role"] == "assistant") for m in messages)
+        return said + "<assistant>" * add_generation_prompt
 
 
 def make_rows(count: int) -> list[dict]:
@@ -137,6 +138,28 @@ def test_chat_template_is_the_tokenizers():
         make_source(template="chat")
 
 
+def test_a_prompt_of_messages_is_rendered_whole():
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "0+1="}]
+    [prompt] = make_source([{"prompt": messages}], template="chat", tokenizer=LetterTokenizer("any")).next(1)
+    assert prompt.text == "<system>be brief<user>0+1=<assistant>" and prompt.token_ids == tuple(map(ord, prompt.text))
+    assert prompt.columns == {"prompt": messages}
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "words"),
+    [
+        ("{prompt}", [{"role": "user", "content": "x"}], "is a list, .*; a list of messages needs data.template=chat"),
+        ("chat", [{"role": "user", "text": "x"}], r"row 0: column 'prompt' \(data.prompt_key\): message 0 is"),
+        ("chat", [], r"row 0: column 'prompt' .* is \[\]"),
+        ("chat", [{"role": "assistant", "content": "x"}], "ends in an assistant's message"),
+        ("chat", {"role": "user", "content": "x"}, "is a dict"),
+    ],
+)
+def test_messages_that_are_none_name_row_and_column(template, value, words):
+    with pytest.raises(ConfigError, match=words):
+        make_source([{"prompt": value}], template=template, tokenizer=LetterTokenizer("any"))
+
+
 def test_renamed_answer_key_is_given_as_answer():
     [prompt] = make_source([{"prompt": "x", "gold": "1", "answer": "long"}], answer_key="gold").next(1)
     assert prompt.columns == {"prompt": "x", "gold": "1", "answer": "1"}
@@ -189,3 +212,25 @@ def test_solutions_that_cannot_be_imitated_are_refused():
         make_source(tokenizer=LetterTokenizer(eos_token_id=None)).next_solutions(1)
     with pytest.raises(ConfigError, match="row 0: prompt and solution have 6 tokens .* context 5"):
         make_source([{"prompt": "abc", "solution": "de"}], context_tokens=5).next_solutions(1)
+
+
+EPISODE = [
+    {"role": "assistant", "content": "call"},
+    {"role": "tool", "content": "4"},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "42"},
+]
+
+
+@pytest.mark.parametrize(("template", "between"), [("{prompt}", "42"), ("chat", "<tool>4<tool>2<assistant>")])
+def test_an_episode_is_imitated_but_for_what_the_tool_says(template, between):
+    source = make_source([{"prompt": "x", "solution": EPISODE}], template=template, tokenizer=LetterTokenizer("any"))
+    [found] = source.next_solutions(1)
+    assert found.response_ids == (*map(ord, "call"), 0, *map(ord, between), *map(ord, "42"), 0)
+    assert found.loss_mask == (True,) * 5 + (False,) * len(between) + (True,) * 3
+
+
+@pytest.mark.parametrize("cut", [EPISODE[1:], EPISODE[:-1], [{"role": "tool", "content": "4"}]])
+def test_an_episode_begins_and_ends_with_the_assistant(cut):
+    with pytest.raises(ConfigError, match=r"row 0: column 'solution' .*messages of the roles .*; it begins and ends with the assistant's"):
+        make_source([{"prompt": "x", "solution": cut}]).next_solutions(1)

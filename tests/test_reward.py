@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import types
@@ -287,3 +288,40 @@ def test_interrupts_are_not_reward_errors(module, stop):
 
     with pytest.raises(stop):
         reward_of(module, interrupted, on_error="drop").score(make_rollouts("a"))
+
+
+# --- what an environment gave
+
+
+def with_environment(rollouts, *values, excluded=()):
+    return [
+        dataclasses.replace(x, environment_reward=value, excluded="it hung" if k in excluded else None)
+        for k, (x, value) in enumerate(zip(rollouts, values, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_environments_reward_is_weighed_beside_functions(num_workers):
+    rollouts = with_environment(make_rollouts(["1", "2", "1"]), 0.5, -1.0, None, excluded=(2,))
+    config = RewardConfig(functions=("arithmetic", "environment"), weights=(1.0, 2.0), num_workers=num_workers)
+    reward = Reward(config)
+    try:
+        assert reward.runs_apart == bool(num_workers)
+        found = reward.score(rollouts)
+    finally:
+        reward.close()
+    assert totals(found) == [2.0, -2.0, None]
+    assert [score.by_function for score in found] == [(1.0, 0.5), (0.0, -1.0), (None, None)]
+
+
+def test_no_function_sees_a_sample_that_its_environment_gave_up(module):
+    seen = []
+    rollouts = with_environment(make_rollouts(["a", "b", "c"]), 1.0, None, 2.0, excluded=(1,))
+    reward = reward_of(module, lambda completions, **_: seen.extend(completions) or [1.0] * len(completions))
+    assert totals(reward.score(rollouts)) == [1.0, None, 1.0] and seen == ["a", "c"]
+    assert totals(Reward(RewardConfig(functions=("environment",))).score(rollouts[1:2])) == [None]
+
+
+def test_a_sample_of_no_environment_is_named():
+    with pytest.raises(RewardError, match="sample 0@0#0 comes from no environment; name one by environment.name"):
+        Reward(RewardConfig(functions=("environment",))).score(make_rollouts(["1"]))

@@ -366,3 +366,25 @@ def test_broken_weights_are_named(model, hf_path):
     engine.load_weights(iter(broken), version=4)
     with pytest.raises(RuntimeError, match="not finite at weight version 4"):
         engine.generate(PROMPTS, 2)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.0])
+def test_a_bound_on_tokens_cuts_what_a_call_without_it_gives(model, hf_path, temperature):
+    """Prompt by prompt, in batches of uneven bounds, whose rows leave at different steps."""
+    prompts = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(3, 4 + k, 2)[: 1 + k % 3], columns={}) for k in range(9)]
+    bounds = [1 + (5 * k) % 12 for k in range(9)]
+    whole = _engine(hf_path, model, max_batch_samples=8).generate(prompts, 3, temperature=temperature)
+    found = _engine(hf_path, model, max_batch_samples=8).generate(prompts, 3, temperature=temperature, max_tokens=bounds)
+    for rollout, wanted, bound in zip(found, whole, (b for b in bounds for _ in range(3)), strict=True):
+        assert rollout.response_ids == wanted.response_ids[:bound]
+        assert np.allclose(rollout.logprobs, wanted.logprobs[:bound], atol=1e-5)
+        assert rollout.finish_reason == ("stop" if rollout.response_ids[-1] == EOS else "length")
+        assert rollout.weight_versions == ((1, len(rollout.response_ids)),)
+    assert {x.finish_reason for x in found} == {"stop", "length"} or temperature == 0.0
+
+
+@pytest.mark.parametrize("bounds", [[3], [0, 3], [3, 13]])
+def test_bounds_that_are_none_are_refused(model, hf_path, bounds):
+    prompts = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(3,), columns={}) for k in range(2)]
+    with pytest.raises(ValueError, match="max_tokens=.*for 2 prompts.*from 1 to rollout.max_response_tokens=12"):
+        _engine(hf_path, model).generate(prompts, 1, max_tokens=bounds)

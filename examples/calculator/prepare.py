@@ -1,7 +1,7 @@
 """Products of two-digit numbers for the calculator example: a dataset, a character tokenizer, a model of 0.8 million parameters.
 
 Example:
-  python examples/calculator/prepare.py --out runs/calculator-data --call-share 0.5
+  python examples/calculator/prepare.py --out runs/calculator-data --call-share 0.3
 
 Written:
   train.jsonl   every "a*b=" with a and b of two digits, shuffled: prompt "47*83=", answer "3901", and what the warm-up imitates: for a
@@ -71,13 +71,18 @@ def prepare(options: argparse.Namespace) -> dict:
     characters = "".join(dict.fromkeys(CHARACTERS))
     tokenizer_report = make_tokenizer(options.out / "tokenizer", [row["prompt"] for row in rows], None, characters)
     model_report = make_model(options.family, sizes, options.out / "tokenizer", options.out / "model", options.seed)
-    return {"train_rows": len(rows) - options.test_rows, "test_rows": options.test_rows, "tokenizer": tokenizer_report, "model": model_report}
+    return {
+        "train_rows": len(rows) - options.test_rows,
+        "test_rows": options.test_rows,
+        "tokenizer": tokenizer_report,
+        "model": model_report,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
-    parser.add_argument("--call-share", type=float, default=0.5, help="of the solutions, those that call the calculator (default: 0.5)")
+    parser.add_argument("--call-share", type=float, default=0.3, help="of the solutions, those that call the calculator (default: 0.3)")
     parser.add_argument("--test-rows", type=int, default=128, help="rows held out in test.jsonl (default: 128)")
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2")
     add_size_arguments(parser, ModelSizes(max_position=96))
