@@ -188,12 +188,12 @@ class MegatronBackend(TrainedModel):
         else:
             _run_through(self.export_adapters())
 
-
-def _run_through(tensors: Iterator) -> None:
-    for _ in tensors:
-        pass
-
     def close(self, *, leave_world: bool = True) -> None:
         """Takes all groups down, a critic's too. The process may build another backend after it."""
         self.retire()
         topology.destroy(leave_world=leave_world)
+
+
+def _run_through(tensors: Iterator) -> None:
+    for _ in tensors:
+        pass

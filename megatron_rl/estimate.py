@@ -30,10 +30,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KLPenalty:
-    """The KL in the reward. old: float32 [T] flat, π_old of every sample, for which it had to be passed · penalties: float64 [T], β·kl_t ·
-    kl: its mean over ``tokens`` loss tokens, nats · metrics: of that pass, and of the penalty."""
+    """The KL in the reward. old, reference: float32 [T] flat, log π_old and log π_ref of every sample, for which they had to be passed ·
+    penalties: float64 [T], β·kl_t · kl: Σ kl_t over ``tokens`` loss tokens, nats · metrics: of the pass of ``old``, and of the penalty."""
 
     old: np.ndarray
+    reference: np.ndarray
     penalties: np.ndarray
     kl: float
     tokens: int
@@ -46,11 +47,9 @@ def kl_penalty(
 ) -> KLPenalty:  # fmt: skip
     """old, reference float32 [T] flat log-probs of all samples · loss_mask bool [T] · metrics: of the pass that gave ``old``."""
     per_token = np.where(loss_mask, penalty(old, reference, estimator), 0.0)
-    tokens = int(loss_mask.sum())
-    mean = float(per_token.sum() / max(tokens, 1))
-    paid = float(coefficient * per_token.sum() / max(num_samples, 1))
-    said = {**metrics, "train/kl": mean, "reward/kl_penalty": paid}
-    return KLPenalty(old=old, penalties=coefficient * per_token, kl=mean, tokens=tokens, metrics=said)
+    total = float(per_token.sum())
+    said = {**metrics, "reward/kl_penalty": coefficient * total / max(num_samples, 1)}
+    return KLPenalty(old=old, reference=reference, penalties=coefficient * per_token, kl=total, tokens=int(loss_mask.sum()), metrics=said)
 
 
 def group_estimate(config: Config, facts: BatchFacts, totals: np.ndarray, penalties: np.ndarray, loss_mask: np.ndarray) -> Estimate:

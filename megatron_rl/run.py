@@ -147,7 +147,7 @@ class Run:
             old, reference, self.backend.gather_loss_mask(intake.batch), estimator=self.config.loss.kl_estimator,
             coefficient=self.reference.coefficient, num_samples=len(everything), metrics=metrics,
         )  # fmt: skip
-        self.reference.count(found.kl * found.tokens, found.tokens)
+        self.reference.count(found.kl, found.tokens)
         return found
 
     def estimate(self, intake: Intake, paid: KLPenalty | None) -> Estimate:
@@ -204,8 +204,8 @@ class Run:
         guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype, fresh=fresh)
 
     def reference_logprobs(self, batch: Batch, trained: np.ndarray) -> np.ndarray | None:
-        """log π_ref, flat, of the samples that the training plan will run; None without a KL in the loss."""
-        if not (self.reference.is_needed and self.reference.in_loss):
+        """log π_ref, flat, of the samples that the training plan will run; None without a KL."""
+        if not self.reference.is_needed:
             return None
         return self.reference.logprobs(batch, trained if self.rule.drops_logprob_passes else np.ones_like(trained))
 
@@ -243,7 +243,7 @@ class Run:
         if self.reference.is_needed:
             row["train/kl_coefficient"] = self.reference.coefficient
         unmeasured = ["train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"] if phase == "warmup" else []
-        if not (self.reference.is_needed and (self.reference.in_loss or "train/kl" in values)):  # a KL in the reward is a rollout's
+        if not self.reference.is_needed:
             unmeasured.append("train/kl")
         row = {name: value for name, value in row.items() if name not in unmeasured}
         self.progress.update(self.writer.write(row))

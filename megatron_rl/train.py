@@ -125,7 +125,7 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
         if not np.array_equal(verdict.signal, trained):  # masks took samples away: fewer run, none that was not passed
             signal = trained = verdict.signal
             plan = backend.plan("train", batch, trained, drops=drops)
-        reference = run.reference_logprobs(batch, samples_of(plan, facts.num_samples))
+        reference = run.reference_logprobs(batch, samples_of(plan, facts.num_samples)) if paid is None else paid.reference
     values = {**extra, **intake.metrics, **measured, **run.generation.take_metrics(), **verdict.metrics}
     values |= run.train_critic(batch, estimate)
     with clock.measure("plan"):
