@@ -20,7 +20,7 @@ import torch
 from megatron_rl.checkpoint.folder import LATEST
 from megatron_rl.types import ConfigError
 from megatron_rl.weights.export import HuggingFaceReader
-from megatron_rl.weights.mapping import EMBEDDING, Layout, Shape, hf_size, load_shard
+from megatron_rl.weights.mapping import EMBEDDING, Layout, Shape, adapter_name, hf_size, load_shard
 from megatron_rl.weights.megatron_lm import (
     HF_FOLDER,
     MegatronFolder,
@@ -216,6 +216,12 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
 
     Raises ConfigError where the checkpoint lacks one, one has another size, or the model there has parts that the config's has not.
     """
+    adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{adapter_name('')}." in key)
+    if adapters:
+        raise ConfigError(
+            f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they belong to; the run merges "
+            "the two itself, in checkpoints/step_<n>/hf (train.export_last, train.export_every)"
+        )
     planned, known = [], set()
     for layer in stored_layers(shape):
         for stored in layer:

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint import policy
-from megatron_rl.types import CheckpointError
+from megatron_rl.model.build import read_shape
+from megatron_rl.types import CheckpointError, ConfigError
+from megatron_rl.weights.convert import plan_export
+from megatron_rl.weights.torch_dist import TorchDistReader
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, equal_by_name, open_rig, sizes
 from tests.distributed.test_checkpoint import COMMON, take_steps, tensors_of
-from tests.reference import file_weights, relative_error
+from tests.reference import file_weights, relative_error, tiny_config
 
 LORA = ("lora.rank=3", "lora.alpha=5")
 ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
@@ -76,6 +79,8 @@ def test_the_same_topology_goes_on_to_the_bit(pool: Pool, tmp_path: pathlib.Path
         assert found["loaded"] and found["next"] and found["same export"] == 0 and found["reference"] == 0, found
         assert found["reference passes"] and found["moved"] > 1e-3, found
     keys = set(tensors_of(tmp_path / "iter_0000007"))
+    with pytest.raises(ConfigError, match="holds adapters .*step_<n>/hf"):
+        plan_export(TorchDistReader(tmp_path / "iter_0000007"), read_shape(tiny_config(family), layer_spec="torch"), None)
     assert keys and all("_adapter." in key for key in keys), "the frozen weights are in no checkpoint"
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in keys)
 
