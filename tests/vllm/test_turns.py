@@ -1,0 +1,85 @@
+"""Episodes on a real vLLM engine: the embedded engine's tokens, Hugging Face's log-probs where a token was sampled, and a whole run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from megatron_rl.config import EnvironmentConfig
+from megatron_rl.conversation import Observations
+from megatron_rl.environment import Step, environment_maker
+from megatron_rl.rollout.episodes import Episodes
+from megatron_rl.rollout.transformers_engine import TransformersEngine
+from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
+from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
+PROMPTS = make_prompts(*(1 + 7 * k % 60 for k in range(40)))
+
+
+class Length:
+    """Tells how long a turn was, and says little else."""
+
+    def reset(self, prompt) -> None:
+        self.turns = 0
+
+    def step(self, action: str) -> Step:
+        self.turns += 1
+        return Step(observation=f"={len(action)} ", reward=0.5, done=self.turns == 4)
+
+
+def episodes_of(engine, bench) -> Episodes:
+    config = EnvironmentConfig(name="tests.vllm.test_turns:Length", max_turns=6, deadline_s=30.0)
+    tokenizer = AutoTokenizer.from_pretrained(bench.folder)
+    room = bench.config.rollout.max_response_tokens
+    return Episodes(engine, environment_maker(config), Observations(tokenizer, "{prompt}"), tokenizer, config, max_response_tokens=room)
+
+
+def test_greedy_episodes_equal_the_transformers_engines(bench) -> None:
+    weights = bench.weights(1)
+    bench.load(1)
+    other = TransformersEngine(
+        str(bench.folder), AutoTokenizer.from_pretrained(bench.folder), bench.config.rollout, seed=bench.config.run.seed,
+        dtype=torch.float32, device=CPU,
+    )  # fmt: skip
+    other.load_weights(iter(weights.items()), 1)
+    ours = episodes_of(bench.engine, bench).generate(PROMPTS, 2, temperature=0.0)
+    theirs = episodes_of(other, bench).generate(PROMPTS, 2, temperature=0.0)
+    assert told(ours) == told(theirs)
+    for name in ("text", "loss_mask", "environment_reward"):
+        assert [x.__getattribute__(name) for x in ours] == [x.__getattribute__(name) for x in theirs]
+    turns = [x.num_turns for x in ours]
+    print(f"turns: {sorted(turns)}")
+    assert sum(n > 1 for n in turns) >= 4 and 1 in turns
+
+
+def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(bench) -> None:
+    bench.load(1)
+    found = episodes_of(bench.engine, bench).generate(PROMPTS, 4)
+    again = episodes_of(bench.engine, bench).generate(PROMPTS[::-1], 4)
+    assert sorted(told(found)) == sorted(told(again))
+    gaps, environment = [], 0
+    for rollout in found:
+        mask = np.ones(len(rollout.response_ids), bool) if rollout.loss_mask is None else np.array(rollout.loss_mask)
+        wanted = reference_logprobs(bench.model, rollout, bench.config.rollout.temperature)
+        gaps.append(np.abs(wanted - np.array(rollout.logprobs))[mask].max())
+        environment += int((~mask).sum())
+        assert sum(count for _, count in rollout.weight_versions) == len(rollout.response_ids)
+    print(f"{environment} tokens of the environment, {max(gaps):.2e}")
+    assert max(gaps) < LOGPROB_TOLERANCE and environment > 50
+
+
+def test_a_whole_run(pool, arithmetic, tmp_path) -> None:  # noqa: F811
+    """DP2, an engine each: the trainer's log-probs are the engine's on every sampled token, turn after turn."""
+    given = arguments(
+        arithmetic, tmp_path, "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60",
+        "metrics.dense_every=1", "metrics.dense_samples=64", "environment.name=tests.distributed.test_turn_runs:Riddle",
+        "environment.max_turns=3", "rollout.max_response_tokens=24", "warmup.steps=20",
+        "reward.functions=[environment,tests.reward_functions:parity]",
+    )  # fmt: skip
+    results = pool.run(2, command_line, given, timeout_s=200)
+    assert [code for code, _ in results] == [0, 0], results
+    rows = [row for row in rows_of(tmp_path) if "train/logprob_gap_max" in row]
+    assert len(rows) == 2 and all(row["train/logprob_gap_max"] < LOGPROB_TOLERANCE and row["rollout/turns_mean"] > 1.1 for row in rows)
