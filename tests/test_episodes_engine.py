@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 
 import numpy as np
 import pytest
@@ -120,6 +122,22 @@ def test_a_saved_group_comes_back_equal(inner) -> None:
     for key, group in groups.items():
         exact = [dataclasses.replace(x, logprobs=tuple(np.float32(x.logprobs).tolist())) for x in group.rollouts]
         assert found[key].rollouts == exact and found[key].scores == group.scores and found[key].prompt == group.prompt
+
+
+def test_a_group_of_before_masks_is_read(inner) -> None:
+    """What an earlier release wrote: five fields a sample, no array of masks."""
+    plain = inner.generate(PROMPTS[:1], 2)
+    packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=plain, scores=None)})
+    with np.load(io.BytesIO(packed)) as file:
+        arrays = {name: file[name] for name in ("header", "token_ids", "logprobs")}
+    header = json.loads(arrays["header"].tobytes())
+    header[0][3] = [sample[:5] for sample in header[0][3]]
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    prompts = {PROMPTS[0].prompt_id: PROMPTS[0]}
+    found, wanted = (unpack_groups(data, lambda name, _: prompts[name])["a"].rollouts for data in (buffer.getvalue(), packed))
+    assert found == wanted and all(x.loss_mask is None for x in found)
 
 
 def test_rows_carry_the_mask_and_nothing_where_the_sample_is_out(inner) -> None:

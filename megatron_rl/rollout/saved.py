@@ -2,6 +2,7 @@
 
 An .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and ``loss_mask`` bool (True throughout
 where a rollout has none), flat over all samples in the header's order.
+Files of before rollouts had masks hold none, and are read as what they were.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
     """recall: a prompt by its id and attempt (``PromptSource.recall``)."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         header = json.loads(file["header"].tobytes())
-        token_ids, logprobs, mask = (file[name].tolist() for name in ("token_ids", "logprobs", "loss_mask"))
+        token_ids, logprobs = file["token_ids"].tolist(), file["logprobs"].tolist()
+        mask = file["loss_mask"].tolist() if "loss_mask" in file.files else []
     found, start = {}, 0
     for key, prompt_id, attempt, samples, scores in header:
         prompt, rollouts = recall(prompt_id, attempt), []
-        for index, length, text, reason, versions, masked, environment_reward, excluded in samples:
+        for index, length, text, reason, versions, *said in samples:
+            masked, environment_reward, excluded = said or (False, None, None)
             rollouts.append(
                 Rollout(
                     prompt=prompt,
