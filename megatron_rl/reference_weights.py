@@ -3,7 +3,8 @@
 Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the same to the bit, and nothing of either
 is in the optimizer or in a gradient buffer. With W the bytes of this rank's weights:
 
-- ``host``: W of host memory, and W more while the reference is read, in which the policy's weights wait; nothing of the device.
+- ``host``: W of host memory, and W more while the reference is read, in which the policy's weights wait; nothing of the device. Beside
+  adapters nothing else changes, so W is theirs alone.
 - ``device``: W of device memory for good, also while the rest of the trainer is offloaded; no copy when the reference is read.
 """
 
@@ -22,7 +23,7 @@ NONE_YET = "there is no reference policy yet: call keep_reference() first"
 
 
 class HostCopy:
-    """``reference.placement=host``. tensors: a copy of each of the model's parameters, chunk by chunk; None before ``keep``."""
+    """``reference.placement=host``. tensors: a copy of each parameter that is trained, chunk by chunk; None before ``keep``."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
@@ -31,7 +32,7 @@ class HostCopy:
     def keep(self) -> None:
         """Takes the model's weights of now. Not a collective but for the parameter gather."""
         self.model.schedule.gather_parameters()
-        self.tensors = _on_host(self.model.parameters())
+        self.tensors = _on_host(trained(self.model.parameters()))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -39,7 +40,7 @@ class HostCopy:
         if self.tensors is None:
             raise ValueError(NONE_YET)
         self.model.schedule.gather_parameters()
-        parameters = self.model.parameters()
+        parameters = trained(self.model.parameters())
         current = _on_host(parameters)
         try:
             _overwrite(parameters, self.tensors)
@@ -49,7 +50,8 @@ class HostCopy:
 
 
 class SecondModel:
-    """``reference.placement=device``. tensors: the second model's parameters, chunk by chunk; None before ``keep``, which builds it."""
+    """``reference.placement=device``. tensors: the second model's parameters that are trained in the model, chunk by chunk; None before
+    ``keep``, which builds it."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
@@ -57,7 +59,10 @@ class SecondModel:
 
     @property
     def tensors(self) -> list[torch.Tensor] | None:
-        return None if self.chunks is None else [p for chunk in self.chunks for p in chunk.module.parameters()]
+        return None if self.chunks is None else trained(self._parameters())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def keep(self) -> None:
         """Takes the model's weights of now; a collective."""
@@ -66,7 +71,7 @@ class SecondModel:
             self.chunks = build_frozen(model.config, model.hf_config, model.topology)
             self.schedule = Schedule(self.chunks, model.topology)
         model.schedule.gather_parameters()
-        _overwrite(self.tensors, model.parameters())
+        _overwrite(self._parameters(), model.parameters())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -84,6 +89,11 @@ class SecondModel:
 
 ReferenceWeights = HostCopy | SecondModel
 PLACEMENTS: dict[str, type[ReferenceWeights]] = {"host": HostCopy, "device": SecondModel}
+
+
+def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """All, where there are no adapters."""
+    return [p for p in parameters if p.requires_grad]
 
 
 def _on_host(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

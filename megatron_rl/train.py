@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from megatron_rl.advantage import loss_inputs, reduction_weights
-from megatron_rl.config import Config, critic_config, load_config
+from megatron_rl.config import Config, check_reference, critic_config, load_config
 from megatron_rl.metrics import skip_metrics
 from megatron_rl.plan import plan_steps
 from megatron_rl.signal import has_signal, signal_rule
@@ -162,6 +162,7 @@ def samples_of(plan: StepPlan, num_samples: int) -> np.ndarray:
 def check_relations(config: Config) -> None:
     """What only shows when sections are read together. Raises ConfigError."""
     signal_rule(config)
+    check_reference(config)
     if not config.model.hf_path:
         raise ConfigError("model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors")
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):

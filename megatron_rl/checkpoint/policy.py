@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.checkpoint.tensors import AdamStates, adam_to_save, load_adam, load_weights, weight_entries, weights_to_save
 from megatron_rl.checkpoint.writer import PendingSave
+from megatron_rl.reference_weights import trained
 from megatron_rl.trained_model import TrainedModel
 from megatron_rl.types import CheckpointError
 
@@ -63,7 +64,7 @@ def save(
     entries = _entries(backend)
     saved = weights_to_save(entries)
     if (reference := _reference(backend)) is not None:
-        values = {id(p): kept for p, kept in zip(backend.parameters(), reference, strict=True)}
+        values = {id(p): kept for p, kept in zip(trained(backend.parameters()), reference, strict=True)}
         saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
     if backend.optimizer.scheduler.num_steps:
         saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))

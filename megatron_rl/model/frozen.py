@@ -16,18 +16,20 @@ def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[Dis
     """This rank's chunks, in evaluation mode, to be run under ``torch.no_grad``; a collective. Their weights hold no meaning yet.
 
     Wrapped as the schedule wants chunks: over frozen parameters DistributedDataParallel (0.16.1) makes no buffer, no bucket and no hook,
-    whatever the policy's ``megatron.ddp`` asks for. Once wrapped they say that they require a gradient, as the policy's do: without a
+    whatever the policy's ``megatron.ddp`` asks for. Once wrapped they say that they require a gradient where the policy's do: without a
     graph it costs nothing, and ``torch.matmul`` (2.13) runs over a weight that requires none as one product per token wherever the
-    activations' strides cannot be folded, with other rounding than the policy's.
+    activations' strides cannot be folded, with other rounding.
     """
     models, shape = build_model(config, hf_config, topology)
     if config.lora.rank is not None:
         put_adapters(models, shape, config.lora, topology, config.run.seed)
     chunks = []
     for model in models:
+        trained = [p for p in model.parameters() if p.requires_grad]
         model.requires_grad_(False)
         chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         assert not chunk.buffers and not chunk.expert_parallel_buffers and not chunk.grad_accs
-        model.requires_grad_(True)
+        for parameter in trained:
+            parameter.requires_grad_(True)
         chunks.append(chunk.eval())
     return chunks

@@ -88,14 +88,15 @@ def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -
             with each.reading():
                 read.append(backend.logprobs(rig.batch, everyone).flat)
         now = backend.logprobs(rig.batch, everyone).flat
-        trained = {id(p) for group in backend.optimizer.megatron.param_groups for p in group["params"]}
+        in_optimizer = {id(p) for group in backend.optimizer.megatron.param_groups for p in group["params"]}
         return {
             "the same": np.array_equal(*read),
             "not the policy's": not np.array_equal(now, read[0]),
             "weights": equal(second.tensors, copy.tensors),
             "dtype": {x.dtype for x in second.tensors} == {p.dtype for p in backend.parameters()},
+            "as many": len(second.tensors) == sum(p.requires_grad for p in backend.parameters()) > 0,
             "no gradient": not any(x.grad is not None for x in second.tensors) and not any(c.buffers or c.grad_accs for c in second.chunks),
-            "not in the optimizer": not trained & {id(x) for x in second.tensors},
+            "not in the optimizer": not in_optimizer & {id(x) for x in second.tensors},
             "its own memory": not {x.data_ptr() for x in second.tensors} & {p.data_ptr() for p in backend.parameters()},
         }
 
@@ -108,6 +109,8 @@ LAYOUTS = {
     "CP2": (2, "llama3_rope", ("parallel.context=2",)),
     "EP2": (2, "qwen3_moe", ("parallel.expert=2",)),
     "TP2-PP2": (4, "qwen2_tied", sizes(2, 2)),
+    "TP2-adapters": (2, "qwen2_tied", (*sizes(2, 1), "lora.rank=4")),
+    "PP2-adapters": (2, "qwen3", (*sizes(1, 2), "lora.rank=4")),
 }
 
 
