@@ -100,3 +100,20 @@ def test_a_run_without_a_reference_cannot_go_on_with_one(pool, arithmetic, tmp_p
     assert all(code == 1 and "needs the reference policy, and the checkpoint was taken without one" in said for code, said in results), (
         results
     )
+
+
+def test_kl_in_the_reward_says_that_its_passes_drop_nothing(pool, arithmetic, tmp_path):  # noqa: F811
+    """Under skip.mode=exact; the KL is measured there too, and β written."""
+    given = arguments(arithmetic, tmp_path, f"loss.kl_coefficient={START}", "reference.kl_in=reward")
+    results = pool.run(2, command_line, given, timeout_s=120)
+    assert [code for code, _ in results] == [0, 0] and "skip.logprob_passes turns itself off" in results[0][1], results
+    rows = rows_of(tmp_path)
+    assert {row["logprob/coverage"] for row in rows if "logprob/coverage" in row} == {1.0}
+    assert all(row["train/kl_coefficient"] == START for row in rows) and any("train/kl" in row for row in rows)
+
+
+def test_what_does_not_go_together_is_refused_before_weights_are_read(pool, arithmetic, tmp_path):  # noqa: F811
+    given = arguments(arithmetic, tmp_path, "reference.kl_in=reward", "loss.kl_estimator=unbiased", "loss.kl_coefficient=0.1")
+    ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
+    assert code == 2 and "loss.kl_estimator=k3" in said and "Traceback" not in said, said
+    assert not (tmp_path / "config.yaml").exists()
