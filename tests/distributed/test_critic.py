@@ -5,19 +5,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl import topology
+from megatron_rl.advantage import loss_inputs
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
+from megatron_rl.estimate import critic_estimate
+from megatron_rl.trained_model import Batch
 from megatron_rl.types import Sample
 from tests.distributed.pool import Pool
 from tests.distributed.rig import DEFAULTS, MAX_RESPONSE_TOKENS
-from tests.reference import file_weights, make_samples, relative_error, tiny_config, tiny_model, token_weight
+from tests.reference import (
+    file_weights,
+    make_samples,
+    near_policy,
+    reference_logprobs,
+    relative_error,
+    tiny_config,
+    tiny_model,
+    token_weight,
+)
 
 TOLERANCE = 1e-5
 CLIP = 0.2
@@ -71,8 +84,21 @@ def naive(model, samples: list[Sample], groups: list[int], reduction: str) -> tu
     return {name: p.grad.clone() for name, p in model.named_parameters()}, total
 
 
+@dataclass(kw_only=True)
+class Pair:
+    """A policy and its critic on this rank, the Hugging Face models of both, and the batch that every rank agrees on."""
+
+    backend: MegatronBackend
+    critic: Critic
+    policy_model: torch.nn.Module
+    judge: torch.nn.Module
+    samples: list[Sample]
+    groups: list[int]
+    batch: Batch
+
+
 @contextlib.contextmanager
-def open_critic(family: str, *overrides: str) -> Iterator[tuple[Critic, list[Sample], list[int], object]]:
+def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
     """A policy, a critic beside it and a batch, whose samples are spread over the ranks."""
     hf_config, model = tiny_model(family)
     critic_hf, judge = reward_model(family)
@@ -81,12 +107,12 @@ def open_critic(family: str, *overrides: str) -> Iterator[tuple[Critic, list[Sam
         held.callback(topology.destroy)
         backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model))
         critic = Critic(config, hf_config=critic_hf, weights=dict(judge.state_dict()))
-        samples, groups = make_samples(NUM_SAMPLES), [i // 2 for i in range(NUM_SAMPLES)]
+        samples, groups = near_policy(model, make_samples(NUM_SAMPLES)), [i // 2 for i in range(NUM_SAMPLES)]
         empty = samples[3]
         samples[3] = dataclasses.replace(empty, loss_mask=np.zeros_like(empty.loss_mask))  # excluded: it trains nothing
         mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
         batch = backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
-        yield critic, samples, groups, batch
+        yield Pair(backend=backend, critic=critic, policy_model=model, judge=judge, samples=samples, groups=groups, batch=batch)
         critic.close()
         held.pop_all()
         backend.close(leave_world=False)
@@ -95,8 +121,8 @@ def open_critic(family: str, *overrides: str) -> Iterator[tuple[Critic, list[Sam
 def against_reward_model(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
     """Worst differences to the loop: of values, of the gradient and of the loss, under two reductions."""
     found: dict[str, float] = {}
-    with open_critic(family, *overrides) as (critic, samples, groups, batch):
-        _, judge = reward_model(family)
+    with open_critic(family, *overrides) as pair:
+        critic, samples, groups, batch, judge = pair.critic, pair.samples, pair.groups, pair.batch, pair.judge
         flat = critic.values(batch)
         with torch.no_grad():
             wanted = np.concatenate([values_of(judge, s).numpy() * s.loss_mask for s in samples])
@@ -140,3 +166,57 @@ def test_values_and_gradient_equal_a_reward_models(pool: Pool, world: int, famil
     """On the policy's grid and on others: TP, SP, PP, VPP, CP, DP, of the critic alone, of the policy alone, of both."""
     for found in pool.run(world, against_reward_model, family, overrides, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
+
+
+GAMMA, LAM, BETA = 0.98, 0.9, 0.1
+
+
+def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """The policy's gradient of one step, token by token: values, GAE over loss tokens, the clipped surrogate, token mean."""
+    pair.policy_model.zero_grad()
+    count = sum(int(s.loss_mask.sum()) for s in pair.samples)
+    for sample, total, penalty in zip(pair.samples, totals, penalties, strict=True):
+        with torch.no_grad():
+            values = values_of(pair.judge, sample)
+        logprobs, _ = reference_logprobs(pair.policy_model, sample)
+        loss, advantage, following = logprobs.sum() * 0.0, 0.0, 0.0
+        for number, t in enumerate(np.flatnonzero(sample.loss_mask)[::-1]):
+            reward = (total if number == 0 else 0.0) - float(penalty[t])
+            advantage = reward + GAMMA * following - float(values[t]) + GAMMA * LAM * advantage
+            following = float(values[t])
+            ratio = (logprobs[t] - float(sample.logprobs[t])).exp()
+            loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / count
+        loss.backward()
+    return {name: p.grad.clone() for name, p in pair.policy_model.named_parameters()}
+
+
+def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> float:
+    """Relative error of the policy's gradient: values from the critic's ranks, advantages and weights by the run's own stages."""
+    given = (f"advantage.gamma={GAMMA}", f"advantage.lam={LAM}", "advantage.whiten=none", *overrides)
+    with open_critic(family, *given) as pair:
+        backend, batch, facts = pair.backend, pair.batch, pair.batch.facts
+        random = np.random.default_rng(9)
+        totals = random.normal(size=len(pair.samples))
+        totals[3] = np.nan  # excluded, as its mask says
+        penalties = [BETA * random.normal(size=len(s.loss_mask)) for s in pair.samples]
+        mask = backend.gather_loss_mask(batch)
+        estimate = critic_estimate(backend.config, facts, totals, pair.critic.values(batch), np.concatenate(penalties), mask)
+        signal = estimate.advantages.largest(facts.response_tokens) > 0
+        assert signal.tolist() == (facts.loss_tokens > 0).tolist()
+        plan = backend.plan("train", batch, signal, drops=True)
+        backend.load_rows(batch, plan)
+        (mini_batch,) = plan.mini_batches
+        old = np.concatenate([s.logprobs for s in pair.samples])
+        inputs = loss_inputs(backend.config, facts, mini_batch, estimate.advantages, signal, old=old)
+        backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
+        gradient = backend.gradient()
+        backend.zero_grad()
+        return relative_error(gradient, naive_ppo(pair, totals.tolist(), penalties))
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "overrides"),
+    [(2, "qwen2_untied", ()), (2, "llama", (POLICY_PP, "critic.parallel.pipeline=1")), (4, "qwen3", (POLICY_TP, POLICY_PP))],
+)
+def test_a_ppo_step_equals_a_loop_over_tokens(pool: Pool, world: int, family: str, overrides: tuple[str, ...]) -> None:
+    assert max(pool.run(world, one_ppo_step, family, overrides, timeout_s=90)) < TOLERANCE

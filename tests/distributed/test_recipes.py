@@ -24,7 +24,10 @@ OWN = {
     "dapo": (*PARITY, "reward.overlong_buffer=2", "train.samples_per_mini_batch=16"),
     "gdpo": ("train.steps=2", "reward.functions=[tests.reward_functions:parity,arithmetic]", "train.samples_per_mini_batch=16"),
     "ppo": (
-        "train.steps=2", "reward.functions=[tests.reward_functions:graded]", "rollout.samples_per_prompt=1", "critic.warmup_steps=1",
+        "train.steps=2",
+        "reward.functions=[tests.reward_functions:graded]",
+        "rollout.samples_per_prompt=1",
+        "critic.warmup_steps=1",
         "train.samples_per_mini_batch=null",
     ),
     "sft": ("warmup.steps=3", "warmup.samples_per_step=8"),
