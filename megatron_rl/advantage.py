@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.config import Config
+from megatron_rl.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, MiniBatchPlan
 
 
@@ -33,42 +34,41 @@ def advantages(
     loss_tokens: np.ndarray | None = None,
     sample_ids: tuple[str, ...] = (),
 ) -> np.ndarray:
-    """[S] float64 advantages by semantics §6. Standard deviations are the unbiased ones (n − 1), as TRL's and verl's.
+    """[S] float64 advantages by semantics §6, of one of estimators.py.
 
     rewards [S] float64 · groups [S] int64, the prompt of each · included [S] bool · rewards_by_function [S, F], NaN where a
     function did not apply (``gdpo``) · loss_tokens [S], the weights of a whitening over tokens (``reinforce_plus_plus``, ``gdpo``).
-    A group of one included sample has no baseline, and so no signal: 0.
-
-    Example: one group, rewards (1, 0, 0, 1), ``dr_grpo`` → (0.5, −0.5, −0.5, 0.5); rewards (1, 1, 1, 1) → exactly (0, 0, 0, 0).
     """
     _require_finite(rewards, included, sample_ids)
-    index = np.unique(groups, return_inverse=True)[1].reshape(-1)
-    if estimator == "gdpo":
-        if rewards_by_function is None:
-            raise ValueError("advantage.estimator=gdpo needs the rewards of each function")
-        weights = function_weights or (1.0,) * rewards_by_function.shape[1]
-        total = np.zeros(len(rewards))
-        for column, weight in zip(rewards_by_function.T, weights, strict=True):
-            applied = included & ~np.isnan(column)
-            _require_finite(column, applied, sample_ids)
-            total += weight * _standardised(np.where(applied, column, 0.0), index, applied, epsilon)
-        return _whiten(total, included, loss_tokens, whiten, epsilon)
-    if estimator == "grpo":
-        return _standardised(rewards, index, included, epsilon)
-    centred = _centred(rewards, index, included)
-    if estimator == "dr_grpo":
-        return centred
-    if estimator == "rloo":
-        # r − mean of the other n − 1 = (r − mean) · n / (n − 1): equal rewards stay exactly 0.
-        count = np.bincount(index, weights=included)[index]
-        return np.where(count > 1, centred * count / np.maximum(count - 1, 1), 0.0)
-    if estimator == "batch_std":
-        values = centred[included]
-        spread = values.std(ddof=1) if len(values) > 1 else 0.0
-        return centred / (spread + epsilon) if spread + epsilon > 0 else centred
-    if estimator == "reinforce_plus_plus":
-        return _whiten(centred, included, loss_tokens, whiten, epsilon)
+    seen = Rewards(values=rewards, group=np.unique(groups, return_inverse=True)[1].reshape(-1), included=included)
+    match estimator:
+        case "grpo":
+            return grpo(seen, epsilon=epsilon)
+        case "dr_grpo":
+            return dr_grpo(seen)
+        case "batch_std":
+            return batch_std(seen, epsilon=epsilon)
+        case "rloo":
+            return rloo(seen)
+        case "reinforce_plus_plus":
+            return reinforce_plus_plus(seen, tokens=loss_tokens, whiten=whiten, epsilon=epsilon)
+        case "gdpo":
+            columns = _columns(seen, rewards_by_function, sample_ids)
+            weights = function_weights or (1.0,) * len(columns)
+            return gdpo(columns, weights, included, tokens=loss_tokens, whiten=whiten, epsilon=epsilon)
     raise ValueError(f"advantage.estimator={estimator!r} is not known")
+
+
+def _columns(seen: Rewards, by_function: np.ndarray | None, sample_ids: tuple[str, ...]) -> tuple[Rewards, ...]:
+    """Of each reward function [S, F] what it gave to the samples that it applied to."""
+    if by_function is None:
+        raise ValueError("advantage.estimator=gdpo needs the rewards of each function")
+    found = []
+    for column in by_function.T:
+        applied = seen.included & ~np.isnan(column)
+        _require_finite(column, applied, sample_ids)
+        found.append(Rewards(values=column, group=seen.group, included=applied))
+    return tuple(found)
 
 
 def may_have_advantage(
@@ -104,42 +104,6 @@ def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple
             f"the reward of sample {name} is {rewards[bad[0]]} ({len(bad)} such in the batch), its group's advantages would be NaN; "
             "mend the reward function, or take such samples out with reward.on_error=drop"
         )
-
-
-def _centred(rewards: np.ndarray, index: np.ndarray, included: np.ndarray) -> np.ndarray:
-    """r − mean of its group; exactly 0 in a group of equal rewards, whatever the rounding of the mean."""
-    values = np.where(included, rewards, 0.0)
-    size = index.max(initial=-1) + 1
-    count = np.bincount(index, weights=included, minlength=size)
-    mean = np.bincount(index, weights=values, minlength=size) / np.maximum(count, 1)
-    high, low = np.full(size, -np.inf), np.full(size, np.inf)
-    np.maximum.at(high, index[included], rewards[included])
-    np.minimum.at(low, index[included], rewards[included])
-    return np.where(included & (high > low)[index], values - mean[index], 0.0)
-
-
-def _standardised(rewards: np.ndarray, index: np.ndarray, included: np.ndarray, epsilon: float) -> np.ndarray:
-    """(r − mean_g) / (std_g + ε), DeepSeekMath (arXiv:2402.03300) eq. 21 with an ε."""
-    centred = _centred(rewards, index, included)
-    size = index.max(initial=-1) + 1
-    count = np.bincount(index, weights=included, minlength=size)
-    spread = np.sqrt(np.bincount(index, weights=centred**2, minlength=size) / np.maximum(count - 1, 1))[index]
-    return np.divide(centred, spread + epsilon, out=np.zeros_like(centred), where=spread + epsilon > 0)
-
-
-def _whiten(values: np.ndarray, included: np.ndarray, loss_tokens: np.ndarray | None, mode: str, epsilon: float) -> np.ndarray:
-    """Whitens over the batch, each sample weighted by its loss tokens; ``scale`` leaves the mean, so zeros stay zeros; ``none``: as is."""
-    if mode == "none":
-        return values
-    tokens = included.astype(np.float64) if loss_tokens is None else np.where(included, loss_tokens, 0).astype(np.float64)
-    total = tokens.sum()
-    if total <= 1:
-        return values
-    mean = (tokens * values).sum() / total
-    spread = np.sqrt((tokens * (values - mean) ** 2).sum() / (total - 1))
-    if mode == "center_and_scale":
-        values = np.where(included, values - mean, 0.0)
-    return values / (spread + epsilon) if spread + epsilon > 0 else values
 
 
 def reduction_weights(reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int) -> np.ndarray:

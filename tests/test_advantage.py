@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.advantage import advantages, may_have_advantage, reduction_weights
-from megatron_rl.config import ESTIMATORS, REDUCTIONS
+from megatron_rl.config import GROUP_ESTIMATORS, REDUCTIONS
+from megatron_rl.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
 from megatron_rl.types import BatchFacts
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
@@ -60,7 +61,7 @@ def cases(draw) -> Case:
     return Case(
         by_function=by_function, groups=groups, included=included, loss_tokens=random.integers(0, 9, count),
         function_weights=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0)])),
-        whiten=draw(st.sampled_from(["scale", "center_and_scale"])),
+        whiten=draw(st.sampled_from(["none", "scale", "center_and_scale"])),
     )  # fmt: skip
 
 
@@ -136,14 +137,14 @@ def assert_reduction_invariants(case: Case) -> None:
         assert np.array_equal(weights, reduction_weights(reduction, others, members, max_response_tokens=16))
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @SETTINGS
 @given(case=cases())
 def test_invariants(estimator: str, case: Case) -> None:
     assert_invariants(case, estimator)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @SETTINGS
 @given(case=cases(), seed=st.integers(0, 99))
 def test_advantages_do_not_depend_on_the_order_of_samples(estimator: str, case: Case, seed: int) -> None:
@@ -167,7 +168,7 @@ def std_of(values: list[float]) -> float:
 def whiten_naive(values: list[float], tokens: list[int], included: list[bool], mode: str) -> list[float]:
     """The batch written out token by token, its mean and its unbiased spread."""
     spread_out = [v for v, t, i in zip(values, tokens, included, strict=True) if i for _ in range(t)]
-    if len(spread_out) < 2:
+    if mode == "none" or len(spread_out) < 2:
         return values
     shift = mean_of(spread_out) if mode == "center_and_scale" else 0.0
     return [(v - shift) / (std_of(spread_out) + EPSILON) if i else 0.0 for v, i in zip(values, included, strict=True)]
@@ -208,14 +209,14 @@ def advantage_naive(case: Case, estimator: str) -> list[float]:
     raise ValueError(estimator)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @SETTINGS
 @given(case=cases())
 def test_estimator_equals_formula(estimator: str, case: Case) -> None:
     np.testing.assert_allclose(case.run(estimator), advantage_naive(case, estimator), rtol=1e-9, atol=NOISE)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("value", [0.0, 0.3, 0.1 + 0.2, 1 / 3, 1e-30, -7e11])
 def test_equal_rewards_give_exactly_zero(estimator: str, value: float) -> None:
     """The mean of 7 times 0.1 + 0.2 is not that number, and noise over a zero spread would look like signal."""
@@ -317,3 +318,21 @@ def test_token_mean_of_unequal_microbatches_is_032_never_040() -> None:
     sums = [sum(weights[i] * loss for _ in range(tokens)) for i, (tokens, loss) in enumerate([(100, 0.5), (900, 0.3)])]
     assert sum(sums) == pytest.approx(0.32, rel=1e-12)  # 1,000 additions
     assert sum([0.5, 0.3]) / 2 == 0.40  # what a mean of means would say
+
+
+def of(values: list[float], groups: list[int]) -> Rewards:
+    return Rewards(values=np.array(values), group=np.array(groups), included=np.ones(len(values), dtype=bool))
+
+
+def test_the_examples_of_the_docstrings() -> None:
+    """Each estimator's, as it stands there."""
+    one, third = of([1.0, 0.0, 0.0, 1.0], [0] * 4), 1 / 3
+    half = pytest.approx(np.array([0.866, -0.866, -0.866, 0.866]), abs=5e-4)
+    assert grpo(one, epsilon=0.0) == half
+    assert dr_grpo(one).tolist() == [0.5, -0.5, -0.5, 0.5] and dr_grpo(of([1.0] * 4, [0] * 4)).tolist() == [0.0] * 4
+    assert batch_std(of([1.0, 0.0, 3.0, 3.0], [0, 0, 1, 1]), epsilon=0.0) == pytest.approx(np.array([1.225, -1.225, 0.0, 0.0]), abs=5e-4)
+    assert rloo(of([1.0, 0.0, 0.0, 0.0], [0] * 4)) == pytest.approx(np.array([1.0, -third, -third, -third]))
+    assert reinforce_plus_plus(one, tokens=None, whiten="scale", epsilon=0.0) == half
+    columns = (of([1.0, 0.0], [0, 0]), of([10.0, 0.0], [0, 0]))
+    both = gdpo(columns, (1.0, 1.0), np.ones(2, dtype=bool), tokens=None, whiten="scale", epsilon=0.0)
+    assert both == pytest.approx(np.array([0.707, -0.707]), abs=5e-4)

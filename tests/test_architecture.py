@@ -20,8 +20,9 @@ MAX_FUNCTION_LINES = 60
 # Law 2. trained_model.py wires the stages, and it wraps the model in Megatron-Core's DistributedDataParallel.
 MEGATRON_FILES = ("platform.py", "topology.py", "schedule.py", "optimizer.py", "trained_model.py", "checkpoint.py")
 MEGATRON_FOLDERS = ("model", "weights", "checkpoint")
-PURE_STAGES = ("advantage", "gae", "signal", "plan", "cost", "timeline", "noise")
-PURE_MAY_IMPORT = {"megatron_rl.types", "megatron_rl.config", "megatron_rl.cost"}  # what a plan costs is part of planning
+PURE_STAGES = ("advantage", "estimators", "gae", "signal", "plan", "cost", "timeline", "noise")
+# what a plan costs is part of planning, an estimator of the advantage
+PURE_MAY_IMPORT = {"megatron_rl.types", "megatron_rl.config", "megatron_rl.cost", "megatron_rl.estimators"}
 
 # Law 5. Each exception with its reason.
 GETATTR_DEFAULTS: dict[tuple[str, str], str] = {}  # (file, attribute): the reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_rl.config import POLICIES, LossConfig
 from megatron_rl.loss.cross_entropy import cross_entropy
 from megatron_rl.loss.kl import kl_per_token
 from megatron_rl.loss.objective import Objective
-from megatron_rl.loss.policy import policy_term
+from megatron_rl.loss.policy import cispo, dro, gspo, importance_sampling, policy_term, ppo, reinforce
 
 # Both sides run in double; what differs is the order of a few operations on numbers below 100.
 DOUBLE = {"rtol": 1e-12, "atol": 1e-13}
@@ -252,3 +253,26 @@ def test_unknown_names_are_errors() -> None:
     tokens = make_tokens()
     with pytest.raises(ValueError, match="kl_estimator='k4'"):
         kl_per_token(tokens.logprobs, tokens.logprobs, tokens.logprobs, estimator="k4")
+
+
+def test_the_examples_of_the_policy_terms_docstrings() -> None:
+    """Each term's, as it stands there."""
+
+    def of(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+    old, two = torch.zeros(1, dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+    raised = of(math.log(1.5))
+    term = ppo(raised, old, two, low=0.8, high=1.2)
+    assert term.loss.item() == pytest.approx(-2.4) and term.clipped.item()
+    pair = of(math.log(1.2), 0.0)
+    term = gspo(pair, torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.int64), 1, low=0.9, high=1.05)
+    assert term.loss.tolist() == pytest.approx([-1.05, -1.05]) and term.ratio.tolist() == pytest.approx([math.sqrt(1.2)] * 2)
+    logprob = of(-1.0)
+    term = cispo(logprob, logprob.detach() - math.log(1.5), two, low=0.0, high=1.2)
+    term.loss.sum().backward()
+    assert term.loss.item() == pytest.approx(2.4) and logprob.grad.item() == pytest.approx(-2.4)
+    assert importance_sampling(raised, old, two).loss.item() == pytest.approx(-3.0)
+    assert dro(of(-1.0), torch.tensor([-1.5]), two, torch.ones(1), beta=0.1).loss.item() == pytest.approx(2.0125)
+    assert reinforce(of(-1.0), old, two).loss.item() == 2.0
+    assert cross_entropy(of(-1.0, -2.0), torch.full((2,), 0.5)).item() == 1.5

@@ -14,6 +14,7 @@ from megatron_rl.config.reference import ReferenceConfig, check_reference
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
     ESTIMATORS,
+    GROUP_ESTIMATORS,
     POLICIES,
     REDUCTIONS,
     AdvantageConfig,
@@ -37,6 +38,7 @@ from megatron_rl.config.sections import (
 __all__ = [
     "CORRECTIONS",
     "ESTIMATORS",
+    "GROUP_ESTIMATORS",
     "POLICIES",
     "REDUCTIONS",
     "AdvantageConfig",

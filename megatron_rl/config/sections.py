@@ -21,7 +21,8 @@ from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.types import ConfigError
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
-ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo", "gae")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo")
+ESTIMATORS = (*GROUP_ESTIMATORS, "gae")
 POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 
 

@@ -6,5 +6,8 @@ import torch
 
 
 def cross_entropy(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scalar sum. logprobs [T], weights [T], both over loss tokens."""
+    """Scalar −Σ_t w_t · log π_θ(t): maximum likelihood. logprobs [T], weights [T], both over loss tokens.
+
+    Example: log π = (−1, −2), w = ½ each → 1.5.
+    """
     return -(weights * logprobs).sum()

@@ -41,37 +41,102 @@ def policy_term(
     config: LossConfig,
     whole: Whole = unsplit,
 ) -> PolicyTerm:
-    """One of semantics §7's terms.
+    """One of semantics §7's terms, by ``loss.policy``.
 
-    logprobs, old_logprobs [T] at the sampling temperature (``dro``: the engine's as the old ones) · advantages [T] = w·A ·
-    weights [T] = w · sequences [T] int64, the
-    sequence of each token within the micro-batch, and ``whole``, which completes its sums where ranks share it (``gspo``).
-
-    Example (``ppo``, clip 0.2): ratio 1.5 and w·A = 2 give loss −min(3.0, 1.2·2) = −2.4, clipped.
+    logprobs, old_logprobs [T] at the sampling temperature (``dro``: the engine's as the old ones) · advantages [T] = w·A · weights [T] = w
+    · sequences [T] int64, the sequence of each token within the micro-batch, and ``whole``, which completes its sums where ranks share
+    it (``gspo``).
     """
-    ratio = (logprobs - old_logprobs).exp()
-    never = torch.zeros_like(ratio, dtype=torch.bool)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     match config.policy:
         case "ppo":
-            return _clipped(ratio, advantages, low, high, config.dual_clip)
+            return ppo(logprobs, old_logprobs, advantages, low=low, high=high, dual_clip=config.dual_clip)
         case "gspo":
-            return _clipped(_sequence_ratio(logprobs, old_logprobs, sequences, num_sequences, whole), advantages, low, high, None)
-        case "cispo":  # MiniMax-M1, arXiv:2506.13585, eq. 4 and 5
-            bounded = ratio.detach().clamp(low, high)
-            return PolicyTerm(loss=-bounded * advantages * logprobs, ratio=ratio, clipped=bounded != ratio.detach())
+            return gspo(logprobs, old_logprobs, advantages, sequences, num_sequences, low=low, high=high, whole=whole)
+        case "cispo":
+            return cispo(logprobs, old_logprobs, advantages, low=low, high=high)
         case "importance_sampling":
-            return PolicyTerm(loss=-ratio * advantages, ratio=ratio, clipped=never)
-        case "dro":  # Kimi / Richemond et al., arXiv:2405.19107
-            quadratic = 0.5 * config.dro_beta * weights * (logprobs - old_logprobs) ** 2
-            return PolicyTerm(loss=-logprobs * advantages + quadratic, ratio=ratio, clipped=never)
+            return importance_sampling(logprobs, old_logprobs, advantages)
+        case "dro":
+            return dro(logprobs, old_logprobs, advantages, weights, beta=config.dro_beta)
         case "reinforce":
-            return PolicyTerm(loss=-logprobs * advantages, ratio=ratio, clipped=never)
+            return reinforce(logprobs, old_logprobs, advantages)
     raise ValueError(f"loss.policy={config.policy!r} is not known")
 
 
+def ppo(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float, dual_clip: float | None = None
+) -> PolicyTerm:
+    """−min(ρA, clip(ρ, low, high)·A), ρ = π_θ/π_old: Schulman et al. 2017, arXiv:1707.06347, eq. 7, the bounds apart (DAPO's clip-higher,
+    arXiv:2503.14476, eq. 10); with a dual clip c, for A < 0 no more than −cA: Ye et al. 2019, arXiv:1912.09729, eq. 5.
+
+    Example: ρ = 1.5, A = 2, bounds 0.8 and 1.2 → −min(3.0, 2.4) = −2.4, clipped.
+    """
+    return _clipped((logprobs - old_logprobs).exp(), advantages, low, high, dual_clip)
+
+
+def gspo(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, sequences: torch.Tensor, num_sequences: int, *,
+    low: float, high: float, whole: Whole = unsplit,
+) -> PolicyTerm:  # fmt: skip
+    """−min(sA, clip(s, low, high)·A), s_t = sg[s]·π_θ(t)/sg[π_θ(t)] with s = (Π ρ_t)^(1/|y|) the sequence's geometric mean: GSPO-token,
+    Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14.
+
+    Example: a sequence of two tokens, ρ = (1.2, 1.0), A = 1, bounds 0.9 and 1.05 → s = √1.2 = 1.095, clipped: −1.05 each.
+    """
+    difference = (logprobs - old_logprobs).detach()
+    each = torch.stack([difference, torch.ones_like(difference)])
+    total, count = whole(difference.new_zeros(2, num_sequences).index_add_(1, sequences, each))
+    mean = (total / count.clamp(min=1)).exp()[sequences]
+    return _clipped(mean * (logprobs - logprobs.detach()).exp(), advantages, low, high, None)
+
+
+def cispo(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float) -> PolicyTerm:
+    """−sg[clip(ρ, low, high)]·A·log π_θ, so that no token loses its gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+
+    Example: ρ = 1.5, A = 2, log π = −1, bounds 0 and 1.2 → −1.2·2·(−1) = 2.4, its gradient by log π −2.4.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    bounded = ratio.detach().clamp(low, high)
+    return PolicyTerm(loss=-bounded * advantages * logprobs, ratio=ratio, clipped=bounded != ratio.detach())
+
+
+def importance_sampling(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> PolicyTerm:
+    """−ρA, nothing clipped: the surrogate L^CPI of arXiv:1707.06347, eq. 6.
+
+    Example: ρ = 1.5, A = 2 → −3.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    return PolicyTerm(loss=-ratio * advantages, ratio=ratio, clipped=_nowhere(ratio))
+
+
+def dro(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor, *, beta: float
+) -> PolicyTerm:
+    """−A·log π_θ + w·β/2·(log π_θ − log μ)²: DRO, Richemond et al. 2024, arXiv:2405.19107, in the form whose gradient Kimi k1.5 gives
+    (arXiv:2501.12599, § 2.3.2). The quadratic is not the advantage's, and trains at A = 0; it is against the engine's policy μ.
+
+    Example: log π = −1, log μ = −1.5, A = 2, w = 1, β = 0.1 → 2 + 0.0125.
+    """
+    quadratic = 0.5 * beta * weights * (logprobs - rollout_logprobs) ** 2
+    ratio = (logprobs - rollout_logprobs).exp()
+    return PolicyTerm(loss=-logprobs * advantages + quadratic, ratio=ratio, clipped=_nowhere(ratio))
+
+
+def reinforce(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> PolicyTerm:
+    """−A·log π_θ: Williams 1992, "Simple statistical gradient-following algorithms"; the ratio is measured alone.
+
+    Example: log π = −1, A = 2 → 2.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    return PolicyTerm(loss=-logprobs * advantages, ratio=ratio, clipped=_nowhere(ratio))
+
+
+def _nowhere(ratio: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(ratio, dtype=torch.bool)
+
+
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None) -> PolicyTerm:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with the dual clip for A < 0 (arXiv:1912.09729, eq. 5)."""
     plain, bounded = ratio * advantages, ratio.clamp(low, high) * advantages
     objective = torch.minimum(plain, bounded)
     clipped = bounded < plain
@@ -80,14 +145,3 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: fl
         clipped = clipped | ((advantages < 0) & (floor > objective))
         objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
     return PolicyTerm(loss=-objective, ratio=ratio, clipped=clipped)
-
-
-def _sequence_ratio(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: torch.Tensor, num_sequences: int, whole: Whole
-) -> torch.Tensor:
-    """GSPO-token (arXiv:2507.18071, eq. 14): the sequence's geometric-mean ratio in value, each token's own in gradient."""
-    difference = (logprobs - old_logprobs).detach()
-    each = torch.stack([difference, torch.ones_like(difference)])
-    total, count = whole(difference.new_zeros(2, num_sequences).index_add_(1, sequences, each))
-    mean = (total / count.clamp(min=1)).exp()[sequences]
-    return mean * (logprobs - logprobs.detach()).exp()
