@@ -165,7 +165,10 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", [*TOPOLOGIES, *SHARDED])
+LARGE = ("TP2-PP2", "PP2-DP2", "TP2-SP-CP2", "TP2-SP-EP2", "PP2-recomputed", "EP2-DP2-sharded")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.long] if x in LARGE else []) for x in (*TOPOLOGIES, *SHARDED)])
 def test_three_adamw_steps_of_adapters_equal_torchs(pool: Pool, name: str) -> None:
     """And the export is W + (alpha / rank) · B A of those adapters, W to the bit where they are off.
 
@@ -203,6 +206,28 @@ def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str)
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     for found in pool.run(world, ghosts, family, parallel, extra, timeout_s=90):
         assert all(found.values()), found
+
+
+def silent(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
+    """Two steps in which one sample of eleven has signal: the skip run's merged weights against the dense run's."""
+    advantages, ended = np.zeros(NUM_SAMPLES), []
+    advantages[5] = 0.7
+    for drops in (True, False):
+        with open_adapted(family, parallel, (*STEPS[1:], *extra)) as rig:
+            plan = rig.plan(advantages, drops=drops)
+            assert bool(plan.mini_batches[0].silent_ranks) == drops
+            for _ in range(2):
+                rig.step(advantages, drops=drops)
+            ended.append(rig.weights())
+    return relative_error(*ended)
+
+
+@pytest.mark.parametrize("name", ["DP2", "PP2-DP2", "DP2-sharded-overlaps", "PP2-DP2-sharded-overlaps"])
+def test_a_silent_rank_joins_the_reduction_of_adapters(pool: Pool, name: str) -> None:
+    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    found = pool.run(world, silent, family, parallel, extra, timeout_s=90)
+    print(name, found)
+    assert max(found) < TOLERANCE, found
 
 
 def untrained(rank: int, world: int, parallel: tuple[str, ...]) -> dict[str, torch.Tensor]:
