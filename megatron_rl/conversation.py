@@ -27,15 +27,15 @@ def check_messages(value: object, where: str) -> list[Message]:
     return list(value)
 
 
-def render_chat(tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """By the tokenizer's chat template. Raises ConfigError where the template refuses the messages."""
+def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_generation_prompt: bool) -> str:
+    """By the tokenizer's chat template. Raises ConfigError where the template refuses the messages; where: begins its message."""
     try:
         return tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False)
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
-            f"the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: {error}); "
-            "give others, or set environment.role to one that it takes"
+            f"{where}: the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: {error}); "
+            "give messages that it takes"
         ) from error
 
 
@@ -75,7 +75,8 @@ class Observations:
 
     def _behind_turn(self, messages: Sequence[Message]) -> str:
         conversation = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _TURN}, *messages]
-        rendered = render_chat(self._tokenizer, conversation, add_generation_prompt=bool(messages))
+        where = f"an observation (environment.role={self._role})"
+        rendered = render_chat(self._tokenizer, conversation, where, add_generation_prompt=bool(messages))
         _, found, behind = rendered.rpartition(_TURN)
         if not found:
             raise ConfigError("the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does")

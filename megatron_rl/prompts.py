@@ -269,7 +269,8 @@ class PromptSource:
                     f"row {row}: column {self._data.prompt_key!r} (data.prompt_key) ends in an assistant's message, and the response "
                     "is what the assistant says; end it before that"
                 )
-            return render_chat(self._tokenizer, messages, add_generation_prompt=True)
+            where = f"row {row}: column {self._data.prompt_key!r} (data.prompt_key)"
+            return render_chat(self._tokenizer, messages, where, add_generation_prompt=True)
         # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
         return self._data.template.replace("{prompt}", given)
 

@@ -304,5 +304,5 @@ def test_without_a_name_the_engine_is_itself_and_a_template_without_tools_says_s
     engine = LetterEngine()
     assert with_episodes(engine, load_config(), TOKENIZER) is engine
     config = load_config(None, ["environment.name=calculator", "data.template=chat"])
-    with pytest.raises(ConfigError, match=r"no tools here.*environment\.role"):
+    with pytest.raises(ConfigError, match=r"environment\.role=tool.*no tools here"):
         with_episodes(engine, config, tokenizer_of(STRICT))

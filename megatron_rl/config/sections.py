@@ -124,7 +124,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """``functions``: names (``arithmetic``, ``math_verify``) or ``module:function``; ``weights`` one each, default 1.
+    """``functions``: names (``arithmetic``, ``math_verify``, ``environment``) or ``module:function``; ``weights`` one each, default 1.
 
     ``num_workers``: processes per rank that call them; 0: the rank's own. ``deadline_s``: of a sample in a worker. ``in_process``: of
     the functions, those that the rank's own process calls all the same (one that holds a model, say). ``overlong_buffer``: tokens before
