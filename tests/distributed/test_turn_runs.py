@@ -24,14 +24,17 @@ TURNS = (
 class Riddle:
     """Tells how long the turn was, and goes on after one of an even number of characters."""
 
+    breaks = False
+
+    def __init__(self, end: str = " ") -> None:
+        self.end = end
+
     def reset(self, prompt) -> None:
         if prompt.columns["prompt"] == "7+5=" and self.breaks:
             raise RuntimeError("a riddle without an answer")
 
-    breaks = False
-
     def step(self, action: str) -> Step:
-        return Step(observation=f"={len(action)} ", reward=len(action) / 8, done=len(action) % 2 == 1)
+        return Step(observation=f"={len(action)}{self.end}", reward=len(action) / 8, done=len(action) % 2 == 1)
 
 
 class Breaking(Riddle):
@@ -94,6 +97,38 @@ def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, a
     one, two = weights_of(whole), weights_of(part)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert (whole / "trace.jsonl").read_text() == (part / "trace.jsonl").read_text()
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} {% endif %}"
+)
+
+
+def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):  # noqa: F811
+    """Prompts and imitated episodes as messages, observations by the template: as a plain template that writes the same."""
+    shutil.copytree(arithmetic / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHAT)
+    rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]
+    for name, said in (("plain", " 4 "), ("chat", " 4")):
+        made = []
+        for row in rows:
+            turns = [("assistant", row["answer"]), ("user", said), ("assistant", "4")]
+            asked = [{"role": "system", "content": "="}, {"role": "user", "content": row["prompt"]}] if name == "chat" else row["prompt"]
+            made.append({**row, "prompt": asked, "solution": [{"role": role, "content": text} for role, text in turns]})
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    found = []
+    for name, extra in (("plain", ("data.template='={prompt} '",)), ("chat", ("data.template=chat", "environment.role=user"))):
+        given = (
+            *TURNS, f"model.hf_path={tmp_path / 'model'}", f"data.train={tmp_path / name}.jsonl", *extra,
+            "reward.functions=[environment]", "reward.weights=[1.0]", f"environment.arguments={{end: '{' ' * (name == 'plain')}'}}",
+        )  # fmt: skip
+        end_of(pool, 2, arguments(arithmetic, tmp_path / name, *given))
+        found.append((weights_of(tmp_path / name), rows_of(tmp_path / name)))
+    (weights, logged), (other, other_logged) = found
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
+    assert [timeless(row) for row in logged] == [timeless(row) for row in other_logged]
+    assert [row["rollout/turns_mean"] > 1.1 for row in logged if "rollout/turns_mean" in row] == [True] * 2
 
 
 def test_evaluation_has_environments_too(pool, arithmetic, tmp_path):  # noqa: F811

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from transformers import AutoTokenizer
 from megatron_rl.config import EnvironmentConfig
 from megatron_rl.conversation import Observations
 from megatron_rl.environment import Step, environment_maker
+from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
@@ -83,3 +87,27 @@ def test_a_whole_run(pool, arithmetic, tmp_path) -> None:  # noqa: F811
     assert [code for code, _ in results] == [0, 0], results
     rows = [row for row in rows_of(tmp_path) if "train/logprob_gap_max" in row]
     assert len(rows) == 2 and all(row["train/logprob_gap_max"] < LOGPROB_TOLERANCE and row["rollout/turns_mean"] > 1.1 for row in rows)
+
+
+def test_an_engine_killed_between_two_turns_costs_what_was_under_way(bench) -> None:
+    """Groups that were whole stay; after the engine is back the rest is drawn as if nothing had happened."""
+    bench.load(1)
+    version = bench.engine.weight_version
+    wanted = episodes_of(bench.engine, bench).generate(PROMPTS, 2)
+    episodes, told_of = episodes_of(bench.engine, bench), {}
+
+    def kill_once(index: int, group: list) -> None:
+        if not told_of:
+            os.kill(bench.pid, signal.SIGKILL)
+        told_of[index] = group
+
+    with pytest.raises(EngineLost) as lost:
+        episodes.generate(PROMPTS, 2, on_finished=kill_once)
+    assert lost.value.finished == told_of and 0 < len(told_of) < len(PROMPTS)
+    bench.engine.recover(episodes.lost)
+    report = bench.engine.load_weights(iter(bench.weights(1).items()), version)
+    bench.engine.take_report(version, report.failed, report.lost)
+    left = [k for k in range(len(PROMPTS)) if k not in told_of]
+    again = episodes.generate([PROMPTS[k] for k in left], 2)
+    found = told_of | {k: again[2 * i : 2 * i + 2] for i, k in enumerate(left)}
+    assert told(x for k in range(len(PROMPTS)) for x in found[k]) == told(wanted)
