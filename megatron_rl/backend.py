@@ -56,8 +56,7 @@ class MegatronBackend(TrainedModel):
     def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1) -> None:
         """See TrainedModel."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
-        in_loss = config.reference.kl_in == "loss"
-        loss = config.loss if in_loss else dataclasses.replace(config.loss, kl_coefficient=0.0)  # measured all the same
+        loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss  # measured all the same
         self.objective = Objective(loss, self._sum_over_context)
         self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
         self._frozen_checksum: str | None = None
@@ -105,12 +104,16 @@ class MegatronBackend(TrainedModel):
         return self.forward(batch, plan)
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
-        """The engine's own log-probs of the whole batch, flat over response tokens, float32, on every rank."""
-        return exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
+        """The engine's own log-probs of the whole batch, flat over response tokens, float32, on every rank; gathered once."""
+        if batch.rollout_logprobs is None:
+            batch.rollout_logprobs = exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
+        return batch.rollout_logprobs
 
     def gather_loss_mask(self, batch: Batch) -> np.ndarray:
-        """[T] bool, flat over response tokens, on every rank: where a token carries loss."""
-        return exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask) > 0
+        """[T] bool, flat over response tokens, on every rank: where a token carries loss; gathered once."""
+        if batch.loss_mask is None:
+            batch.loss_mask = exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask) > 0
+        return batch.loss_mask
 
     def forward_backward(
         self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False

@@ -73,7 +73,9 @@ def critic_estimate(
     """``gae``. A collective. values float32 [T] flat, the critic's · the rest as of ``group_estimate``, penalties None for none."""
     given = config.advantage
     rewards = token_rewards(totals, loss_mask, facts.response_tokens, penalties)
-    plain, returns = generalised_advantages(rewards, values, loss_mask, facts.response_tokens, gamma=given.gamma, lam=given.lam)
+    plain, returns = generalised_advantages(
+        rewards, values, loss_mask, facts.response_tokens, gamma=given.gamma, lam=given.lam, sample_ids=facts.sample_ids
+    )
     of_token = exchange.from_first_rank(whiten_tokens(plain, loss_mask, given.whiten, given.epsilon))
     owner = np.repeat(np.arange(facts.num_samples), facts.response_tokens)
     of_sample = np.bincount(owner, weights=of_token, minlength=facts.num_samples) / np.maximum(facts.loss_tokens, 1)

@@ -114,6 +114,8 @@ def whitened(values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None
 
     ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` takes it off first; ``none`` changes nothing.
     """
+    if mode not in ("none", "scale", "center_and_scale"):
+        raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")
     counted = included.astype(np.float64) if tokens is None else np.where(included, tokens, 0).astype(np.float64)
     total = counted.sum()
     if mode == "none" or total <= 1:

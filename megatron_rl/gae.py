@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_rl.estimators import whitened
+
 
 def token_rewards(
     totals: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, token_penalties: np.ndarray | None = None
@@ -81,17 +83,7 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
     Example: (1, −1, 7), mask (T, T, F), ``scale``, ε = 0 → (0.7071, −0.7071, 0).
     """
-    if mode not in ("none", "scale", "center_and_scale"):
-        raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")
-    whitened = np.zeros(len(loss_mask))
-    values = np.asarray(advantages, dtype=np.float64)[loss_mask]
-    if mode != "none" and len(values) > 1:
-        spread = values.std(ddof=1)
-        if mode == "center_and_scale":
-            values = values - values.mean()
-        values = values / (spread + epsilon) if spread + epsilon > 0 else values
-    whitened[loss_mask] = values
-    return whitened
+    return whitened(np.where(loss_mask, advantages, 0.0), loss_mask, None, mode, epsilon)
 
 
 def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

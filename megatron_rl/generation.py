@@ -48,6 +48,7 @@ class Generation:
         self._export, self._version = export, version
         self.device = SharedDevice(engine, offload, restore, self._note_memory)
         self.metrics: dict[str, float] = {}
+        self.turns = self.samples = 0  # of the jobs finished since ``take_metrics``
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
         self.last_end = time.perf_counter()
         self.totals = {"tokens": 0.0, "generation_s": 0.0, "waited_s": 0.0, "syncs": 0, "sync_s": 0.0, "sync_bytes": 0.0}
@@ -165,8 +166,10 @@ class Generation:
         tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
         tokens += self.metrics.get("rollout/tokens", 0.0)
         seconds += self.metrics.get("perf/rollout_generation_s", 0.0)
+        self.turns += sum(part[2] for part in parts)
+        self.samples += sum(part[3] for part in parts)
         if self.config.environment.name is not None:
-            self.metrics["rollout/turns_mean"] = sum(part[2] for part in parts) / max(1, sum(part[3] for part in parts))
+            self.metrics["rollout/turns_mean"] = self.turns / max(1, self.samples)
         self.metrics |= {
             "rollout/tokens": float(tokens), "perf/rollout_generation_s": seconds,
             "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
@@ -226,6 +229,7 @@ class Generation:
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call; not a collective."""
         taken, self.metrics = self.metrics, {}
+        self.turns = self.samples = 0
         self.totals["tokens"] += taken.get("rollout/tokens", 0.0)
         self.totals["generation_s"] += taken.get("perf/rollout_generation_s", 0.0)
         self.waited_s, self.last_end = 0.0, time.perf_counter()

@@ -11,6 +11,7 @@ from megatron_rl import exchange
 from megatron_rl.advantage import advantages, may_have_advantage
 from megatron_rl.backend import LogProbs, MegatronBackend
 from megatron_rl.config import Config
+from megatron_rl.metrics import add_sums
 from megatron_rl.noise import with_noise
 from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.producer import Group
@@ -55,7 +56,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Intake:
-    """A batch to be trained: facts, rewards, advantages [S] by rewards alone (0 for ``gae``), and what is known of its log-probs.
+    """A batch to be trained: facts, rewards, advantages [S] (0 where estimate.py makes them), and what is known of its log-probs.
 
     old: float32 [T] flat over response tokens, 0 where not known · known: bool [S], whose log-probs are · sums: of the passes so far ·
     replayed: bool [S], of groups that an earlier rollout has trained · trained_version: the weights that it is to be trained on.
@@ -116,9 +117,9 @@ def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tupl
 
 
 def plain_advantages(config: Config, scored: Scored) -> np.ndarray:
-    """[S] without noise, by the same arithmetic on every rank; 0 for ``gae``, which needs values (estimate.py)."""
+    """[S] without noise, by the same arithmetic on every rank; 0 where they hang on values or on a KL in the reward (estimate.py)."""
     facts = scored.batch.facts
-    if config.advantage.estimator == "gae":
+    if config.has_critic or config.kl_in_reward:
         return np.zeros(facts.num_samples)
     columns, weights = _columns(config, scored.by_function, scored.overlong)
     return advantages(
@@ -152,11 +153,6 @@ def merge_passes(facts: BatchFacts, passes: Sequence[Passed], unchanged: set[int
                 old[offsets[j] : offsets[j + 1]] = part.logprobs.flat[starts[i] : starts[i + 1]]
                 known[j] = True
     return old, known, sums
-
-
-def add_sums(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Of two log-prob passes: sums add, the largest gap is the larger one."""
-    return {name: max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value for name, value in more.items()}
 
 
 def reward_metrics(config: Config, scored: Scored) -> dict[str, float]:

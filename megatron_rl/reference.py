@@ -28,7 +28,7 @@ class Reference:
         given = config.reference
         self.backend = backend
         self.is_needed = config.loss.kl_coefficient != 0
-        self.in_loss = given.kl_in == "loss"
+        self.in_loss = config.kl_in_loss
         self.is_adaptive = given.controller == "adaptive"
         self.refresh_every = given.refresh_every
         self._controller = KLCoefficient(

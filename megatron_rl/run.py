@@ -22,8 +22,8 @@ from megatron_rl.estimate import Estimate, KLPenalty, critic_estimate, group_est
 from megatron_rl.evaluation import Evaluation
 from megatron_rl.feed import Feed
 from megatron_rl.generation import Generation, guard_logprob_gap
-from megatron_rl.intake import Intake, add_sums
-from megatron_rl.metrics import MetricsWriter, divide, read_metrics, step_metrics
+from megatron_rl.intake import Intake
+from megatron_rl.metrics import MetricsWriter, add_sums, divide, read_metrics, step_metrics
 from megatron_rl.model.build import DTYPES
 from megatron_rl.performance import performance
 from megatron_rl.platform import HOST
@@ -37,6 +37,7 @@ from megatron_rl.rollout.launch import Seat, build_engine, place_of, refuse_shar
 from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import signal_rule
 from megatron_rl.simulate.record import Recorder, TimedBackend
+from megatron_rl.steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.trained_model import Batch, TrainedModel
 from megatron_rl.types import Advantages, ConfigError, MiniBatchPlan, Rollout, Sample, Score, StepPlan, StepResult
 from megatron_rl.verdict import Verdict, decide
@@ -66,7 +67,7 @@ class Run:
         self.prompts = prompts
         self.evaluation = Evaluation(config, tokenizer, backend.shape.context_tokens)
         self.generation = self._generation()
-        self.total_steps = total_rl_steps(config, len(self.prompts))
+        self.total_steps = moving_rl_steps(config, len(self.prompts))
         self.feed = Feed(
             config, backend, self.generation, self.prompts, passes_parts=config.correction.old_logprobs == "recompute",
             passes_all=not self.rule.drops_logprob_passes, steps_per_rollout=steps_per_rollout(config),
@@ -105,9 +106,9 @@ class Run:
         for model in self._models():
             model.restore()
 
-    def _models(self) -> list[TrainedModel | RemoteCritic]:
+    def _models(self) -> list[TrainedModel]:
         """Those whose memory is on this rank's device."""
-        return [self.backend] if self.critic is None else [self.backend, self.critic]
+        return [self.backend, self.critic] if isinstance(self.critic, Critic) else [self.backend]
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """In the main thread, or in one of its own; the watch tells of the main one's stages alone."""
@@ -147,7 +148,8 @@ class Run:
             old, reference, self.backend.gather_loss_mask(intake.batch), estimator=self.config.loss.kl_estimator,
             coefficient=self.reference.coefficient, num_samples=len(everything), metrics=metrics,
         )  # fmt: skip
-        self.reference.count(found.kl, found.tokens)
+        if not self.holds_policy(index):  # β moves by what the policy is trained with
+            self.reference.count(found.kl, found.tokens)
         return found
 
     def estimate(self, intake: Intake, paid: KLPenalty | None) -> Estimate:
@@ -260,22 +262,6 @@ class Run:
         return performance(self.backend, batch.facts, mini_batch, self.clock.seconds["update"])
 
 
-def steps_per_rollout(config: Config) -> int:
-    """Optimizer steps of a whole rollout, ghosts included."""
-    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
-    per_epoch = (
-        1 if config.skip.steps == "merge" and config.skip.mode != "off" else -(-samples // (config.train.samples_per_mini_batch or samples))
-    )
-    return config.train.epochs_per_rollout * per_epoch
-
-
-def total_rl_steps(config: Config, num_prompts: int) -> int:
-    """Optimizer steps of the RL phase, ghosts included; at least, where it ends with the data: prompts that are asked again add some."""
-    given = config.train
-    rollouts = given.steps if given.epochs is None else -(-given.epochs * num_prompts // given.prompts_per_step)
-    return rollouts * steps_per_rollout(config)
-
-
 def load_tokenizer(config: Config):
     """The run's tokenizer; ConfigError where it has no end of sequence, without which no completion ends."""
     from transformers import AutoTokenizer
@@ -292,13 +278,28 @@ def load_tokenizer(config: Config):
     return tokenizer
 
 
-def check_lengths(config: Config, context_tokens: int) -> None:
-    """Prompt and response must fit in the model's context together."""
+def check_lengths(config: Config, context_tokens: int, of: str = "the model") -> None:
+    """Prompt and response must fit in a model's context together."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > context_tokens:
         raise ConfigError(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens={config.rollout.max_response_tokens} = "
-            f"{longest} is more than the model's context of {context_tokens} tokens; lower one of the two"
+            f"{longest} is more than the context of {of}: {context_tokens} tokens; lower one of the two"
+        )
+
+
+def check_critic_model(config: Config, policy) -> None:
+    """A critic of other weights must read what the policy reads. policy: its Hugging Face config. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    if not config.has_critic or config.critic.hf_path is None:
+        return
+    own = AutoConfig.from_pretrained(config.critic.hf_path)
+    check_lengths(config, own.max_position_embeddings, of=f"critic.hf_path={config.critic.hf_path!r}")
+    if own.vocab_size < policy.vocab_size:
+        raise ConfigError(
+            f"critic.hf_path={config.critic.hf_path!r} has a vocabulary of {own.vocab_size} and model.hf_path={config.model.hf_path!r} one "
+            f"of {policy.vocab_size}: it could not read the policy's tokens; give a model of the same tokenizer"
         )
 
 
@@ -332,12 +333,13 @@ def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
     tokenizer = load_tokenizer(config)
     prompts = PromptSource(load_rows(config.data.train), tokenizer, config.data, config.run.seed, hf_config.max_position_embeddings)
     rl_steps = total_rl_steps(config, len(prompts))
-    backend = TimedBackend(config, hf_config=hf_config, total_steps=rl_steps)
+    check_critic_model(config, hf_config)
+    backend = TimedBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
     is_main, folder = backend.topology.is_main, config.run.path
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_to_yaml(config))
-    critic = build_critic(config, rl_steps, bridge)
+    critic = build_critic(config, rl_steps // steps_per_rollout(config) * critic_steps_per_rollout(config), bridge)
     checkpoints = Checkpoints(config, backend, critic)
     found = checkpoints.find()
     checkpoints.cut_back(found)
@@ -367,5 +369,5 @@ def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
                 write_report(metrics_path, config_to_yaml(config), report_path)
         progress.finish(read_metrics(metrics_path) if is_main else [], report_path)
     if critic is not None:
-        critic.close(preempted=checkpoints.preempted)
+        critic.close(preempted=checkpoints.leaves)
     backend.close()

@@ -81,7 +81,7 @@ def refuse_uncounted_losses(config: Config) -> None:
 def coupling_terms(config: Config) -> tuple[str, ...]:
     """Settings, each as ``key=value``, that make a sample with zero advantage matter all the same."""
     terms = []
-    if config.loss.kl_coefficient != 0 and config.reference.kl_in == "loss":
+    if config.kl_in_loss:
         terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
     if config.loss.entropy_coefficient != 0:
         terms.append(f"loss.entropy_coefficient={config.loss.entropy_coefficient}")
@@ -119,13 +119,12 @@ def signal_rule(config: Config) -> SignalRule:
             f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop nothing)"
         )
     drops = config.skip.mode != "off"
-    kl_in_reward = config.loss.kl_coefficient != 0 and config.reference.kl_in == "reward"
     return SignalRule(
         drops=drops,
         advantage_epsilon=config.skip.advantage_epsilon,
-        drops_logprob_passes=drops and config.skip.logprob_passes and not kl_in_reward,
+        drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,
         approximated=terms if drops else (),
-        kl_in_reward=kl_in_reward,
+        kl_in_reward=config.kl_in_reward,
     )
 
 

@@ -1,6 +1,6 @@
 """A model that is trained on this rank: its chunks, schedule and optimizer, the plan of its batches and the rows they need.
 
-The policy (backend.py) and the critic (critic.py) are two: each adds what it reads from the hidden states, and its loss.
+The policy (backend.py) and the critic (critic/model.py) are two: each adds what it reads from the hidden states, and its loss.
 """
 
 from __future__ import annotations
@@ -49,11 +49,16 @@ REFUSED_DDP_FIELDS = {
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Facts of all samples, the rows this rank produced, and the rows that the current plan brought."""
+    """Facts of all samples, the rows this rank produced, and the rows that the current plan brought.
+
+    loss_mask bool, rollout_logprobs float32: [T] flat over response tokens, of all ranks; None until they were gathered.
+    """
 
     facts: BatchFacts
     local: Sequence[Sample]
     rows: Mapping[int, Sample] = dataclasses.field(default_factory=dict)
+    loss_mask: np.ndarray | None = None
+    rollout_logprobs: np.ndarray | None = None
 
 
 class TrainedModel:
@@ -87,7 +92,7 @@ class TrainedModel:
             hf_config = AutoConfig.from_pretrained(config.model.hf_path)
         self.hf_config = hf_config
         models, self.shape = build_model(config, hf_config, self.topology, value_head=value_head)
-        load_weights(models, self.shape, self.topology, self._reader(weights))
+        self._fill(models, weights)
         if lora is not None and lora.rank is not None:
             self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
         ddp = DistributedDataParallelConfig(**ddp_fields)
@@ -104,6 +109,9 @@ class TrainedModel:
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._copies = torch.cuda.Stream() if HOST.is_cuda else None
         self.zero_grad()
+
+    def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
+        load_weights(models, self.shape, self.topology, self._reader(weights))
 
     def _join(self) -> topology.Topology:
         parallel = self.config.parallel

@@ -117,7 +117,7 @@ class Rollout:
 
     @property
     def num_turns(self) -> int:
-        """Runs of the policy's tokens."""
+        """Runs of the policy's tokens: two turns around an observation of no token are one."""
         mask = (True,) if self.loss_mask is None else self.loss_mask
         return sum(here and not before for before, here in zip((False, *mask), mask, strict=False))
 

@@ -36,7 +36,7 @@ def decide(
 ) -> Verdict:  # fmt: skip
     """Once per rollout, for all its mini-batches and epochs. A collective where a correction is asked for.
 
-    signal bool [S] by advantages alone · passed bool [S]: the samples whose old_logprobs [T] are known.
+    signal bool [S]: of those by advantage alone, what is to be trained · passed bool [S]: the samples whose old_logprobs [T] are known.
     """
     if not config.is_on:
         return Verdict(weights=None, signal=signal)
@@ -44,5 +44,6 @@ def decide(
     lengths, engine, mask = batch.facts.response_tokens, backend.gather_rollout_logprobs(batch), backend.gather_loss_mask(batch)
     found = importance_weights(old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config)
     weights = exchange.from_first_rank(found.weights)
-    left = has_signal(advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon)
-    return Verdict(weights=weights, signal=left, metrics=correction_metrics(found, mask, lengths, signal))
+    left = signal & has_signal(advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon)
+    metrics = {**correction_metrics(found, mask, lengths, signal), "correction/masked_samples": float((signal & ~left).sum())}
+    return Verdict(weights=weights, signal=left, metrics=metrics)

@@ -26,10 +26,6 @@ def constant(prompts, completions, completion_ids, **columns):
     return [1.0] * len(prompts)
 
 
-def not_applicable_to_even_answers(prompts, completions, completion_ids, answer, **columns):
-    return [None if int(a) % 2 == 0 else 1.0 for a in answer]
-
-
 def mostly_dead(prompts, completions, completion_ids, answer, **columns):
     """0 for two prompts of three, whatever is answered; the others as ``parity``."""
     return [float(len(ids) % 2) if int(right) % 3 == 0 else 0.0 for right, ids in zip(answer, completion_ids, strict=True)]

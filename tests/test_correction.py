@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_rl.config import CORRECTIONS, CorrectionConfig, load_config
 from megatron_rl.loss.correction import correction_metrics, importance_weights
 from megatron_rl.signal import has_signal
-from megatron_rl.types import ConfigError, LossInputs
+from megatron_rl.types import Advantages, ConfigError, LossInputs
 from tests.reference import make_samples
 from tests.test_packing import run_pack
 
@@ -79,7 +79,7 @@ samples = st.lists(
     delta=st.sampled_from([None, 0.0, 0.5, 1.0]),
 )  # fmt: skip
 def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> None:
-    """Ragged samples, tokens without loss, both signs of A; the largest weight and signal with it."""
+    """Ragged samples, tokens without loss, both signs of A; and the signal that is left."""
     config = CorrectionConfig(mode=mode, cap=cap, floor=None if mode == "none" else floor, off_policy_delta=delta)
     advantages = [a for a, _ in drawn]
     gaps, masks = [[d for d, _ in tokens] for _, tokens in drawn], [[m for _, m in tokens] for _, tokens in drawn]
@@ -88,7 +88,8 @@ def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> Non
     assert np.array_equal(found.weights == 0, np.array(wanted) == 0)  # a mask zeroes, exactly
     assert (found.weights <= cap).all() and not found.capped[found.weights == 0].any()
     bounds = np.cumsum([0, *(len(d) for d in gaps)])
-    signal = has_signal(np.array(advantages) * found.largest, np.array([sum(m) for m in masks], dtype=np.int64))
+    largest = Advantages(of_sample=np.array(advantages)).largest(np.array([len(m) for m in masks]), found.weights)
+    signal = has_signal(largest, np.array([sum(m) for m in masks], dtype=np.int64))
     for i, (a, mask) in enumerate(zip(advantages, masks, strict=True)):
         own = wanted[bounds[i] : bounds[i + 1]]
         assert signal[i] == any(m and w * a != 0 for m, w in zip(mask, own, strict=True))
@@ -105,7 +106,7 @@ def test_a_mask_zeroes_what_truncation_moves_to_the_bound(mode: str) -> None:
 @pytest.mark.parametrize("mode", CORRECTIONS)
 def test_equal_logprobs_give_weights_of_exactly_one(mode: str) -> None:
     found = run(CorrectionConfig(mode=mode, cap=1.0, off_policy_delta=0.0), [-1.0, 1.0], [[0.0] * 3, [0.0]], [[True] * 3, [True]])
-    assert found.weights.tolist() == [1.0] * 4 and found.largest.tolist() == [1.0, 1.0] and not found.capped.any()
+    assert found.weights.tolist() == [1.0] * 4 and not found.capped.any()
 
 
 def test_off_policy_masking_takes_negative_advantages_only() -> None:
@@ -132,7 +133,6 @@ def test_samples_that_were_not_passed_have_weight_zero() -> None:
         CorrectionConfig(mode="token_truncate", cap=5.0),
     )  # fmt: skip
     np.testing.assert_allclose(found.weights, [math.e, math.e, 0.0, 0.0], **CLOSE)
-    np.testing.assert_allclose(found.largest, [math.e, 0.0], **CLOSE)
 
 
 def test_an_impossible_token_is_capped_and_nan_is_named() -> None:
@@ -151,12 +151,12 @@ def test_metrics_are_of_the_tokens_with_an_advantage() -> None:
     signal = np.array([True, True, False])
     found = correction_metrics(run(CorrectionConfig(mode="token_mask"), advantages, gaps, masks), mask, lengths, signal)
     share = {"correction/weight_mean": 0.4, "correction/masked_share": 0.6, "correction/capped_share": 0.0}
-    assert found == {**share, "correction/masked_samples": 1.0}
+    assert found == share
     found = correction_metrics(run(CorrectionConfig(mode="token_truncate"), advantages, gaps, masks), mask, lengths, signal)
     share = {"correction/weight_mean": 8 / 5, "correction/masked_share": 0.0, "correction/capped_share": 0.6}
-    assert found == {**share, "correction/masked_samples": 0.0}
+    assert found == share
     nothing = correction_metrics(run(CorrectionConfig(mode="token_mask"), advantages, gaps, masks), mask, lengths, np.zeros(3, dtype=bool))
-    assert nothing == {"correction/masked_samples": 0.0}
+    assert nothing == {}
 
 
 def test_packed_advantages_equal_weight_times_advantage_per_token() -> None:

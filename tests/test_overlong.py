@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron_rl.advantage import reduction_weights
 from megatron_rl.config import load_config
 from megatron_rl.intake import Scored, plain_advantages, reward_metrics
+from megatron_rl.relations import check_overlong
 from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.producer import Group
 from megatron_rl.signal import has_signal
-from megatron_rl.train import check_overlong
 from megatron_rl.types import BatchFacts, ConfigError, Prompt, Rollout, Score
 from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
 

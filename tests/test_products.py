@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from megatron_rl.advantage import loss_inputs
 from megatron_rl.config import REDUCTIONS, Config, load_config
 from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
-from megatron_rl.run import steps_per_rollout
 from megatron_rl.signal import has_signal, signal_rule
+from megatron_rl.steps import steps_per_rollout
 from megatron_rl.types import Advantages, BatchFacts, ConfigError, StepKind, StepPlan
 from tests.reference import token_weight
 

@@ -64,6 +64,7 @@ class Checkpoints:
         self.pending: list[PendingSave] = []  # in the order in which they are to be whole
         self.waited_s = 0.0  # of the last checkpoint: what the loop did not do meanwhile
         self.preempted = False
+        self.leaves = False  # what all ranks decided together
         if self.settings.save_every:
             for number in SIGNALS:
                 signal.signal(number, self._ask_to_leave)
@@ -83,13 +84,16 @@ class Checkpoints:
         Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown format and for
         another model.
         """
-        iterations, *others = gather_json(self._whole())
-        if any(theirs != iterations for theirs in others):
+        seen, *others = gather_json([whole_checkpoints(self.root), whole_checkpoints(self.critic_root)])
+        if any(theirs != seen for theirs in others):
             raise CheckpointError(f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share")
+        iterations, of_critic = seen
         if not iterations or self.settings.resume == "never":
             if iterations and self.is_main:
                 set_aside(self.root)
             return None
+        if self.critic is not None:
+            iterations = self._of_both(iterations, of_critic)
         for iteration in reversed(iterations):
             folder = self.root / name_of(iteration)
             try:
@@ -112,12 +116,8 @@ class Checkpoints:
     def critic_root(self) -> pathlib.Path:
         return self.root / "critic"
 
-    def _whole(self) -> list[int]:
-        """Iterations that may be gone on from, oldest first; of a run with a critic, those that it has too. Not a collective."""
-        found = whole_checkpoints(self.root)
-        if self.critic is None or not found:
-            return found
-        theirs = whole_checkpoints(self.critic_root)
+    def _of_both(self, found: list[int], theirs: list[int]) -> list[int]:
+        """Iterations of the policy's that the critic has too. Not a collective."""
         both = [iteration for iteration in found if iteration in theirs]
         if not both:
             raise CheckpointError(
@@ -193,7 +193,7 @@ class Checkpoints:
         if not every:
             return False
         ended = all(pending.is_written for pending in self.pending)
-        votes = gather_json([ended, self.preempted])
+        votes = gather_json([ended, self.preempted or (self.critic is not None and self.critic.is_told_to_leave)])
         leave = any(preempted for _, preempted in votes)
         if self.pending and all(ended for ended, _ in votes):
             self._finish()
@@ -202,7 +202,8 @@ class Checkpoints:
             self._save(run, rollouts)
             if leave or last or not self.settings.asynchronous:
                 self._finish()
-        return leave and not last
+        self.leaves = leave and not last
+        return self.leaves
 
     def close(self) -> None:
         """Ends what is still being written."""

@@ -10,18 +10,21 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_yaml, load_config
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.reference import ReferenceConfig, check_reference
-from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
-from megatron_rl.config.sections import (
+from megatron_rl.config.objective import (
     ESTIMATORS,
     GROUP_ESTIMATORS,
     POLICIES,
     REDUCTIONS,
     AdvantageConfig,
+    LossConfig,
+    SkipConfig,
+)
+from megatron_rl.config.reference import ReferenceConfig, check_reference
+from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
+from megatron_rl.config.sections import (
     CheckpointConfig,
     Config,
     DataConfig,
-    LossConfig,
     MegatronConfig,
     MetricsConfig,
     ModelConfig,
@@ -30,7 +33,6 @@ from megatron_rl.config.sections import (
     PlanConfig,
     RewardConfig,
     RunConfig,
-    SkipConfig,
     TrainConfig,
     WarmupConfig,
 )

@@ -53,16 +53,19 @@ class CriticConfig:
                 "critic.init=policy copies the policy's weights on ranks that hold both, and critic.placement=separate has none; "
                 "give critic.hf_path"
             )
+        if self.init == "policy" and self.hf_path is not None:
+            raise ConfigError(f"critic.init=policy takes the policy's weights, and critic.hf_path={self.hf_path!r} names others; set one")
 
 
 def critic_config(config):
     """The Config that the critic's model is built from; ConfigError for a field that a section does not have."""
     given = config.critic
     sections = {name: _changed(config, name, dataclasses.asdict(given)[name]) for name in OWN_SECTIONS}
-    sections["optimizer"] = dataclasses.replace(sections["optimizer"], lr=given.optimizer.get("lr", given.lr))
+    sections["optimizer"] = dataclasses.replace(sections["optimizer"], lr=given.lr)
     size = given.samples_per_mini_batch or config.train.samples_per_mini_batch
+    named = {"hf_path": given.hf_path, "init": "pretrained"} if given.hf_path is not None else {}
     return dataclasses.replace(
-        config, **sections, model=dataclasses.replace(config.model, hf_path=given.hf_path or config.model.hf_path),
+        config, **sections, model=dataclasses.replace(config.model, **named),
         train=dataclasses.replace(config.train, samples_per_mini_batch=size),
         skip=dataclasses.replace(config.skip, steps="match", ghost="dense"),
     )  # fmt: skip
@@ -72,6 +75,8 @@ def _changed(config, section: str, fields: dict[str, Any]):
     before = {"parallel": config.parallel, "optimizer": config.optimizer}[section]
     known = [field.name for field in dataclasses.fields(before)]
     for name, value in fields.items():
+        if (section, name) == ("optimizer", "lr"):
+            raise ConfigError(f"critic.optimizer.lr={value!r} is set by critic.lr={config.critic.lr}; set that alone")
         if name not in known:
             raise ConfigError(f"critic.{section}.{name}={value!r} is not known; {section} has {', '.join(known)}")
     return dataclasses.replace(before, **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})

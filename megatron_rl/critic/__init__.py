@@ -11,9 +11,9 @@ __all__ = ["Critic", "RemoteCritic", "build_critic"]
 
 
 def build_critic(config: Config, total_steps: int, bridge: Bridge | None) -> Critic | RemoteCritic | None:
-    """The run's, after its policy was built; None for an estimator without one. total_steps: optimizer steps of the policy, in all.
+    """The run's, after its policy was built; None for an estimator without one. total_steps: its optimizer steps, in all.
     bridge: to the ranks of a separate one.
     """
-    if config.advantage.estimator != "gae":
+    if not config.has_critic:
         return None
     return Critic(config, total_steps=total_steps) if bridge is None else RemoteCritic(bridge, total_steps=total_steps)

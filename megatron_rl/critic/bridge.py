@@ -4,7 +4,8 @@ A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 
 default group, so that nothing of Megatron-Core knows of the other. Requests and answers are numbered keys of the job's store, which every
 rank of the other world reads; arrays go between the two first ranks alone, over a gloo group of the two, and are shared from there.
 
-The policy's first rank says every BEAT_S that it is alive: rollouts may take their time, and a job that is gone is noticed all the same.
+Each world's first rank says every BEAT_S that it is alive: rollouts and a critic's steps may take their time, each bounded by its own
+world's deadlines, and a world that is gone is noticed all the same.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def joined(config: Config, *, of_critic: bool) -> Iterator[Bridge | None]:
 
 
 def is_separate(config: Config) -> bool:
-    return config.advantage.estimator == "gae" and config.critic.placement == "separate"
+    return config.has_critic and config.critic.placement == "separate"
 
 
 def policy_ranks(config: Config) -> int:
@@ -91,19 +92,16 @@ class Bridge:
         if self.is_first:
             self.group = dist.ProcessGroupGloo(dist.PrefixStore("arrays", self.store), int(of_critic), 2, bound)
         self._left = threading.Event()
-        if self.is_first and not of_critic:
-            self._say_alive(0)
-            self._beat = threading.Thread(target=self._keep_beating, daemon=True, name="critic-beat")
-            self._beat.start()
-
-    def _say_alive(self, number: int) -> None:
-        self.store.set(ALIVE, str(number))
+        self.name, self.other = ("critic", "policy") if of_critic else ("policy", "critic")
+        if self.is_first:
+            threading.Thread(target=self._keep_beating, daemon=True, name="critic-bridge").start()
 
     def _keep_beating(self) -> None:
         number = 0
         while not self._left.wait(BEAT_S):
             number += 1
-            self._say_alive(number)
+            with contextlib.suppress(dist.DistError):  # the store is gone: who waits here hears that for itself
+                self.store.set(f"{ALIVE}/{self.name}", str(number))
 
     def close(self) -> None:
         self._left.set()
@@ -130,18 +128,19 @@ class Bridge:
                     heard, since = now, time.monotonic()
             patience_s = min(self.deadline_s, 3 * BEAT_S) if self.is_told_to_leave else self.deadline_s
             if time.monotonic() - since >= patience_s:
-                other = "policy" if self.of_critic else "critic"
-                raise PeerError(f"the {other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); look at their log")
+                raise PeerError(f"the {self.other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); see their log")
 
     def say_failed(self, reason: str) -> None:
-        """Ends the other world's waits. Not a collective; nothing where the job's store is gone, which ends them as well."""
+        """Ends the waits of both worlds. Not a collective; nothing where the job's store is gone, which ends them as well."""
         with contextlib.suppress(dist.DistError):
-            self.store.set(FAILED, reason)
+            if not self.store.check([FAILED]):  # the first cause
+                self.store.set(FAILED, f"a rank of the {self.name} failed: {reason}")
 
     def _beat_heard(self) -> str | None:
         if self.store.check([FAILED]):
-            raise PeerError(f"a rank of the {'policy' if self.of_critic else 'critic'} failed: {self.store.get(FAILED).decode()}")
-        return self.store.get(ALIVE).decode() if self.of_critic and self.store.check([ALIVE]) else None
+            raise PeerError(self.store.get(FAILED).decode())
+        key = f"{ALIVE}/{self.other}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def arrays(self, said: Mapping[str, object]) -> dict[str, np.ndarray]:
         """What came with something that was heard, on this world's every rank; a collective over it."""

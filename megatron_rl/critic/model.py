@@ -61,6 +61,8 @@ class Critic(TrainedModel):
     Its batches are the policy's: facts and rows, wherever they are.
     """
 
+    is_told_to_leave = False  # by a signal of ranks that are not the policy's
+
     sum_names = ("loss", "tokens", "clipped", "value", "return", "return_squared", "error_squared")
 
     def __init__(
@@ -70,7 +72,6 @@ class Critic(TrainedModel):
         """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainedModel. alone: these ranks hold
         no policy, whose grid it could share."""
         own = critic_config(config)
-        self.settings = config.critic
         self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
         place = topology.current() if self.grid is None and not alone else None
         with self._here():
@@ -81,6 +82,11 @@ class Critic(TrainedModel):
 
     def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
+
+    def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
+        """Nothing yet under ``critic.init=policy``: ``take_weights``, or a checkpoint, fills them before they are read."""
+        if weights is not None or self.config.critic.init != "policy":
+            super()._fill(models, weights)
 
     def take_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The policy's weights (``MegatronBackend.export``) under a head of zeros. Holds them whole on the host; before the first step."""
@@ -108,7 +114,9 @@ class Critic(TrainedModel):
             plan = self.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
             self.load_rows(own, plan)
             results = []
-            for mini_batch, fingerprint in [*zip(plan.mini_batches, plan.fingerprints(), strict=True)] * self.settings.epochs_per_rollout:
+            for mini_batch, fingerprint in [
+                *zip(plan.mini_batches, plan.fingerprints(), strict=True)
+            ] * self.config.critic.epochs_per_rollout:
                 self.accumulate(own, mini_batch, returns, old_values, fingerprint)
                 results.append(self.optim_step(mini_batch.kind))
         return critic_metrics(results)
@@ -122,7 +130,7 @@ class Critic(TrainedModel):
 
     def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = values_of(hidden, self.chunks[-1].module)
-        term = value_loss(values, tokens.old_values, tokens.returns, tokens.weights, clip=self.settings.value_clip)
+        term = value_loss(values, tokens.old_values, tokens.returns, tokens.weights, clip=self.config.critic.value_clip)
         found, wanted = values.detach().double(), tokens.returns.double()
         counted = (torch.ones_like(found), term.clipped.double(), found, wanted, wanted**2, (found - wanted) ** 2)
         return term.loss, torch.stack([term.loss.detach().double(), *(x.sum() for x in counted)])
@@ -169,9 +177,10 @@ def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
     sums = {name: sum(result.sums[name] for result in results) for name in Critic.sum_names}
     metrics = {
         "critic/loss": sums["loss"] / max(len(results), 1),
-        "critic/grad_norm": max((result.grad_norm for result in results), default=0.0),
+        "critic/grad_norm": float(np.max([result.grad_norm for result in results], initial=0.0)),  # NaN where one is
         "critic/lr": results[-1].learning_rate if results else 0.0,
         "critic/steps": float(len(results)),
+        "critic/applied": float(sum(result.applied for result in results)),
     }
     if tokens := sums["tokens"]:
         spread = sums["return_squared"] - sums["return"] ** 2 / tokens

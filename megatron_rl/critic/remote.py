@@ -11,21 +11,20 @@ import numpy as np
 from megatron_rl import exchange, topology
 from megatron_rl.critic.bridge import Arrays, Bridge
 from megatron_rl.trained_model import Batch
-from megatron_rl.types import CheckpointError, PeerError, Sample
+from megatron_rl.types import CheckpointError, Sample
 
 
 class RemoteSave:
     """A checkpoint that the critic's ranks are writing; see PendingSave."""
 
     def __init__(self, critic: RemoteCritic, root: pathlib.Path, iteration: int) -> None:
+        """Raises CheckpointError on every rank where it cannot be begun."""
         self.critic, self.is_written, self.written_s = critic, True, 0.0
-        critic.ask("save", root=str(root), iteration=iteration)
+        critic.ask_of_checkpoint("save", root=str(root), iteration=iteration)
 
     def finish(self) -> pathlib.Path:
         """Raises CheckpointError on every rank where it could not be written."""
-        answer, _ = self.critic.ask("finish")
-        if answer["refused"]:
-            raise CheckpointError(answer["refused"])
+        answer = self.critic.ask_of_checkpoint("finish")
         self.written_s = answer["written_s"]
         return pathlib.Path(answer["folder"])
 
@@ -39,24 +38,26 @@ class RemoteCritic:
     def __init__(self, bridge: Bridge, *, total_steps: int) -> None:
         self.bridge, self.place = bridge, topology.current()
         self.number = 0
+        self.is_told_to_leave = False  # by a signal that reached the critic's ranks
         self.held: Batch | None = None
         self.ask("build", total_steps=total_steps)
 
     def ask(self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object) -> tuple[dict, dict[str, np.ndarray]]:
-        """(the answer, its arrays). arrays: made on the first rank alone."""
+        """(the answer, its arrays). arrays: made on the first rank alone. Every rank reads the answer for itself, so that no collective's
+        deadline bounds what the critic's ranks are at: they say that they are alive."""
         self.number += 1
-        error, answer = None, {}
         if self.bridge.is_first:
-            try:
-                self.bridge.tell(f"request/{self.number}", {"request": request, **given}, arrays() if arrays else None)
-                answer = self.bridge.hear(f"answer/{self.number}")
-                if "error" in answer:
-                    raise PeerError(f"the critic's ranks failed on {request!r}: {answer['error']}")
-            except Exception as met:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
-                error = met
-        exchange.raise_together(error)
-        answer = exchange.gather_json(answer)[0]
+            self.bridge.tell(f"request/{self.number}", {"request": request, **given}, arrays() if arrays else None)
+        answer = self.bridge.hear(f"answer/{self.number}")
+        self.is_told_to_leave |= answer["is_told_to_leave"]
         return answer, self.bridge.arrays(answer)
+
+    def ask_of_checkpoint(self, request: str, **given: object) -> dict:
+        """Raises CheckpointError on every rank where the critic's ranks met one."""
+        answer, _ = self.ask(request, **given)
+        if answer["refused"]:
+            raise CheckpointError(answer["refused"])
+        return answer
 
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
@@ -77,26 +78,15 @@ class RemoteCritic:
 
     # ---- what a run keeps ------------------------------------------------------------------------------------------
 
-    def offload(self) -> None:
-        """Nothing: it has devices of its own."""
-
-    def restore(self) -> None:
-        """Nothing, as ``offload``."""
-
     def save(self, root: pathlib.Path, iteration: int) -> RemoteSave:
         return RemoteSave(self, root, iteration)
 
     def check(self, folder: pathlib.Path) -> None:
         """Raises CheckpointError where a checkpoint is of another model."""
-        self._checkpoint("check", folder)
+        self.ask_of_checkpoint("check", folder=str(folder))
 
     def load(self, folder: pathlib.Path) -> None:
-        self._checkpoint("load", folder)
-
-    def _checkpoint(self, request: str, folder: pathlib.Path) -> None:
-        answer, _ = self.ask(request, folder=str(folder))
-        if answer["refused"]:
-            raise CheckpointError(answer["refused"])
+        self.ask_of_checkpoint("load", folder=str(folder))
 
     def close(self, *, preempted: bool = False) -> None:
         """Lets the critic's ranks end, as a run that came to its end or as a preempted one."""

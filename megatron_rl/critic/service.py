@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_rl import exchange
 from megatron_rl.checkpoint.run_state import SIGNALS
@@ -53,17 +54,14 @@ class Service:
         error, answer, found = None, {}, {}
         try:
             answer, found = self._answer(asked, arrays)
-        except Exception as met:  # noqa: BLE001 (told to the policy's ranks, and raised on every rank of the critic)
+        except Exception as met:  # noqa: BLE001 (told at once, since peers may be in a collective that nothing ends; raised below)
             error = met
-        try:
-            exchange.raise_together(error)
-        except Exception as met:
-            if self.bridge.is_first:
-                log.error("the critic failed on %r: %s: %s", asked["request"], type(met).__name__, met)
-                self.bridge.tell(f"answer/{self.number}", {"error": f"{type(met).__name__}: {met}"})
-            raise
+            log.error("the critic's rank %d failed on %r: %s: %s", dist.get_rank(), asked["request"], type(met).__name__, met)
+            self.bridge.say_failed(f"{asked['request']!r} met {type(met).__name__}: {met}")
+        exchange.raise_together(error)
+        told = any(exchange.gather_json(self.bridge.is_told_to_leave))
         if self.bridge.is_first:
-            self.bridge.tell(f"answer/{self.number}", answer, found)
+            self.bridge.tell(f"answer/{self.number}", {**answer, "is_told_to_leave": told}, found)
         return asked["request"] != "close"
 
     def _answer(self, asked: Mapping, arrays: Mapping[str, np.ndarray]) -> Answer:
@@ -76,14 +74,10 @@ class Service:
                 return {}, {"values": self.critic.values(self.batch)}
             case "train":
                 return {"metrics": self.critic.train(self.batch, arrays["returns"], arrays["old_values"])}, {}
-            case "save":
-                self.pending = self.critic.save(pathlib.Path(asked["root"]), asked["iteration"])
-            case "finish":
-                return self._finish(), {}
+            case "save" | "finish" | "check" | "load" as request:
+                return self._checkpoint(request, asked), {}
             case "abandon":
                 self.pending.abandon()
-            case "check" | "load" as request:
-                return self._checkpoint(request, pathlib.Path(asked["folder"])), {}
             case "close":
                 self.preempted = asked["preempted"]
                 self.critic.close()
@@ -91,17 +85,20 @@ class Service:
                 raise ValueError(f"{other!r} is asked for, and this release does not know it; start all ranks from one release")
         return {}, {}
 
-    def _finish(self) -> dict:
+    def _checkpoint(self, request: str, asked: Mapping) -> dict:
+        """What becomes of a checkpoint that cannot be written or read is the policy's to decide (``checkpoint.on_error``)."""
         try:
-            folder = self.pending.finish()
-        except CheckpointError as error:  # raised on every rank; what becomes of it is the policy's to decide (checkpoint.on_error)
-            return {"refused": str(error)}
-        return {"refused": "", "folder": str(folder), "written_s": self.pending.written_s}
-
-    def _checkpoint(self, request: str, folder: pathlib.Path) -> dict:
-        try:
-            (self.critic.check if request == "check" else self.critic.load)(folder)
-        except CheckpointError as error:
+            match request:
+                case "save":
+                    self.pending = self.critic.save(pathlib.Path(asked["root"]), asked["iteration"])
+                case "finish":
+                    folder = self.pending.finish()
+                    return {"refused": "", "folder": str(folder), "written_s": self.pending.written_s}
+                case "check":
+                    self.critic.check(pathlib.Path(asked["folder"]))
+                case "load":
+                    self.critic.load(pathlib.Path(asked["folder"]))
+        except CheckpointError as error:  # raised on every rank
             return {"refused": str(error)}
         return {"refused": ""}
 

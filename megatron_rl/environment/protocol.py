@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import math
 import numbers
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.config import EnvironmentConfig
+from megatron_rl.dotted_path import resolve
 from megatron_rl.types import ConfigError, Prompt
 
 BUILT_IN = {"calculator": "megatron_rl.environment.calculator:Calculator"}
@@ -75,7 +73,9 @@ def fault_of(step: object) -> str | None:
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     """What makes one sample's environment. Raises ConfigError for a name that does not resolve, or that ``arguments`` do not fit."""
     name = config.name
-    made_by = _resolve(name)
+    made_by = resolve(name, BUILT_IN, what=f"environment.name={name!r}", form="module:Class")
+    if not callable(made_by):
+        raise ConfigError(f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes environments")
     try:
         inspect.signature(made_by).bind(**config.arguments)
     except TypeError as error:
@@ -88,25 +88,3 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
         if missing:
             raise ConfigError(f"environment.name={name!r} has no method {missing[0]!r}; an environment has reset(prompt) and step(action)")
     return lambda: made_by(**config.arguments)
-
-
-def _resolve(name: str) -> Callable[..., Environment]:
-    module_name, separator, attribute = BUILT_IN.get(name, name).partition(":")
-    if not (separator and module_name and attribute):
-        nearest = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(
-            f"environment.name={name!r} is not known; {hint}the built-ins are {', '.join(BUILT_IN)}; your own is written module:Class"
-        )
-    try:
-        made_by = operator.attrgetter(attribute)(importlib.import_module(module_name))
-    except AttributeError:
-        raise ConfigError(f"environment.name={name!r}: module {module_name!r} has no {attribute!r}; name a class of it") from None
-    except Exception as error:
-        raise ConfigError(
-            f"environment.name={name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
-            "install it, or put the folder that holds it on PYTHONPATH"
-        ) from error
-    if not callable(made_by):
-        raise ConfigError(f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes environments")
-    return made_by

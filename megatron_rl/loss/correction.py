@@ -29,13 +29,12 @@ class Correction:
     """Flat over the batch's response tokens [T] (see BatchFacts.response_offsets), T in all.
 
     weights: float64, ≥ 0 and finite; 0 where masked, and where a token carries no loss or its sample was not decided on.
-    largest: float64 [S], each sample's largest weight: 0 where nothing of it is left to train on. capped: bool [T], moved to a bound.
+    capped: bool [T], moved to a bound.
 
-    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0), largest 1.5; ``token_truncate`` → (1.5, 2.0), capped (F, T).
+    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` → (1.5, 2.0), capped (F, T).
     """
 
     weights: np.ndarray
-    largest: np.ndarray
     capped: np.ndarray
 
 
@@ -74,7 +73,7 @@ def importance_weights(
     if config.off_policy_delta is not None:
         keeps = counted & ~off_policy(advantages, mean, config.off_policy_delta)[owner]
     weights = np.where(keeps, weights, 0.0)
-    return Correction(weights=weights, largest=_largest(weights, response_tokens), capped=capped & keeps)
+    return Correction(weights=weights, capped=capped & keeps)
 
 
 def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -93,22 +92,15 @@ def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np
     return (advantages < 0) & (-mean_gap > delta)
 
 
-def _largest(weights: np.ndarray, response_tokens: np.ndarray) -> np.ndarray:
-    """[S] the largest of each sample's weights [T] flat."""
-    starts = np.cumsum(response_tokens) - response_tokens
-    return np.maximum.reduceat(weights, starts) if len(starts) else np.zeros(0)
-
-
 def correction_metrics(correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray) -> dict[str, float]:
     """``correction/*`` over the loss tokens of the samples with signal by advantage [S]: what the weights were there to move.
 
-    ``weight_mean`` counts masked tokens as 0; ``masked_samples`` have no loss token left.
+    ``weight_mean`` counts masked tokens as 0. {} where there is no such token.
     """
     measured = loss_mask & np.repeat(signal, response_tokens)
-    masked_samples = float((signal & (correction.largest == 0)).sum())
     count = int(measured.sum())
     if count == 0:
-        return {"correction/masked_samples": masked_samples}
+        return {}
 
     def mean(values: np.ndarray) -> float:
         return float(values[measured].sum()) / count
@@ -117,5 +109,4 @@ def correction_metrics(correction: Correction, loss_mask: np.ndarray, response_t
         "correction/weight_mean": mean(correction.weights),
         "correction/masked_share": mean(correction.weights == 0),
         "correction/capped_share": mean(correction.capped),
-        "correction/masked_samples": masked_samples,
     }

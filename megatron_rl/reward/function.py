@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
 import inspect
 import math
 import numbers
-import operator
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl import dotted_path
 from megatron_rl.types import ConfigError, Rollout
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -45,29 +43,7 @@ class _WrongReturn(Exception):
 
 def resolve(name: str) -> RewardFunction:
     """The callable behind a built-in name or ``module:function``. Raises ConfigError with the nearest way out."""
-    path = BUILT_IN.get(name, name)
-    module_name, separator, attribute = path.partition(":")
-    if not (separator and module_name and attribute):
-        known = [*BUILT_IN, ENVIRONMENT]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(
-            f"reward function {name!r} is not known; {hint}the built-ins are {', '.join(known)}; your own is written module:function"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"reward function {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
-            "install it, or put the folder that holds it on PYTHONPATH"
-        ) from error
-    try:
-        function = operator.attrgetter(attribute)(module)
-    except AttributeError:
-        candidates = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        nearest = difflib.get_close_matches(attribute, candidates, n=1, cutoff=0.0)
-        hint = f"; the nearest it has is {nearest[0]!r}" if nearest else "; it defines no function"
-        raise ConfigError(f"reward function {name!r}: module {module_name!r} has no {attribute!r}{hint}") from None
+    function = dotted_path.resolve(name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(ENVIRONMENT,))
     _check_callable(name, function)
     return function
 

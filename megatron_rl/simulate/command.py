@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pathlib
+import sys
 
 import numpy as np
 
@@ -38,13 +39,16 @@ def simulate_job(config: Config, given: argparse.Namespace) -> None:
     from megatron_rl.simulate.picture import picture
 
     given = _from_run(given)
-    degrees = degrees_of(config, world_size(given.nodes, given.gpus_per_node, os.environ))
+    gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
+    degrees = degrees_of(config, gpus - (config.critic.ranks or 0))  # a separate critic's hold no policy
     shape = read_shape(config, degrees)
     workloads, source = _workloads(config, given)
     loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)
     costs = _costs(config, given, shape, degrees, loss_share)
     found = [forecast(Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs)) for w in workloads]
     shown = found[int(np.argsort([f.dense.update_s for f in found])[len(found) // 2])]  # the rollout of median length
+    if config.has_critic:
+        print("critic: neither its time nor its memory nor its ranks are in this forecast", file=sys.stderr)
     title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
     from megatron_rl.simulate.table import figures, show
 

@@ -52,8 +52,10 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def signal(self, config: Config) -> np.ndarray:
-        """[S] bool, by the run's own advantages and rule."""
+        """[S] bool, by the run's own advantages and rule; every sample with a loss token where these hang on values or log-probs."""
         given, rewards = config.advantage, self.rewards
+        if given.estimator == "gae" or config.kl_in_reward:
+            return self.loss_tokens > 0
         columns, weights = rewards[:, None], ()
         if given.estimator == "gdpo" and self.by_function:
             names, weights = config.reward.functions, config.reward.resolved_weights
