@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ import torch
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.config import load_config
 from megatron_rl.critic.bridge import holds_critic, local_policy_ranks
-from megatron_rl.train import EXIT_CONFIG, main
+from megatron_rl.train import EXIT_CONFIG, EXIT_PREEMPTED, main
 from megatron_rl.types import ConfigError
 from tests.distributed.test_ppo import PPO
 from tests.distributed.test_resume import SAVED, timeless, weights_of_last
@@ -69,6 +73,62 @@ def test_a_failure_on_one_side_ends_both(arithmetic, tmp_path, side, said):  # n
     assert time.monotonic() - started < 100  # no wait ran into run.deadline_s=60
 
 
+@pytest.mark.parametrize("placement", [(), SEPARATE])
+def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(arithmetic, tmp_path, placement):  # noqa: F811
+    """A file stands where its folder should be: ``continue`` goes on without checkpoints, wherever the critic is."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "critic").write_text("")
+    world = 2 if placement else 1
+    ran(world, tmp_path, arithmetic, *SAVED, *placement, "checkpoint.on_error=continue")
+    assert whole_checkpoints(tmp_path / "checkpoints") == [] and len(rows_of(tmp_path)) == 8
+
+
+@contextlib.contextmanager
+def job(world: int, given: list[str]) -> Iterator[list[subprocess.Popen]]:
+    """The ranks of a job without a launcher that would end them: what becomes of one is the others' to notice."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    environments = [{**shared, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    command = [sys.executable, "-m", "megatron_rl.train", *given]
+    ranks = [subprocess.Popen(command, cwd=ROOT, env=x, stderr=subprocess.PIPE, text=True) for x in environments]
+    try:
+        yield ranks
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+
+
+def wait_for_rows(folder: pathlib.Path, count: int) -> None:
+    ends_at = time.monotonic() + BOUND_S
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < count:
+        assert time.monotonic() < ends_at, f"no {count} rows in {BOUND_S} s"
+        time.sleep(0.2)
+
+
+def test_a_signal_to_the_critics_rank_alone_preempts_the_run(arithmetic, tmp_path):  # noqa: F811
+    with job(2, arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.steps=100000")) as ranks:
+        wait_for_rows(tmp_path, 4)
+        ranks[1].send_signal(signal.SIGUSR1)
+        assert [rank.wait(BOUND_S) for rank in ranks] == [EXIT_PREEMPTED] * 2
+    done = whole_checkpoints(tmp_path / "checkpoints")
+    assert done and done == whole_checkpoints(tmp_path / "checkpoints" / "critic")
+
+
+def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(arithmetic, tmp_path):  # noqa: F811
+    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000")
+    with job(3, arguments(arithmetic, tmp_path, *PPO, *grids)) as ranks:
+        wait_for_rows(tmp_path, 4)
+        ranks[2].kill()
+        started = time.monotonic()
+        assert ranks[0].wait(BOUND_S) == 1 and ranks[1].wait(BOUND_S) == 1
+        assert time.monotonic() - started < 50  # before run.deadline_s=60
+        said = ranks[0].stderr.read()
+    assert "a rank of the critic failed" in said, said[-2000:]
+
+
 def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd):  # noqa: F811
     given = ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=2"]
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -83,12 +143,14 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
     with pytest.raises(ConfigError, match="critic.init=policy"):
         load_config(None, [*given, "critic.init=policy"])
     wrong = "critic.hf_path=/nowhere", "critic.parallel.tensors=2", "replay.size=8", "critic.warmup_steps=2", "advantage.noise_std=0.1"
+    wrong += "critic.optimizer.lr=1", "correction.off_policy_delta=0.1"
     for override in wrong:
         extra = ["advantage.noise_steps=3"] if "noise" in override else []
         assert main([*arguments(arithmetic, tmp_path, *PPO), override, *extra]) == EXIT_CONFIG
         assert override.split("=")[0] in capfd.readouterr().err
-    assert main([*arguments(arithmetic, tmp_path), "critic.warmup_steps=1"]) == EXIT_CONFIG
-    assert "advantage.estimator=grpo has no critic" in capfd.readouterr().err
+    for override in ("critic.warmup_steps=1", "critic.hf_path=/nowhere", "critic.parallel.tensor=2"):
+        assert main([*arguments(arithmetic, tmp_path), override]) == EXIT_CONFIG
+        assert "advantage.estimator=grpo has no critic" in capfd.readouterr().err
 
 
 def test_engines_count_a_nodes_policy_ranks(monkeypatch):
