@@ -43,10 +43,10 @@ class HostCopy:
         parameters = trained(self.model.parameters())
         current = _on_host(parameters)
         try:
-            _overwrite(parameters, self.tensors)
+            overwrite(parameters, self.tensors)
             yield
         finally:
-            _overwrite(parameters, current)
+            overwrite(parameters, current)
 
 
 class SecondModel:
@@ -71,7 +71,7 @@ class SecondModel:
             self.chunks = build_frozen(model.config, model.hf_config, model.topology)
             self.schedule = Schedule(self.chunks, model.topology)
         model.schedule.gather_parameters()
-        _overwrite(self._parameters(), model.parameters())
+        overwrite(self._parameters(), model.parameters())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -101,6 +101,6 @@ def _on_host(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _overwrite(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def overwrite(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_rl.child import RANK_VARIABLES
 from megatron_rl.config import Config, load_config
 from megatron_rl.rollout import launch
 from megatron_rl.rollout.launch import Place, Seat, engine_arguments, place_of, shares_device
-from megatron_rl.rollout.process_replica import RANK_VARIABLES, engine_environment
+from megatron_rl.rollout.process_replica import engine_environment
 from megatron_rl.types import ConfigError
 
 CPU = torch.device("cpu")

@@ -341,6 +341,10 @@ def test_a_dry_run_of_training_joins_nothing(arguments, capsys, monkeypatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "12")
     assert train.main([*arguments, "--dry-run"]) == 0
     assert "PP 4, DP 3" in capsys.readouterr().out
+    separate = ("advantage.estimator=gae", "critic.placement=separate", "critic.ranks=4")
+    assert train.main([*arguments, *separate, "--dry-run"]) == 0  # every sample trains, and four ranks hold no policy
+    said = capsys.readouterr()
+    assert "PP 4, DP 2" in said.out and "critic: neither its time" in said.err
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
 
+from megatron_rl import child
 from megatron_rl.rollout import frames
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
@@ -26,27 +27,18 @@ from megatron_rl.rollout.sampling import parse_version, sampling_parameters
 
 log = logging.getLogger(__name__)
 
-# What torchrun and SLURM tell a rank would make the engine join the trainer's world.
-RANK_VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
-    "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
-)  # fmt: skip
 LAST_LINES = 15
 SEND_S = 30  # without a byte taken; an engine that works reads at any time, in a thread of its own
 
 
 def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, threads: int | None) -> dict[str, str]:
     """The environment of an engine's process: ours without the trainer's world. ``devices``: its GPUs, None on a CPU host."""
-    kept = {
-        name: value
-        for name, value in given.items()
-        if name not in (*RANK_VARIABLES, "VLLM_ALLOW_INSECURE_SERIALIZATION") and not name.startswith("TORCHELASTIC_")
-    }
+    kept = child.environment(given)
+    kept.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     kept |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is stepped in that process, which is apart already
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[2]), *filter(None, [given.get("PYTHONPATH")])]),
     }
     if devices is not None:
         return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices)}

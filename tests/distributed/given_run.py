@@ -14,7 +14,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.intake import Intake
 from megatron_rl.loss.objective import Objective
 from megatron_rl.reference import Reference
-from megatron_rl.reference_weights import _overwrite
+from megatron_rl.reference_weights import overwrite
 from megatron_rl.run import Run
 from megatron_rl.signal import signal_rule
 from megatron_rl.train import train_on_rollout
@@ -63,7 +63,7 @@ def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
     if backend.reference.tensors is None:
         backend.keep_reference()
     with torch.no_grad():
-        _overwrite(backend.parameters(), backend.reference.tensors)
+        overwrite(backend.parameters(), backend.reference.tensors)
     backend.config, backend.objective = config, Objective(config.loss, backend._sum_over_context)
     backend.reset_optimizer(total_steps=1)
     return GivenRun(rig, config, advantages)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl import topology
 from megatron_rl.config import load_config
+from megatron_rl.critic import Critic
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off, fill_adapters
-from megatron_rl.trained_model import TrainedModel
 from megatron_rl.types import StepKind
 from megatron_rl.weights.export import MemoryReader
 from tests.adapted import PROJECTIONS, adapt, adapters_of, merged
@@ -321,21 +322,17 @@ def test_offload_and_restore_leave_adapters_as_they_were(pool: Pool, sharded: st
     assert all(pool.run(2, offloaded, (f"optimizer.distributed={sharded}", "model.dtype=bfloat16"), timeout_s=60))
 
 
-class Critic(TrainedModel):
-    sum_names = ()
-
-
 def critic_without(rank: int, world: int) -> bool:
     """Whether a value model under a configuration with adapters has none and trains every weight."""
     hf_config, model = tiny_model("qwen2_untied")
-    weights = file_weights(model)
-    weights["score.weight"] = torch.zeros(1, hf_config.hidden_size)
-    critic = Critic(load_config(None, [*DEFAULTS, *LORA]), hf_config=hf_config, weights=weights, value_head=True)
+    config = load_config(None, [*DEFAULTS, *LORA, "advantage.estimator=gae"])
+    critic = Critic(config, hf_config=hf_config, weights=file_weights(model), alone=True)
     try:
         return not own_adapters(critic.chunks) and all(p.requires_grad for p in critic.parameters())
     finally:
-        critic.close(leave_world=False)
+        critic.close()
+        topology.destroy()
 
 
-def test_a_critic_has_no_adapters_unless_it_is_given_them(pool: Pool) -> None:
+def test_a_critic_has_no_adapters(pool: Pool) -> None:
     assert pool.run(1, critic_without, timeout_s=60) == [True]

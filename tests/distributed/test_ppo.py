@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -72,3 +74,36 @@ def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):  # noqa:
     assert all(row["skip/tokens_executed"] == 0 and row["step_kind"] == "GHOST" for row in held)
     assert [row["critic/steps"] for row in rl if "critic/steps" in row] == [2, 2, 2]
     assert all(row["train/applied"] == 1 and row["train/grad_norm"] > 0 for row in trained)
+
+
+def test_an_adaptive_coefficient_waits_for_the_policy(pool, arithmetic, tmp_path):  # noqa: F811
+    """The KL in the reward of a held rollout is that of a policy that has not moved: it moves no coefficient."""
+    adaptive = (*KL, "reference.controller=adaptive", "reference.kl_horizon=50", "reference.kl_target=1e-9", "critic.warmup_steps=2")
+    rows = [row for row in run(pool, 1, tmp_path, arithmetic, *adaptive, "train.steps=5") if row["phase"] == "rl"]
+    betas = [rows[4 * k]["train/kl_coefficient"] for k in range(5)]
+    assert betas[:3] == [0.1] * 3 and betas[3] != 0.1
+    assert all("reward/kl_penalty" in rows[4 * k] for k in range(5)) and rows[0]["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_folder_of_a_policy_alone_is_named_or_set_aside(pool, arithmetic, tmp_path):  # noqa: F811
+    saved = arguments(arithmetic, tmp_path, *SAVED, "train.steps=1")
+    assert pool.run(1, command_line, saved, timeout_s=60)[0][0] == 0
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *SAVED, *PPO), timeout_s=60)
+    assert code == 1 and "none of a critic that belong to them" in said
+    run(pool, 1, tmp_path, arithmetic, *SAVED, "checkpoint.resume=never", "train.steps=1")
+    assert whole_checkpoints(tmp_path / "checkpoints" / "critic") == [0, 1] and (tmp_path / "checkpoints.1").is_dir()
+
+
+def test_a_critic_that_cannot_read_the_policys_tokens_is_named(pool, arithmetic, tmp_path):  # noqa: F811
+    """A vocabulary below the policy's, or a context below a prompt's and its response's."""
+    for name, value, said in (
+        ("vocab_size", 3, "a vocabulary of 3"),
+        ("max_position_embeddings", 8, "is more than the context of critic.hf_path"),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(arithmetic / "model", folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, name: value}))
+        given = arguments(arithmetic, tmp_path / "run", *PPO, f"critic.hf_path={folder}")
+        ((code, told),) = pool.run(1, command_line, given, timeout_s=60)
+        assert code == 2 and said in told, told

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.producer import to_sample
 from megatron_rl.signal import has_signal
-from megatron_rl.types import Prompt, Rollout, Sample
+from megatron_rl.types import Advantages, Prompt, Rollout, Sample
 from megatron_rl.verdict import decide
 from tests.distributed.pool import Pool
 from tests.distributed.rig import MAX_RESPONSE_TOKENS, open_rig, sizes
@@ -101,8 +101,9 @@ def passed_and_corrected(rank: int, world: int, topology: tuple, environment_log
         batch, signal = rig.batch, has_signal(ADVANTAGES, rig.batch.facts.loss_tokens)
         everyone = np.ones(len(MASKS), bool)
         found = rig.backend.logprobs(batch, everyone)
+        advantages = Advantages(of_sample=ADVANTAGES)
         verdict = decide(
-            CORRECTION, rig.backend, batch, advantages=ADVANTAGES, signal=signal, passed=everyone, old_logprobs=found.flat
+            CORRECTION, rig.backend, batch, advantages=advantages, signal=signal, passed=everyone, old_logprobs=found.flat
         )  # fmt: skip
         plan = rig.backend.plan("train", batch, verdict.signal, drops=True)
         rig.backend.load_rows(batch, plan)
