@@ -58,6 +58,20 @@ def test_calls_that_hang_cost_their_deadline_and_nothing_else() -> None:
     pool.close()
 
 
+def test_an_environment_that_is_down_costs_a_few_deadlines_and_not_one_per_sample() -> None:
+    """Forty calls that hang, two threads: 4 s one after the other, by twos; what comes back later is tried again."""
+    pool, held = StepPool(2, 0.2), threading.Event()
+    tickets = [pool.submit(lambda: held.wait(BOUND_S)) for _ in range(40)]
+    started = time.monotonic()
+    for number, ticket in enumerate(tickets):
+        with pytest.raises(Overdue, match="environment.deadline_s" if number < 4 else "4 steps in a row took longer than 0.2 s"):
+            pool.result(ticket)
+    assert time.monotonic() - started < 2.0
+    held.set()
+    assert pool.result(pool.submit(lambda: 5)) == 5
+    pool.close()
+
+
 def test_what_was_forgotten_never_begins() -> None:
     pool, begun, held, began = StepPool(1, BOUND_S), threading.Event(), threading.Event(), []
     first = pool.submit(lambda: begun.set() or held.wait(BOUND_S))

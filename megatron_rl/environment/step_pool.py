@@ -3,6 +3,8 @@
 1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads is free.
 2. One that takes longer than ``deadline_s`` is given up: its thread ends whenever it does, and another takes its place.
 3. ``result`` returns or raises in a time that is bounded by the calls before it: whoever waits gives up whatever is overdue.
+4. Where PATIENCE · ``num_threads`` calls in a row were overdue, what waits is not tried: an environment that is down costs a few deadlines
+   and not one for every ``num_threads`` samples.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from collections import deque
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
+
+
+PATIENCE = 2
 
 
 class Overdue(TimeoutError):
@@ -44,6 +49,7 @@ class StepPool:
         self._waiting: deque[Ticket] = deque()
         self._running: set[Ticket] = set()
         self._num_threads = 0  # alive, and not given up
+        self._overdue = 0  # in a row
         self._closed = False
 
     def submit(self, act: Callable[[], object]) -> Ticket:
@@ -81,7 +87,7 @@ class StepPool:
             with self._change:
                 if ticket.ended:  # given up, and this thread replaced
                     return
-                ticket.value, ticket.error, ticket.ended = value, error, True
+                ticket.value, ticket.error, ticket.ended, self._overdue = value, error, True, 0
                 self._running.discard(ticket)
                 self._change.notify_all()
 
@@ -106,16 +112,23 @@ class StepPool:
             ticket.error, ticket.ended = Overdue(f"it took longer than environment.deadline_s={self.deadline_s:g} s, at\n{stood}"), True
             self._running.discard(ticket)
             self._num_threads -= 1
+            self._overdue += 1
             log.warning("a step of an environment hangs; its thread is given up")
+        if self._overdue >= PATIENCE * self.num_threads:
+            self._give_up_waiting(Overdue(f"{self._overdue} steps in a row took longer than {self.deadline_s:g} s; it was not tried"))
         self._staff()
+
+    def _give_up_waiting(self, error: Exception) -> None:
+        for ticket in self._waiting:
+            ticket.error, ticket.ended = error, True
+        self._waiting.clear()
+        self._overdue = 0
+        self._change.notify_all()
 
     def forget_waiting(self) -> None:
         """What has not begun never does."""
         with self._change:
-            for ticket in self._waiting:
-                ticket.error, ticket.ended = RuntimeError("a step of an environment was given up before it began"), True
-            self._waiting.clear()
-            self._change.notify_all()
+            self._give_up_waiting(RuntimeError("a step of an environment was given up before it began"))
 
     def close(self) -> None:
         """Idle threads end. May be called again."""
