@@ -169,7 +169,7 @@ class TrainedModel:
         members = np.arange(batch.facts.num_samples) if samples is None else samples
         whole = purpose in ("logprob", "values")
         mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
-        merge = not whole and self.config.skip.steps == "merge" and drops
+        merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"
         facts = batch.facts
         return plan_steps(
             purpose, mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=merge, sample_ids=facts.sample_ids
