@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Purpose: PPO with a critic end to end: a model made by the quickstart's supervised warm-up, a critic grown from it on a grid of its own.
-# Cost:    about three minutes on 2 CPU cores, under 3 GB of memory (docs/ppo.md has a recorded run).
+# Cost:    about three and a half minutes on 2 CPU cores, under 3 GB of memory (docs/ppo.md has a recorded run).
 # Launch:  bash examples/ppo/run.sh [section.key=value ...]
 #          RUN_DIR: the run's folder, default runs/ppo; the model to start from goes to $RUN_DIR/start.
 set -euo pipefail
