@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
 import os
 import types
@@ -155,14 +154,16 @@ def _record() -> dict[str, object]:
     return {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and not k.startswith("__") and not isinstance(v, code)}
 
 
-_NO_GRID = copy.deepcopy(_record())  # of the import: nothing is initialized yet
+def _no_grid() -> dict[str, object]:
+    """What parallel_state remembers before anything is initialized: None throughout, and empty dictionaries (0.16.1 and 0.19.2)."""
+    return {name: {} if isinstance(value, dict) else None for name, value in _record().items()}
 
 
 class Grid:
     """A grid of the same ranks with other degrees, beside the one that parallel_state holds. Within ``active`` it is parallel_state's."""
 
     def __init__(self) -> None:
-        self._own = copy.deepcopy(_NO_GRID)
+        self._own = _no_grid()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -70,7 +70,10 @@ def initialise_megatron(rank: int, world: int) -> tuple[int, int]:
     """Returns open file descriptors and threads with Megatron's groups up."""
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
+
+    from megatron_rl import platform  # noqa: F401  (first, or the worker's later tasks meet a Megatron-Core that looks for CUDA)
+
+    from megatron.core import parallel_state  # isort: skip
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     dist.all_reduce(torch.ones(1), group=parallel_state.get_tensor_model_parallel_group())
