@@ -22,4 +22,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE=1
 exec torchrun --standalone --nproc_per_node "$processes" -m megatron_rl.train \
   --config examples/ppo/ppo.yaml --run-dir "$run_dir" \
-  model.hf_path="$start" critic.hf_path="$start" data.train="$run_dir/start/inputs/train.jsonl" "$@"
+  model.hf_path="$start" data.train="$run_dir/start/inputs/train.jsonl" "$@"

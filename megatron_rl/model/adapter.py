@@ -188,6 +188,9 @@ class _Start:
     def __init__(self, shape: ModelShape, seed: int) -> None:
         self.shape, self.seed = shape, seed
 
+    def has(self, name: str) -> bool:
+        return True  # of every adapter
+
     def size(self, name: str) -> tuple[int, ...]:
         return hf_size(self.shape, name)
 
