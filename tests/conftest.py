@@ -6,13 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.distributed.nursery import Nursery
 from tests.distributed.pool import Pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def nursery() -> Iterator[Nursery]:
+    """A process that has imported everything, to fork from; see tests/distributed/nursery.py."""
+    with Nursery() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def pool(nursery: Nursery) -> Iterator[Pool]:
     """Gloo workers for the whole session; see tests/distributed/pool.py."""
-    with Pool() as workers:
+    with Pool(nursery=nursery) as workers:
         yield workers
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import load_config
 from megatron_rl.metrics import read_metrics
-from tests.distributed.pool import worker_environment
+from tests.distributed.environment import worker_environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "gsm8k" / "gsm8k.yaml"

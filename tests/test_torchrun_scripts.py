@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from tests.distributed.pool import worker_environment
+from tests.distributed.environment import worker_environment
 
 ROOT = pathlib.Path(__file__).parents[1]
 BOUND_S = 240.0

@@ -14,7 +14,7 @@ import sys
 import psutil
 import pytest
 
-from tests.distributed.pool import worker_environment
+from tests.distributed.environment import worker_environment
 from tests.reference import tiny_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

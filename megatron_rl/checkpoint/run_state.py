@@ -24,13 +24,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
 from megatron_rl.checkpoint import policy
 from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, remove, verify, whole_checkpoints
 from megatron_rl.checkpoint.pickled import check_pickle
 from megatron_rl.checkpoint.writer import PendingSave
-from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.config import Config, config_to_dict
 from megatron_rl.exchange import gather_json
 from megatron_rl.metrics import set_aside
 from megatron_rl.platform import HOST
@@ -171,7 +170,7 @@ class Checkpoints:
         run.feed.restore(state["feed"], [(found.folder / own_file(rank)).read_bytes() for rank in theirs])
         run.recorder.num_rollouts = state["trace_rollouts"]
         self._restore_random(state)
-        for key, (before, now) in _changed(state["config"], _plain(self.config)).items():
+        for key, (before, now) in _changed(state["config"], config_to_dict(self.config)).items():
             log.warning("resumed with %s=%s; it was %s when the checkpoint was taken", key, now, before)
         log.info("resumed from %s: %d rollouts trained, %d optimizer steps", found.folder, found.rollouts, self.backend.step_index)
         return found.rollouts
@@ -217,7 +216,7 @@ class Checkpoints:
             "model": policy.identity(self.backend), "backend": policy.numbers(self.backend),
             "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
             "reference": run.reference.state(), "bytes": self._appended(),
-            "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": _plain(self.config),
+            "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": config_to_dict(self.config),
         }  # fmt: skip
         try:
             own_files = {own_file(self.backend.topology.rank): rows}
@@ -300,10 +299,6 @@ def _text(state: torch.Tensor) -> str:
 
 def _bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _plain(config: Config) -> dict[str, dict]:
-    return OmegaConf.to_container(OmegaConf.create(config_to_yaml(config)))
 
 
 def _changed(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:

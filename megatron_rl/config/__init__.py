@@ -8,7 +8,7 @@ from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.critic import CriticConfig, critic_config
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
-from megatron_rl.config.file import config_to_yaml, load_config
+from megatron_rl.config.file import config_to_dict, config_to_yaml, load_config
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.objective import (
     ESTIMATORS,
@@ -72,6 +72,7 @@ __all__ = [
     "WarmupConfig",
     "WeightSyncConfig",
     "check_reference",
+    "config_to_dict",
     "config_to_yaml",
     "critic_config",
     "load_config",

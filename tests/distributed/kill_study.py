@@ -37,8 +37,8 @@ import torch
 from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
 from megatron_rl.checkpoint.run_state import own_file
 from tests.distributed import phased_rank
+from tests.distributed.environment import worker_environment
 from tests.distributed.phased_rank import STAGES, Note, read_note
-from tests.distributed.pool import worker_environment
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_reference_run import ADAPTIVE
 from tests.distributed.test_resume import timeless, weights_of_last

@@ -1,4 +1,4 @@
-"""Gloo worker processes that live as long as the test session, so that importing torch and Megatron is paid once.
+"""Gloo worker processes that live as long as the test session, forked from a process that has imported torch and Megatron.
 
     results = pool.run(2, my_function, "argument", timeout_s=30, option=3)     # my_function(rank, world, "argument", option=3)
 
@@ -9,8 +9,8 @@ What is NOT fresh: a worker keeps what it imported, and with it module globals, 
 TorchFunctionModes, default dtypes and RNG state. A task that needs a seed sets it; a task that must start in a pristine
 process is a subprocess test, not a pool test.
 
-Bounds: a task ends within ``timeout_s``, or within GRACE_S after the first rank raised or died. Ranks that have not finished by
-then are asked for their stacks and killed; the next task starts new ones.
+Bounds, each times MEGATRON_RL_TEST_PATIENCE: a task ends within ``timeout_s``, or within GRACE_S after the first rank raised or
+died. Ranks that have not finished by then are asked for their stacks and killed; the next task starts new ones.
 
 Protocol, one duplex pipe per worker, pickled tuples: worker ("ready",) | pool (sys.path, payload) | worker ("returned", result)
 or ("raised", summary, traceback) | pool ("leave",) when all ranks have reported | worker ("idle",).
@@ -31,25 +31,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
-START_S = 120.0  # a worker imports torch in 2 s; on a loaded host with a cold disk it has taken half a minute
+from tests.distributed.nursery import ONLY_TORCH, Nursery
+from tests.patience import patient
+
+START_S = 120.0  # a worker is forked in milliseconds, from a nursery that imports for some seconds first
 GRACE_S = 5.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
 LEAVE_S = 20.0
 MOST_THREADS = 400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps gloo's threads awake too
 SHOWN_CHARS = 6000  # of each rank's output, from its end
-
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "OMPI_")
 
 
 class PoolError(AssertionError):
@@ -60,36 +49,18 @@ class PoolError(AssertionError):
         self.failed, self.hung = failed, hung
 
 
-def worker_environment() -> dict[str, str]:
-    """This process's, without what a launcher left in it, and with no GPU: these workers are a gloo world on the CPU."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith(LAUNCHER_PREFIXES)}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return kept | {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
-    }
-
-
 class Worker:
     """One process, its pipe, and the file that its stdout and stderr go to."""
 
-    def __init__(self, rank: int, store_port: int) -> None:
+    def __init__(self, nursery: Nursery, rank: int, store_port: int) -> None:
         self.rank = rank
         self.log = tempfile.TemporaryFile(mode="w+b", buffering=0)  # noqa: SIM115 (closed by kill)
         self.pipe, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.worker", str(theirs.fileno()), str(store_port), str(rank)],
-            stdin=subprocess.PIPE,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-            env=worker_environment(),
-            start_new_session=True,
+        its_stdin, self._life = os.pipe()  # the end of what nobody writes tells a worker that the pool's process is gone
+        self.process = nursery.start(
+            "tests.distributed.worker:serve", [store_port, rank], printed=self.log.fileno(), stdin=its_stdin, pipe=theirs.fileno()
         )
+        os.close(its_stdin)
         theirs.close()
 
     def send(self, *message: Any) -> None:
@@ -128,10 +99,9 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and what it started: it leads a session of its own."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait(patient(LEAVE_S))
+        os.close(self._life)
         self.pipe.close()
         self.log.close()
 
@@ -139,11 +109,13 @@ class Worker:
 class Pool:
     """Up to ``max_world`` workers, started when a task first needs them. Worker i is rank i of every task that reaches it."""
 
-    def __init__(self, max_world: int = 4, grace_s: float = GRACE_S) -> None:
-        self.max_world, self.grace_s = max_world, grace_s
+    def __init__(self, max_world: int = 4, grace_s: float = GRACE_S, nursery: Nursery | None = None) -> None:
+        """nursery: which forks the workers; None for one of its own, which imports torch only."""
+        self.max_world, self.grace_s = max_world, patient(grace_s)
         self._workers: dict[int, Worker] = {}
         self._num_tasks = 0
         self._store: Any = None
+        self._nursery, self._own_nursery = nursery, None
 
     def __enter__(self) -> Pool:
         return self
@@ -153,7 +125,9 @@ class Pool:
 
     def close(self) -> None:
         self._kill(list(self._workers))
-        self._store = None
+        if self._own_nursery is not None:
+            self._own_nursery.close()
+        self._store = self._own_nursery = None
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
         """``function(rank, world, *args, **kwargs)`` on ``world`` ranks; its results in rank order.
@@ -167,6 +141,7 @@ class Pool:
                 f"{function.__qualname__} of {function.__module__} cannot be imported by a worker; make it a "
                 "module-level function of a test module"
             )
+        timeout_s = patient(timeout_s)
         self._num_tasks += 1
         task = (self._num_tasks, world, function.__module__, function.__qualname__, args, kwargs, timeout_s)
         payload = pickle.dumps(task)
@@ -198,9 +173,11 @@ class Pool:
         dead = [rank for rank in ranks if rank in self._workers and self._workers[rank].process.poll() is not None]
         self._kill(dead)
         new = [rank for rank in ranks if rank not in self._workers]
+        if new and self._nursery is None and self._own_nursery is None:
+            self._own_nursery = Nursery(ONLY_TORCH)
         for rank in new:
-            self._workers[rank] = Worker(rank, self._store.port)
-        ready = self._collect(new, START_S, 0.0)
+            self._workers[rank] = Worker(self._nursery or self._own_nursery, rank, self._store.port)
+        ready = self._collect(new, patient(START_S), 0.0)
         late = [rank for rank in new if ready.get(rank) != ("ready",)]
         if late:
             printed = "\n".join(f"rank {rank}: {ready.get(rank, 'silent')}\n{self._workers[rank].printed()}" for rank in late)
@@ -224,7 +201,7 @@ class Pool:
     def _leave_groups(self, ranks: list[int]) -> None:
         for rank in ranks:
             self._workers[rank].send("leave")
-        left = self._collect(ranks, LEAVE_S, LEAVE_S)
+        left = self._collect(ranks, patient(LEAVE_S), patient(LEAVE_S))
         stuck = [rank for rank in ranks if left.get(rank) != ("idle",)]
         if stuck:
             raise RuntimeError(

@@ -23,7 +23,8 @@ from megatron_rl.keeper import Peer, judge
 from megatron_rl.topology import Topology
 from megatron_rl.types import PeerError
 from megatron_rl.watch import Watch, open_watch
-from tests.distributed.pool import Pool, worker_environment
+from tests.distributed.environment import worker_environment
+from tests.distributed.pool import Pool
 from tests.distributed.test_train import ROOT, arguments, arithmetic  # noqa: F401 (a fixture)
 
 BOUND_S = 60.0  # to the end of every process, its start included

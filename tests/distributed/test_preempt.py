@@ -16,8 +16,8 @@ import pytest
 
 from megatron_rl.checkpoint.folder import name_of, verify, whole_checkpoints
 from megatron_rl.train import EXIT_PREEMPTED
+from tests.distributed.environment import worker_environment
 from tests.distributed.kill_study import BOUND_S, Attempt, same_tensors
-from tests.distributed.pool import worker_environment
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_resume import timeless
 from tests.distributed.test_train import ROOT, arguments, arithmetic, rows_of  # noqa: F401 (a fixture)

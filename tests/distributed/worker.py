@@ -1,6 +1,6 @@
 """One process of the pool: waits for a task, joins a fresh gloo world, runs the task, reports, leaves every group again.
 
-Started by pool.py as ``python -m tests.distributed.worker PIPE_FD STORE_PORT``; the protocol stands in pool.py.
+Forked from a nursery, which calls ``serve``; the protocol stands in pool.py.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def run_task(payload: bytes, rank: int, store: dist.Store) -> tuple[str, ...]:
         return "raised", traceback.format_exception_only(error)[-1].strip(), traceback.format_exc()
 
 
-def main() -> None:
-    pipe_fd, store_port, rank = (int(argument) for argument in sys.argv[1:])
+def serve(pipe_fd: int, store_port: int, rank: int) -> None:
+    """Tasks until the pool closes the pipe."""
     os.set_inheritable(pipe_fd, False)
     pipe = Connection(pipe_fd)
     faulthandler.enable()
@@ -87,7 +87,3 @@ def main() -> None:
             pipe.recv_bytes()  # "leave": every rank has reported, so nobody still needs this rank's sockets
             leave_every_group()
             pipe.send_bytes(pickle.dumps(("idle",)))
-
-
-if __name__ == "__main__":
-    main()

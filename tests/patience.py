@@ -1,0 +1,27 @@
+"""How long the tests wait: every bound of theirs times MEGATRON_RL_TEST_PATIENCE, which tests/README.md names.
+
+A bound ends a hang; no test measures a machine by one. On a host that is shared with other work, 3 leaves three times as long.
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "MEGATRON_RL_TEST_PATIENCE"
+
+
+def factor() -> float:
+    """The variable's number, 1 where it is not set. Raises ValueError where it is no number of at least 1."""
+    given = os.environ.get(VARIABLE, "1")
+    try:
+        found = float(given)
+    except ValueError:
+        found = 0.0
+    if not 1.0 <= found < float("inf"):
+        raise ValueError(f"{VARIABLE}={given!r} must be a number of at least 1; 3 leaves every wait three times as long")
+    return found
+
+
+def patient(seconds: float) -> float:
+    """``seconds`` on an idle host, and more of them on one that was said to be slow."""
+    return seconds * factor()
