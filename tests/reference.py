@@ -5,7 +5,9 @@ Nothing of megatron_rl's way of the data is used: no plan, no packing, no schedu
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 
 import numpy as np
 import torch
@@ -53,7 +55,15 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: i
 
 
 def tiny_model(family: str, *, seed: int = 0, layers: int = 4, hidden: int = 64):
-    """(config, model): random weights, biases and norms away from their neutral values so that a lost one shows."""
+    """(config, model): random weights, biases and norms away from their neutral values so that a lost one shows.
+
+    Each call returns copies of its own; they are drawn once per process.
+    """
+    return copy.deepcopy(_drawn_model(family, seed, layers, hidden))
+
+
+@functools.cache
+def _drawn_model(family: str, seed: int, layers: int, hidden: int):
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):

@@ -13,9 +13,10 @@ import pytest
 
 from megatron_rl.environment.calculator import Calculator
 from megatron_rl.types import Prompt
+from tests.patience import patient
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SHORT_S, WHOLE_S = 150, 600  # some 25 s and 150 s on two free cores
+SHORT_S, WHOLE_S = patient(150), patient(600)  # some 25 s and 150 s on two free cores
 
 
 def launch(run_dir: pathlib.Path, *overrides: str, timeout_s: float) -> list[dict]:

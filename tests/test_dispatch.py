@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from megatron_rl.rollout.dispatch import Dispatched, dispatch
 from megatron_rl.rollout.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.types import EngineError
+from tests.patience import patient
 
-BOUND_S = 20.0
+BOUND_S = patient(20.0)
 DEADLINE_S = 0.05
 VERSION = 3
 

@@ -17,11 +17,12 @@ from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.episodes import Episodes, with_episodes
 from megatron_rl.types import ConfigError, EpisodeError, Prompt, Rollout
+from tests.patience import patient
 from tests.test_conversation import CHATML, STRICT, tokenizer_of
 
 TOKENIZER = tokenizer_of(None)
 STOP = TOKENIZER.eos_token_id
-BOUND_S = 10.0
+BOUND_S = patient(10.0)
 
 
 def ids_of(text: str) -> tuple[int, ...]:

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = pathlib.Path(__file__).parents[1]
-BOUND_S = 600
+BOUND_S = patient(600)
 
 
 @pytest.mark.long

@@ -11,9 +11,10 @@ import sys
 import pytest
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
+from tests.patience import patient
 
 ROOT = pathlib.Path(__file__).parents[1]
-BOUND_S = 900
+BOUND_S = patient(900)
 
 
 @pytest.mark.long

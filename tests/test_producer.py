@@ -25,8 +25,9 @@ from megatron_rl.rollout import producer as producer_module
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.producer import Job, Producer
 from megatron_rl.types import EngineError, Prompt, Rollout, Score
+from tests.patience import patient
 
-SAMPLES, BOUND_S = 2, 10.0
+SAMPLES, BOUND_S = 2, patient(10.0)
 MODES = ("sync", "prefetch", "streaming")
 BACKGROUND = [(mode, apart) for mode in MODES[1:] for apart in (True, False)]
 

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = pathlib.Path(__file__).parents[1]
-BOUND_S = 600  # what the README promises after installation, on 2 cores
+BOUND_S = patient(600)  # what the README promises after installation, on 2 cores
 
 
 @pytest.mark.long

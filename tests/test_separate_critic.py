@@ -24,9 +24,10 @@ from megatron_rl.types import ConfigError
 from tests.distributed.test_ppo import PPO
 from tests.distributed.test_resume import SAVED, timeless, weights_of_last
 from tests.distributed.test_train import arguments, arithmetic, rows_of  # noqa: F401 (a fixture)
+from tests.patience import patient
 
 ROOT = pathlib.Path(__file__).parents[1]
-BOUND_S = 180
+BOUND_S = patient(180)
 SEPARATE = ("critic.placement=separate", "critic.ranks=1")
 
 

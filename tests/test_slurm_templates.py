@@ -15,13 +15,14 @@ import time
 
 import pytest
 
+from tests.patience import patient
 from tests.slurm import check, cluster
 
 ROOT = pathlib.Path(__file__).parents[1]
 SLURM = ROOT / "examples" / "slurm"
 TEMPLATES = sorted(SLURM.glob("*.sbatch"))
 SCRIPTS = sorted([*SLURM.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
-BOUND_S = 30.0
+BOUND_S = patient(30.0)
 
 # Says how it was called; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names one; vLLM's runs on.
 SRUN = """#!/usr/bin/env bash

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from megatron_rl.environment.step_pool import Overdue, StepPool
+from tests.patience import patient
 
-BOUND_S = 10.0
+BOUND_S = patient(10.0)
 
 
 def test_results_and_errors_reach_who_asks() -> None:

@@ -18,9 +18,10 @@ from megatron_rl.rollout.server_command import example, server_command, server_e
 from megatron_rl.rollout.supervisor import check_exposure, is_loopback, split_devices, visible_devices
 from megatron_rl.types import ConfigError
 from tests.misbehaving_server import unused_port
+from tests.patience import patient
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BOUND_S = 20.0  # of each wait; everything below takes a second or two on an idle host
+BOUND_S = patient(20.0)  # of each wait; everything below takes a second or two on an idle host
 
 
 def wait_for(what, condition):

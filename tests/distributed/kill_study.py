@@ -43,8 +43,9 @@ from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_reference_run import ADAPTIVE
 from tests.distributed.test_resume import timeless, weights_of_last
 from tests.distributed.test_train import ROOT, rows_of
+from tests.patience import patient
 
-BOUND_S = 120.0  # of one attempt, its imports included
+BOUND_S = patient(120.0)  # of one attempt, its imports included
 WORLD = 2
 EPOCH = 40  # prompts
 GROUP_S = 0.5  # at most, before each group of a rollout that a thread generates

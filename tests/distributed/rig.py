@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import torch
 from megatron_rl import topology
 from megatron_rl.advantage import reduction_weights
 from megatron_rl.backend import MegatronBackend
-from megatron_rl.config import load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.signal import has_signal
 from megatron_rl.trained_model import Batch
 from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan, StepResult
@@ -113,19 +114,31 @@ class Rig:
         return found
 
 
+@functools.cache
+def config_of(*overrides: str) -> Config:
+    """The rigs' defaults under ``overrides``; frozen, so one for all that ask for the same."""
+    return load_config(None, [*DEFAULTS, *overrides])
+
+
+@functools.cache
+def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) -> tuple[Sample, ...]:
+    """Samples whose log-probs an engine of slightly other weights would have reported: one plain forward each, once per process."""
+    return tuple(near_policy(tiny_model(family, layers=layers)[1], make_samples(count, unique_lengths=unique_lengths)))
+
+
 @contextlib.contextmanager
 def open_rig(
     family: str, *overrides: str, samples: int = 0, unique_lengths: bool = False, total_steps: int = 1, layers: int = 4
 ) -> Iterator[Rig]:
     """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it."""
     hf_config, model = tiny_model(family, layers=layers)
-    config = load_config(None, [*DEFAULTS, *overrides])
+    config = config_of(*overrides)
     with contextlib.ExitStack() as held:
         held.callback(topology.destroy)  # of a backend that could not be built
         backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model), total_steps=total_steps)
         rig = Rig(backend=backend, model=model)
         if samples:
-            rig.take(near_policy(model, make_samples(samples, unique_lengths=unique_lengths)))
+            rig.take(list(_near_samples(family, layers, samples, unique_lengths)))
         held.pop_all()
         held.callback(backend.close, leave_world=False)
         yield rig

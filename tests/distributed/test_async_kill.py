@@ -36,8 +36,9 @@ from tests.distributed.kill_study import (
 )
 from tests.distributed.test_async import trained_prompts
 from tests.distributed.test_train import rows_of
+from tests.patience import patient
 
-ORPHANS_S = 10.0  # a reward worker is killed with its rank
+ORPHANS_S = patient(10.0)  # a reward worker is killed with its rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

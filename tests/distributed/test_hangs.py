@@ -26,8 +26,9 @@ from megatron_rl.watch import Watch, open_watch
 from tests.distributed.environment import worker_environment
 from tests.distributed.pool import Pool
 from tests.distributed.test_train import ROOT, arguments, arithmetic  # noqa: F401 (a fixture)
+from tests.patience import patient
 
-BOUND_S = 60.0  # to the end of every process, its start included
+BOUND_S = patient(60.0)  # to the end of every process, its start included
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tests.patience import patient
 from tests.slurm.cluster import Cluster, ClusterError, install
 
 ROOT = pathlib.Path(__file__).parents[2]
 SKIPPED = 77
-PREPARE_S, JOB_S = 120.0, 300.0
+PREPARE_S, JOB_S = patient(120.0), patient(300.0)
 STEPS, SAVE_EVERY = 40, 6
 SETTINGS = (
     "--config", "examples/quickstart/quickstart.yaml", f"train.steps={STEPS}", "train.prompts_per_step=16",

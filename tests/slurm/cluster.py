@@ -28,10 +28,12 @@ import sys
 import tempfile
 import time
 
+from tests.patience import patient
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "srun", "scontrol", "sinfo")
 NODES = ("n0", "n1")
-START_S, STOP_S, COMMAND_S, INSTALL_S = 60.0, 20.0, 60.0, 600.0
+START_S, STOP_S, COMMAND_S, INSTALL_S = patient(60.0), patient(20.0), patient(60.0), patient(600.0)
 HOSTS = pathlib.Path("/etc/hosts")
 HOSTS_LINE = f"127.0.0.1 {' '.join(NODES)}  # megatron_rl tests/slurm/cluster.py, while it runs\n"
 

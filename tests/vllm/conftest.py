@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.test_train import prepare_inputs
+from tests.patience import patient
 
-BOUND_S = 240.0
+BOUND_S = patient(240.0)
 
 
 @pytest.fixture
