@@ -3,6 +3,7 @@
 #   PYTHON       the interpreter that makes .venv                        (make install PYTHON=python3.12)
 #   PYTHON_LATEST  the interpreter of `make test-latest`, 3.12 or newer   (make test-latest PYTHON_LATEST=/path/to/python3.12)
 #   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
+#   LANES        pytest processes side by side, each with a pool of workers; 0 for none (make test LANES=1)
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
 
@@ -16,6 +17,8 @@ LATEST_TESTS ?= tests/distributed/test_matrix.py tests/distributed/test_checkpoi
 VLLM := .venv-vllm
 ORACLES := .venv-oracles
 PYTEST_ARGS ?=
+LANES ?= 2
+PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
 CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
@@ -28,7 +31,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-latest test-vllm test-oracles test-slurm bench acceptance lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-slurm bench acceptance lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -65,16 +68,19 @@ quickstart: $(STAMP)  ## train a tiny model on this machine, to the end
 	@bash examples/quickstart/run.sh
 
 test: $(STAMP)  ## all tests but the long ones
-	python -m pytest tests -m "not long and not vllm" $(PYTEST_ARGS)
+	$(PYTEST) tests -m "not long and not vllm" $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## every test
-	python -m pytest tests -m "not vllm" $(PYTEST_ARGS)
+	$(PYTEST) tests -m "not vllm" $(PYTEST_ARGS)
 
-test-fast: $(STAMP)  ## only tests that need one process and little time
-	python -m pytest tests -m "not long and not distributed and not vllm" $(PYTEST_ARGS)
+test-fast: $(STAMP)  ## in under a minute: tests that start no process
+	$(PYTEST) tests -m "not long and not process and not distributed and not vllm" $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)  ## only tests on several gloo processes
-	python -m pytest tests -m "distributed and not vllm" $(PYTEST_ARGS)
+	$(PYTEST) tests -m "distributed and not long and not vllm" $(PYTEST_ARGS)
+
+test-long: $(STAMP)  ## only the long ones
+	$(PYTEST) tests -m "long and not vllm" $(PYTEST_ARGS)
 
 test-latest: $(LATEST)/.installed  ## the equality matrix on Python >= 3.12 and megatron-core 0.19.x, in .venv-latest
 	PATH="$(CURDIR)/$(LATEST)/bin:$(CALLED_PATH)" $(LATEST)/bin/python -m pytest $(LATEST_TESTS) $(PYTEST_ARGS)

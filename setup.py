@@ -45,7 +45,7 @@ setup(
             "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "ray==2.60.0", "tensordict==0.10.0", "codetiming==1.4.0",
             "peft==0.21.2",
         ],
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6"],
     },
     entry_points={"console_scripts": ["megatron_rl-doctor = megatron_rl.doctor:main"]},
 )

@@ -15,11 +15,12 @@ import torch
 from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
+LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral")
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised")
 
 
-def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: int = 64):
+def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """A Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -54,7 +55,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = 4, hidden: i
     raise ValueError(family)
 
 
-def tiny_model(family: str, *, seed: int = 0, layers: int = 4, hidden: int = 64):
+def tiny_model(family: str, *, seed: int = 0, layers: int = LAYERS, hidden: int = 64):
     """(config, model): random weights, biases and norms away from their neutral values so that a lost one shows.
 
     Each call returns copies of its own; they are drawn once per process.

@@ -1,17 +1,11 @@
-"""critic.placement=separate under torchrun: ranks of its own train the run that shared ones train, save it, and fail aloud."""
+"""critic.placement=separate: ranks of its own train the run that shared ones train, save it, and fail aloud."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,43 +15,37 @@ from megatron_rl.config import load_config
 from megatron_rl.critic.bridge import holds_critic, local_policy_ranks
 from megatron_rl.train import EXIT_CONFIG, EXIT_PREEMPTED, main
 from megatron_rl.types import ConfigError
+from tests.distributed.nursery import Nursery
 from tests.distributed.test_ppo import PPO
 from tests.distributed.test_resume import SAVED, timeless, weights_of_last
 from tests.distributed.test_train import arguments, arithmetic, rows_of  # noqa: F401 (a fixture)
 from tests.patience import patient
 
-ROOT = pathlib.Path(__file__).parents[1]
 BOUND_S = patient(180)
 SEPARATE = ("critic.placement=separate", "critic.ranks=1")
 
 
-def launch(world: int, given: list[str]) -> subprocess.CompletedProcess:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), "-m", "megatron_rl.train"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*torchrun, *given], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BOUND_S)
-
-
-def ran(world: int, folder: pathlib.Path, inputs: pathlib.Path, *overrides: str) -> pathlib.Path:
-    ended = launch(world, arguments(inputs, folder, *PPO, *overrides))
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path, *overrides: str) -> pathlib.Path:
+    with nursery.ranks(world, arguments(inputs, folder, *PPO, *overrides), folder / "printed") as ranks:
+        assert ranks.wait(BOUND_S) == [0] * world, ranks.said()[-6000:]
     return folder
 
 
-def test_a_separate_critic_trains_the_shared_ones_run(arithmetic, tmp_path):  # noqa: F811
+def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):  # noqa: F811
     """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's checkpoint its own."""
-    shared = ran(1, tmp_path / "shared", arithmetic, *SAVED, "train.steps=3")
-    apart = ran(2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.steps=2")
-    ran(2, apart, arithmetic, *SAVED, *SEPARATE, "train.steps=3")
+    shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.steps=3")
+    apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.steps=2")
+    ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.steps=3")
     assert whole_checkpoints(apart / "checkpoints") == whole_checkpoints(apart / "checkpoints" / "critic") == [0, 1, 2, 3]
     one, two = weights_of_last(shared), weights_of_last(apart)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert [timeless(row) for row in rows_of(shared)] == [timeless(row) for row in rows_of(apart)]
 
 
-def test_policy_and_critic_have_grids_of_their_own(arithmetic, tmp_path):  # noqa: F811
+def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path):  # noqa: F811
     """Two data-parallel ranks of policy, a critic on two tensor ranks: the run of one rank with both, to rounding."""
     grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
-    found = [ran(1, tmp_path / "one", arithmetic), ran(4, tmp_path / "four", arithmetic, *grids)]
+    found = [ran(nursery, 1, tmp_path / "one", arithmetic), ran(nursery, 4, tmp_path / "four", arithmetic, *grids)]
     one, four = (torch.cat([x.flatten() for x in weights_of_last(folder).values()]) for folder in found)
     assert (four - one).norm() / one.norm() < 1e-5
     losses = [[row["critic/loss"] for row in rows_of(folder) if "critic/loss" in row] for folder in found]
@@ -65,41 +53,23 @@ def test_policy_and_critic_have_grids_of_their_own(arithmetic, tmp_path):  # noq
 
 
 @pytest.mark.parametrize(("side", "said"), [("policy", "its value is inf"), ("critic", "holds neither model.safetensors nor")])
-def test_a_failure_on_one_side_ends_both(arithmetic, tmp_path, side, said):  # noqa: F811
+def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, said):  # noqa: F811
     shutil.copytree(arithmetic / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     override = {"policy": "reward.functions=[tests.reward_functions:infinite]", "critic": f"critic.hf_path={tmp_path / 'empty'}"}[side]
-    started = time.monotonic()
-    ended = launch(2, arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override))
-    assert ended.returncode != 0 and said in ended.stderr, ended.stderr[-3000:]
-    assert time.monotonic() - started < 100  # no wait ran into run.deadline_s=60
+    given = arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override, "run.deadline_s=600")
+    with nursery.ranks(2, given, tmp_path / "printed") as ranks:
+        codes = ranks.wait(BOUND_S)  # far below the deadline: no wait ran into it
+        assert None not in codes and 0 not in codes and said in ranks.said(), (codes, ranks.said()[-6000:])
 
 
 @pytest.mark.parametrize("placement", [(), SEPARATE])
-def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(arithmetic, tmp_path, placement):  # noqa: F811
+def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, arithmetic, tmp_path, placement):  # noqa: F811
     """A file stands where its folder should be: ``continue`` goes on without checkpoints, wherever the critic is."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "critic").write_text("")
     world = 2 if placement else 1
-    ran(world, tmp_path, arithmetic, *SAVED, *placement, "checkpoint.on_error=continue")
+    ran(nursery, world, tmp_path, arithmetic, *SAVED, *placement, "checkpoint.on_error=continue")
     assert whole_checkpoints(tmp_path / "checkpoints") == [] and len(rows_of(tmp_path)) == 8
-
-
-@contextlib.contextmanager
-def job(world: int, given: list[str]) -> Iterator[list[subprocess.Popen]]:
-    """The ranks of a job without a launcher that would end them: what becomes of one is the others' to notice."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    environments = [{**shared, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    command = [sys.executable, "-m", "megatron_rl.train", *given]
-    ranks = [subprocess.Popen(command, cwd=ROOT, env=x, stderr=subprocess.PIPE, text=True) for x in environments]
-    try:
-        yield ranks
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
 
 
 def wait_for_rows(folder: pathlib.Path, count: int) -> None:
@@ -109,25 +79,24 @@ def wait_for_rows(folder: pathlib.Path, count: int) -> None:
         time.sleep(0.2)
 
 
-def test_a_signal_to_the_critics_rank_alone_preempts_the_run(arithmetic, tmp_path):  # noqa: F811
-    with job(2, arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.steps=100000")) as ranks:
+def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic, tmp_path):  # noqa: F811
+    given = arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.steps=100000")
+    with nursery.ranks(2, given, tmp_path / "printed") as ranks:
         wait_for_rows(tmp_path, 4)
-        ranks[1].send_signal(signal.SIGUSR1)
-        assert [rank.wait(BOUND_S) for rank in ranks] == [EXIT_PREEMPTED] * 2
+        ranks.forks[1].send_signal(signal.SIGUSR1)
+        assert ranks.wait(BOUND_S) == [EXIT_PREEMPTED] * 2, ranks.said()[-6000:]
     done = whole_checkpoints(tmp_path / "checkpoints")
     assert done and done == whole_checkpoints(tmp_path / "checkpoints" / "critic")
 
 
-def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(arithmetic, tmp_path):  # noqa: F811
-    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000")
-    with job(3, arguments(arithmetic, tmp_path, *PPO, *grids)) as ranks:
+def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):  # noqa: F811
+    """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the deadline."""
+    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000", "run.deadline_s=600")
+    with nursery.ranks(3, arguments(arithmetic, tmp_path, *PPO, *grids), tmp_path / "printed") as ranks:
         wait_for_rows(tmp_path, 4)
-        ranks[2].kill()
-        started = time.monotonic()
-        assert ranks[0].wait(BOUND_S) == 1 and ranks[1].wait(BOUND_S) == 1
-        assert time.monotonic() - started < 50  # before run.deadline_s=60
-        said = ranks[0].stderr.read()
-    assert "a rank of the critic failed" in said, said[-2000:]
+        ranks.forks[2].kill()
+        assert ranks.wait(BOUND_S)[:2] == [1, 1], ranks.said()[-6000:]
+        assert "a rank of the critic failed" in ranks.printed[0].read_text(), ranks.said()[-6000:]
 
 
 def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd):  # noqa: F811

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.distributed.nursery import Nursery
 
 TOOLS = sorted(path for path in (pathlib.Path(__file__).resolve().parents[1] / "tools").glob("*.py") if "__main__" in path.read_text())
 
 
-def call(tool: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(tool), *arguments], capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
+def test_help_has_an_example(nursery: Nursery, tool: pathlib.Path) -> None:
+    code, printed = nursery.run_script(tool, "--help")
+    assert code == 0 and "example" in printed.lower() and tool.stem in printed, printed
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
-def test_help_has_an_example(tool: pathlib.Path) -> None:
-    done = call(tool, "--help")
-    assert done.returncode == 0 and "example" in done.stdout.lower() and tool.stem in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
-def test_an_unknown_option_ends_with_2(tool: pathlib.Path) -> None:
-    done = call(tool, "--no-such-option")
-    assert done.returncode == 2 and "--no-such-option" in done.stderr + done.stdout or "required" in done.stderr, done.stderr
+def test_an_unknown_option_ends_with_2(nursery: Nursery, tool: pathlib.Path) -> None:
+    code, printed = nursery.run_script(tool, "--no-such-option")
+    assert code == 2 and ("--no-such-option" in printed or "required" in printed), printed

@@ -1,8 +1,9 @@
 """A process that has imported everything and is forked from: a worker, or a rank of a run, starts in milliseconds, not in seconds.
 
     with Nursery() as nursery:
-        rank = nursery.start("megatron_rl.train:command_line", environment={"RANK": "0", …}, printed=path_of_its_output)
-        rank.wait(30.0)
+        with nursery.ranks(2, ["--config", …], folder) as ranks:      # megatron_rl.train, as a launcher would start it
+            codes = ranks.wait(60.0)
+        code, output = nursery.run_script(path, "--help")             # a tool, as python would
 
 Importing torch, Megatron-Core and transformers takes longer than most runs of the tests. A fork has what was imported and nothing
 else: no thread, no process group, no random state of another test; it leads a session of its own.
@@ -20,13 +21,15 @@ import importlib
 import json
 import os
 import pathlib
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tests.distributed.environment import worker_environment
 from tests.patience import patient
@@ -46,6 +49,7 @@ IMPORTED = (
     *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
 )
 ONLY_TORCH = ("torch", "torch.distributed")
+RANK_OF_A_RUN = "megatron_rl.train:command_line"
 
 
 class Fork:
@@ -76,7 +80,10 @@ class Fork:
     def kill(self) -> None:
         """Kills it and what it started: it leads a session of its own."""
         if self.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # so short a time after its start that it leads none yet
+                os.killpg(self.pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(patient(10.0))
 
 
 class Nursery:
@@ -138,6 +145,60 @@ class Nursery:
             read = held.enter_context(open(os.devnull, "rb")).fileno() if stdin is None else stdin
             given = [read, output] if pipe is None else [read, output, pipe]
             return Fork(self, self.ask({"start": request}, given)["pid"])
+
+    def run_script(self, path: pathlib.Path, *arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
+        """(exit code, what it printed) of a Python file that is run as ``python FILE ARGUMENT…`` would run it."""
+        with tempfile.NamedTemporaryFile() as printed:
+            fork = self.start("tests.distributed.nursery:run_file", [str(path)], printed=printed.fileno(), program=arguments)
+            try:
+                code = fork.wait(patient(timeout_s))
+            finally:
+                fork.kill()
+            return code, pathlib.Path(printed.name).read_text()
+
+    @contextlib.contextmanager
+    def ranks(self, world: int, arguments: Sequence[str], folder: pathlib.Path, name: str = "rank") -> Iterator[Ranks]:
+        """The ranks of one start of ``python -m megatron_rl.train ARGUMENT…``; they end with the context."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        folder.mkdir(parents=True, exist_ok=True)
+        printed = [folder / f"{name}{rank}.txt" for rank in range(world)]
+        forks: list[Fork] = []
+        try:
+            for rank, path in enumerate(printed):
+                place = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                forks.append(self.start(RANK_OF_A_RUN, printed=path, environment=place, program=arguments))
+            yield Ranks(forks, printed)
+        finally:
+            for fork in forks:
+                fork.kill()
+
+
+class Ranks:
+    """The processes of one run, and the files that they print to."""
+
+    def __init__(self, forks: Sequence[Fork], printed: Sequence[pathlib.Path]) -> None:
+        self.forks, self.printed = list(forks), list(printed)
+
+    def wait(self, timeout_s: float) -> list[int | None]:
+        """Every rank's exit code; None of one that had not ended within ``timeout_s``."""
+        until = time.monotonic() + timeout_s
+        for fork in self.forks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                fork.wait(max(0.0, until - time.monotonic()))
+        return [fork.poll() for fork in self.forks]
+
+    def said(self) -> str:
+        return "\n".join(f"--- rank {rank}:\n{path.read_text()}" for rank, path in enumerate(self.printed))
+
+
+def run_file(path: str) -> None:
+    """Runs a file as the main module, its folder first on the search path."""
+    sys.path.insert(0, os.path.dirname(path))
+    sys.argv[0] = path
+    runpy.run_path(path, run_name="__main__")
 
 
 def run_fork(request: dict, descriptors: Sequence[int]) -> None:

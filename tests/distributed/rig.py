@@ -18,7 +18,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.signal import has_signal
 from megatron_rl.trained_model import Batch
 from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan, StepResult
-from tests.reference import file_weights, make_samples, near_policy, tiny_model
+from tests.reference import LAYERS, file_weights, make_samples, near_policy, tiny_model
 
 MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; reference.py's default too
 DEFAULTS = (
@@ -120,6 +120,11 @@ def config_of(*overrides: str) -> Config:
     return load_config(None, [*DEFAULTS, *overrides])
 
 
+def layers_of(config: Config) -> int:
+    """The tiny model's layers, or one for every stage where there are more of those."""
+    return max(LAYERS, config.parallel.pipeline * config.parallel.virtual_pipeline)
+
+
 @functools.cache
 def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) -> tuple[Sample, ...]:
     """Samples whose log-probs an engine of slightly other weights would have reported: one plain forward each, once per process."""
@@ -128,11 +133,15 @@ def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) ->
 
 @contextlib.contextmanager
 def open_rig(
-    family: str, *overrides: str, samples: int = 0, unique_lengths: bool = False, total_steps: int = 1, layers: int = 4
+    family: str, *overrides: str, samples: int = 0, unique_lengths: bool = False, total_steps: int = 1, layers: int | None = None
 ) -> Iterator[Rig]:
-    """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it."""
-    hf_config, model = tiny_model(family, layers=layers)
+    """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it.
+
+    layers: None for as many as the stages need (``layers_of``).
+    """
     config = config_of(*overrides)
+    layers = layers or layers_of(config)
+    hf_config, model = tiny_model(family, layers=layers)
     with contextlib.ExitStack() as held:
         held.callback(topology.destroy)  # of a backend that could not be built
         backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model), total_steps=total_steps)

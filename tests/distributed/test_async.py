@@ -12,6 +12,7 @@ import torch
 
 from tests.distributed.test_resume import timeless
 from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.pairwise import quick
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
 VERIFIED = ("reward.functions=[tests.reward_functions:unsteady,math_verify]", "reward.weights=[1.0,0.5]")
@@ -30,7 +31,7 @@ def end_of(pool, world: int, given: list[str], timeout_s: float = 240) -> None:
     assert [code for code, _ in results] == [0] * world, results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, layout):  # noqa: F811
     """``max_staleness: 0``, with math-verify rewards that take their time: every mode has the synchronous run's rows, trace and weights."""
     world, degrees = LAYOUTS[layout]
@@ -46,7 +47,7 @@ def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, 
         assert all(torch.equal(weights[name], its_weights[name]) for name in weights), mode
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):  # noqa: F811
     """One rollout ahead, two optimizer steps each: stale by two from the second rollout on, and no clock decides anything."""
     world, degrees = LAYOUTS[layout]
@@ -82,7 +83,7 @@ AGAIN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
 def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):  # noqa: F811
     """The run of one process, ahead and with both buffers: the same prompts, rewards and buffers on every layout, weights to rounding."""
     world, degrees = LAYOUTS[layout]
@@ -153,7 +154,7 @@ def trained_prompts(run_dir: pathlib.Path) -> list[str]:
     return [name for line in (run_dir / "trace.jsonl").read_text().splitlines() for name in json.loads(line)["prompts"]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path, layout):  # noqa: F811
     """Two prompts of three never have signal: refilled until none is left, and then nothing is skipped; with one round some stay."""
     world, degrees = LAYOUTS[layout]

@@ -56,9 +56,18 @@ LARGE = {
     "TP2-SP-EP2": (4, layout(tensor=2, expert=2)),
     "EP2-PP2-VPP2": (4, layout(pipeline=2, virtual=2, expert=2)),
 }
+# Each layout and each family once; recomputed and interleaved experts are cells of the matrix and of its long part.
+QUICK = {("EP1", "qwen3_moe"), ("EP2", "qwen3_moe_unnormalised"), ("TP2-SP-EP2-ETP1", "mixtral")}
 CELLS = [
-    *(pytest.param(*SMALL[name], family, id=f"{name}-{family}") for name in SMALL for family in MIXTURES),
-    *(pytest.param(*ONCE[name], id=f"{name}-{ONCE[name][-1]}") for name in ONCE),
+    *(
+        pytest.param(*SMALL[name], family, id=f"{name}-{family}", marks=[] if (name, family) in QUICK else [pytest.mark.long])
+        for name in SMALL
+        for family in MIXTURES
+    ),
+    *(
+        pytest.param(*ONCE[name], id=f"{name}-{ONCE[name][-1]}", marks=[pytest.mark.long] if name in ("EP2-recompute", "PP2-VPP2") else [])
+        for name in ONCE
+    ),
     *(pytest.param(*LARGE[name], family, id=f"{name}-{family}", marks=pytest.mark.long) for name in LARGE for family in MIXTURES),
 ]
 

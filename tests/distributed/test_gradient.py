@@ -12,6 +12,7 @@ import torch
 from megatron_rl.cost import CostModel, StageCost
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, open_rig, ragged_advantages, sizes
+from tests.pairwise import pairwise, quick
 from tests.reference import make_samples, near_policy, reference_gradient, relative_error, tiny_model
 
 # Float32 and another order of summation over at most a few hundred terms: seen 3e-7 to 8e-7. A token weight lost or counted
@@ -88,7 +89,7 @@ def every_reduction(rank: int, world: int, topology: tuple) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=name)
+@pytest.mark.parametrize("topology", quick(TOPOLOGIES, *SMALL, LARGE[0], LARGE[5], LARGE[7]), ids=name)
 def test_skip_and_dense_equal_reference_for_every_reduction(pool: Pool, topology: tuple) -> None:
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, every_reduction, topology, timeout_s=60)[0]
@@ -109,7 +110,7 @@ def every_cut(rank: int, world: int, topology: tuple) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("topology", [*SMALL, *(pytest.param(x, marks=pytest.mark.long) for x in LARGE)], ids=name)
+@pytest.mark.parametrize("topology", quick(TOPOLOGIES, *SMALL), ids=name)
 def test_every_cut_into_microbatches_gives_the_reference_gradient(pool: Pool, topology: tuple) -> None:
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, every_cut, topology, timeout_s=60)[0]
@@ -145,8 +146,15 @@ def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) 
 OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
 
 
-@pytest.mark.parametrize("ddp", [(), OVERLAP], ids=["plain", "overlap_grad_reduce"])
-@pytest.mark.parametrize("topology", [SMALL[1], SMALL[3], LARGE[0], LARGE[2]], ids=name)
+@pytest.mark.parametrize(
+    ("topology", "ddp"),
+    pairwise(
+        [SMALL[3], SMALL[1], LARGE[0], LARGE[2]],
+        [OVERLAP, ()],
+        strength=1,
+        ids=lambda x: name(x) if x and x is not OVERLAP else "overlap" if x else "plain",
+    ),
+)
 def test_several_calls_before_one_step_add(pool: Pool, topology: tuple, ddp: tuple[str, ...]) -> None:
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, several_calls, topology, ddp, timeout_s=60)[0]
@@ -196,10 +204,10 @@ def bitwise_pairs(rank: int, world: int, tensor: int, pipeline: int, extra: tupl
         }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (2, 1), (2, 2)])
-def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool: Pool, dtype: str, pipeline: int, data: int) -> None:
+@pytest.mark.parametrize(("degrees", "dtype"), pairwise([(1, 1), (2, 1), (2, 2)], ["float32", "bfloat16"], strength=1))
+def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool: Pool, degrees: tuple[int, int], dtype: str) -> None:
     """What is dropped added exact zeros, in the dense order: no rounding to tolerate, in bfloat16 neither."""
+    pipeline, data = degrees
     extra = (f"model.dtype={dtype}",)
     for cut in (dict(samples_per_microbatch=2), dict(max_tokens=10)):
         for found in pool.run(pipeline * data, bitwise_pairs, 1, pipeline, extra, cut, timeout_s=60):

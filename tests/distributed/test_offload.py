@@ -20,6 +20,7 @@ from megatron_rl.offload import Offload
 from megatron_rl.types import StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, equal, equal_by_name, open_rig, ragged_advantages, sizes
+from tests.pairwise import quick
 
 MOVING = (  # everything that a step without gradient still moves
     "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "optimizer.schedule=cosine", "optimizer.warmup_steps=2",
@@ -90,7 +91,13 @@ def with_and_without(rank: int, world: int, layout: tuple[str, ...], family: str
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# Each dtype plain and sharded, either overlap, and every kind of layout; all of them are in the long part.
+QUICK = (
+    "fp32", "bf16", "DP2-sharded-bf16", "DP2-sharded-overlap_param_gather", "TP2-sharded-bf16", "PP2-VPP2-sharded-bf16", "EP2-sharded-bf16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
 def test_steps_with_offload_between_equal_steps_without(pool: Pool, name: str) -> None:
     """Bitwise: weights as exported while offloaded, log-probs, gradient norms, AdamW's moments, masters and step counts."""
     world, layout, family = LAYOUTS[name]
@@ -169,7 +176,7 @@ def away_and_back(rank: int, world: int, layout: tuple[str, ...], family: str) -
         return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
 def test_released_bytes_are_those_of_gradients_and_adam(pool: Pool, name: str) -> None:
     """Against the naive sum, against every live tensor of the process, and storage by storage; then all of it is back."""
     world, layout, family = LAYOUTS[name]

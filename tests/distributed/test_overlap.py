@@ -43,9 +43,9 @@ def pattern_advantages(pattern: str, step: int, dealt: tuple = MICROBATCHES) -> 
     return advantages
 
 
-def every_triple() -> list[str]:
-    """A sequence that holds every three consecutive patterns once: a de Bruijn cycle of four letters, 66 steps."""
-    letters, order = (NONE, FIRST, SECOND, ALL), 3
+def every_run_of(order: int) -> list[str]:
+    """A sequence that holds every ``order`` consecutive patterns once: a de Bruijn cycle of four letters; 66 steps for 3, 17 for 2."""
+    letters = NONE, FIRST, SECOND, ALL
     wanted = len(letters) ** order
     sequence, seen = [NONE] * order, {(NONE,) * order}
     while len(seen) < wanted:  # greedy "prefer the last letter" reaches all of them
@@ -119,16 +119,40 @@ def plain_and_overlapped(rank: int, world: int, stages: tuple[int, int], ddp: tu
     }
 
 
-@pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_reduce", "overlap_param_gather"])
-@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (2, 2)], ids=["PP1", "PP2", "PP2-VPP2"])
+STAGES = pytest.mark.parametrize("stages", [(1, 1), (2, 1), (2, 2)], ids=["PP1", "PP2", "PP2-VPP2"])
+OVERLAPS = pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_reduce", "overlap_param_gather"])
+
+
+@pytest.mark.parametrize(
+    ("stages", "ddp"),
+    [
+        pytest.param((1, 1), BOTH, id="PP1-overlap_param_gather"),
+        pytest.param((2, 1), GRADIENTS, id="PP2-overlap_grad_reduce"),
+        pytest.param((2, 2), BOTH, id="PP2-VPP2-overlap_param_gather"),
+    ],
+)
+def test_every_pair_of_patterns_of_empty_ranks_equals_the_run_without_overlap(
+    pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]
+) -> None:
+    """18 steps that hold every pair of patterns, log-prob passes between: bitwise, as two addends have one sum."""
+    without_overlap(pool, stages, ddp, [ALL, *every_run_of(2)], silent=5, ghosts=4)
+
+
+@pytest.mark.long
+@OVERLAPS
+@STAGES
 def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]) -> None:
-    """67 steps that hold every triple of patterns, log-prob passes between: bitwise, as two addends have one sum."""
-    patterns = [ALL, *every_triple()]  # a ghost may be the very first step, too
+    """67 steps that hold every triple of patterns."""
+    without_overlap(pool, stages, ddp, [ALL, *every_run_of(3)], silent=20, ghosts=10)
+
+
+def without_overlap(pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str], *, silent: int, ghosts: int) -> None:
+    """Asserts the equality; a ghost is the very first step, too. silent, ghosts: more than so many of the steps must be such."""
     results = pool.run(2 * stages[0], plain_and_overlapped, stages, ddp, patterns, timeout_s=120)
     for rank, found in enumerate(results):
         assert found["weights equal"] and found["logprobs equal"], found
         assert found["differ"] == 0.0 == found["plain differ"], found
-        assert found["silent"] > 20 and found["GHOST"] > 10, found
+        assert found["silent"] > silent and found["GHOST"] > ghosts, found
         if rank < 2:  # Megatron-Core (0.16.1) cuts buckets on the first stage's first chunk only: a layer of it under VPP
             assert found["buckets"] >= (8 if stages[1] == 1 else 6), found
 
@@ -147,7 +171,7 @@ def experts_overlapped(rank: int, world: int, ddp: tuple[str, ...], patterns: li
 @pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_reduce", "overlap_param_gather"])
 def test_every_pattern_of_empty_expert_blocks_equals_the_run_without_overlap(pool: Pool, ddp: tuple[str, ...]) -> None:
     """Two blocks of two ranks that share experts: silent together, filled where one has less. Four addends: rounding, not bits."""
-    for found in pool.run(4, experts_overlapped, ddp, [ALL, *every_triple()], timeout_s=120):
+    for found in pool.run(4, experts_overlapped, ddp, [ALL, *every_run_of(3)], timeout_s=120):
         assert found["weights"] < 1e-5 and found["logprobs"] < 1e-4, found
         assert found["differ"] == 0.0 == found["plain differ"], found
         assert found["silent"] > 40 and found["GHOST"] > 10 and found["fillers"] > 20, found
@@ -177,6 +201,8 @@ def test_these_tests_can_fail_a_ghost_that_does_not_gather(pool: Pool) -> None:
     assert not torch.equal(found["logprobs"], wanted["logprobs"])
 
 
-def test_patterns_hold_every_triple() -> None:
-    patterns = every_triple()
-    assert set(itertools.product((NONE, FIRST, SECOND, ALL), repeat=3)) == set(zip(patterns, patterns[1:], patterns[2:], strict=False))
+@pytest.mark.parametrize("order", [2, 3])
+def test_patterns_hold_every_run_once(order: int) -> None:
+    patterns = every_run_of(order)
+    runs = zip(*(patterns[start:] for start in range(order)), strict=False)
+    assert set(itertools.product((NONE, FIRST, SECOND, ALL), repeat=order)) == set(runs)

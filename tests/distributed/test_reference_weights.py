@@ -10,6 +10,7 @@ from megatron_rl.reference import Reference
 from megatron_rl.reference_weights import HostCopy, SecondModel
 from tests.distributed.pool import Pool
 from tests.distributed.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
+from tests.pairwise import pairwise
 
 SETTINGS = ("optimizer.lr=0.01", "optimizer.weight_decay=0.1")
 OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
@@ -51,23 +52,21 @@ def swap(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ..
         return found | {"training goes on as if nothing had been": equal_by_name(rig.weights(), end)}
 
 
-@pytest.mark.parametrize("placement", ["host", "device"])
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "data", "extra"),
-    [
-        (1, 1, 1, ()),
-        (2, 1, 1, ("parallel.sequence_parallel=true",)),
-        (1, 2, 1, ("parallel.virtual_pipeline=2",)),
-        (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true")),  # float32 masters live in the optimizer alone
-        (2, 1, 1, ("model.dtype=bfloat16",)),
-        (1, 1, 2, ("optimizer.distributed=true", *OVERLAP)),
-        (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP)),
-    ],
+SWAPPED = (
+    (1, 1, 1, ()),
+    (2, 1, 1, ("parallel.sequence_parallel=true",)),
+    (1, 2, 1, ("parallel.virtual_pipeline=2",)),
+    (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true")),  # float32 masters live in the optimizer alone
+    (2, 1, 1, ("model.dtype=bfloat16",)),
+    (1, 1, 2, ("optimizer.distributed=true", *OVERLAP)),
+    (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP)),
 )
-def test_reference_weights_come_and_go_bitwise(
-    pool: Pool, tensor: int, pipeline: int, data: int, extra: tuple[str, ...], placement: str
-) -> None:
+
+
+@pytest.mark.parametrize(("layout", "placement"), pairwise(range(len(SWAPPED)), ["host", "device"], strength=1))
+def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placement: str) -> None:
     """Copies, no arithmetic: nothing to tolerate. The first log-probs are the policy's own, so both placements have the same ones."""
+    tensor, pipeline, data, extra = SWAPPED[layout]
     extra = (*extra, f"reference.placement={placement}")
     for found in pool.run(tensor * pipeline * data, swap, tensor, pipeline, extra, timeout_s=60):
         assert all(found.values()), found
@@ -114,8 +113,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), pairwise(LAYOUTS, ["float32", "bfloat16"], strength=1))
 def test_the_second_models_logprobs_are_the_swapped_copys_bitwise(pool: Pool, layout: str, dtype: str) -> None:
     """The same kernels on the same numbers: nothing to tolerate."""
     world, family, extra = LAYOUTS[layout]

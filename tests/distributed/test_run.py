@@ -11,6 +11,7 @@ import torch
 from megatron_rl.types import StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, equal_by_name, open_rig, sizes
+from tests.pairwise import quick
 from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
 
 NUM_SAMPLES, PER_MINI_BATCH, ROLLOUTS, LR = 24, 6, 6, 1e-3
@@ -84,7 +85,10 @@ def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple[str, .
     }
 
 
-@pytest.mark.parametrize("extra", ["optimizer.distributed=false", "optimizer.distributed=true", "parallel.virtual_pipeline=2"])
+@pytest.mark.parametrize(
+    "extra",
+    quick(["optimizer.distributed=false", "optimizer.distributed=true", "parallel.virtual_pipeline=2"], "optimizer.distributed=true"),
+)
 def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
     for found in pool.run(4, skip_against_dense, 2, (extra,), timeout_s=90):
         print({k: v for k, v in found.items() if k in ("error", "largest", "where", "travelled", "silent", "ghosts")})
@@ -96,7 +100,7 @@ def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
         assert found["largest"] <= 0.05 * LR * found["steps"], found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], "bfloat16"))
 def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None:
     extra = ("plan.repack=false", "plan.samples_per_microbatch=1", f"model.dtype={dtype}", "optimizer.distributed=true")
     for found in pool.run(4, skip_against_dense, 2, extra, timeout_s=90):

@@ -11,6 +11,7 @@ from megatron_rl.optimizer import NonFiniteGradient
 from megatron_rl.types import Sample, StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
+from tests.pairwise import pairwise, quick
 from tests.reference import make_samples
 
 MOVING = (  # everything that a step without gradient still moves
@@ -48,11 +49,12 @@ def ghost_against_zero_gradient(rank: int, world: int, tensor: int, pipeline: in
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed", ["false", "true"])
-@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 2), (1, 2, 2), (2, 1, 1)])
-def test_ghost_step_equals_zero_gradient_step(pool: Pool, dtype: str, distributed: str, tensor: int, pipeline: int, data: int) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "distributed", "dtype"), pairwise([(1, 1, 2), (1, 2, 2), (2, 1, 1)], ["false", "true"], ["float32", "bfloat16"])
+)
+def test_ghost_step_equals_zero_gradient_step(pool: Pool, degrees: tuple[int, int, int], distributed: str, dtype: str) -> None:
     """Weights, masters, moments, step counts and learning rates, bitwise: both take the same arithmetic on the same zeros."""
+    tensor, pipeline, data = degrees
     extra = (f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
     for found in pool.run(tensor * pipeline * data, ghost_against_zero_gradient, tensor, pipeline, extra, timeout_s=60):
         assert all(found.values()), found
@@ -70,9 +72,8 @@ def frozen(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict
     }
 
 
-@pytest.mark.parametrize("distributed", ["false", "true"])
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_frozen_ghost_moves_nothing(pool: Pool, distributed: str, pipeline: int) -> None:
+@pytest.mark.parametrize(("pipeline", "distributed"), pairwise([1, 2], ["true", "false"], strength=1))
+def test_frozen_ghost_moves_nothing(pool: Pool, pipeline: int, distributed: str) -> None:
     for found in pool.run(2 * pipeline, frozen, pipeline, (f"optimizer.distributed={distributed}",), timeout_s=60):
         assert all(found.values()), found
 
@@ -105,14 +106,19 @@ def with_infinite_advantage(rank: int, world: int, pipeline: int, extra: tuple[s
 OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
-@pytest.mark.parametrize("extra", [("optimizer.distributed=false",), ("optimizer.distributed=true", *OVERLAP)], ids=["plain", "overlap"])
+@pytest.mark.parametrize(
+    ("pipeline", "extra"),
+    pairwise(
+        [1, 2], [("optimizer.distributed=true", *OVERLAP), ("optimizer.distributed=false",)], strength=1,
+        ids=lambda x: f"PP{x}" if isinstance(x, int) else "overlap" if len(x) > 1 else "plain",
+    ),
+)  # fmt: skip
 def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool: Pool, pipeline: int, extra: tuple[str, ...]) -> None:
     for found in pool.run(2 * pipeline, with_infinite_advantage, pipeline, (*extra, "optimizer.on_nonfinite=skip"), timeout_s=60):
         assert all(found.values()), found
 
 
-@pytest.mark.parametrize("distributed", ["false", "true"])
+@pytest.mark.parametrize("distributed", quick(["false", "true"], "true"))
 def test_nonfinite_gradient_raises_on_all_ranks(pool: Pool, distributed: str) -> None:
     results = pool.run(4, with_infinite_advantage, 2, (f"optimizer.distributed={distributed}",), timeout_s=60)
     assert len(results) == 4

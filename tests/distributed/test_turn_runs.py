@@ -12,6 +12,7 @@ import torch
 from megatron_rl.environment import Step
 from tests.distributed.test_resume import timeless
 from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.pairwise import quick
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
 TURNS = (
@@ -46,7 +47,7 @@ def end_of(pool, ranks: int, given: list[str]) -> None:
     assert [code for code, _ in results] == [0] * ranks, results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
 def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):  # noqa: F811
     """The same episodes, rewards and turns; weights to rounding. Again on the same layout: to the bit."""
     world, degrees = LAYOUTS[layout]
