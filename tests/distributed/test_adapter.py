@@ -21,9 +21,9 @@ from tests.adapted import PROJECTIONS, adapt, adapters_of, merged
 from tests.allocated import AllocationMeter
 from tests.distributed.matrix import CP2, EP2, GATHER, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests.distributed.pool import Pool
-from tests.distributed.rig import DEFAULTS, Rig, equal, equal_by_name, open_rig, ragged_advantages
+from tests.distributed.rig import DEFAULTS, Rig, config_of, equal, equal_by_name, layers_of, open_rig, ragged_advantages
 from tests.pairwise import quick
-from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
+from tests.reference import LAYERS, file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
 
 # Float32 and another order of summation: seen up to 9e-7. A gradient that lacks a rank's part shows at 1e-1.
 TOLERANCE = 1e-5
@@ -63,8 +63,8 @@ def overrides_of(parallel: tuple[str, ...], extra: tuple[str, ...]) -> tuple[str
     return (*LORA, *(f"parallel.{x}" for x in parallel), *extra)
 
 
-def adapted_model(family: str, extra: tuple[str, ...] = ()) -> torch.nn.Module:
-    _, model = tiny_model(family)
+def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS) -> torch.nn.Module:
+    _, model = tiny_model(family, layers=layers)
     adapt(model, rank=RANK, alpha=ALPHA, targets=targets_of(extra))
     return model
 
@@ -72,7 +72,7 @@ def adapted_model(family: str, extra: tuple[str, ...] = ()) -> torch.nn.Module:
 @contextlib.contextmanager
 def open_adapted(family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES) -> Iterator[Rig]:
     """A rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``."""
-    model = adapted_model(family, extra)
+    model = adapted_model(family, extra, layers_of(config_of(*overrides_of(parallel, extra))))
     with open_rig(family, *overrides_of(parallel, extra), total_steps=20) as rig:
         backend = rig.backend
         fill_adapters([chunk.module for chunk in backend.chunks], backend.shape, backend.topology, MemoryReader(adapters_of(model)))
@@ -142,7 +142,7 @@ def three_steps(rank: int, world: int, family: str, parallel: tuple[str, ...], e
         exported = rig.weights()
         with adapters_off([chunk.module for chunk in rig.backend.chunks]):
             frozen = rig.weights()
-        base = file_weights(tiny_model(family)[1])
+        base = file_weights(tiny_model(family, layers=rig.model.config.num_hidden_layers)[1])
         return {
             "norm": abs(results[0].grad_norm / norms[0] - 1),
             "moved": relative_error({k: found[k] - before[k] for k in found}, {k: after[k] - before[k] for k in found}),
@@ -237,7 +237,7 @@ def test_a_silent_rank_joins_the_reduction_of_adapters(pool: Pool, name: str) ->
 
 
 def untrained(rank: int, world: int, parallel: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    with open_rig("qwen3", *overrides_of(parallel, ())) as rig:
+    with open_rig("qwen3", *overrides_of(parallel, ()), layers=4) as rig:
         return {name: x.clone() for name, x in rig.backend.export_adapters()}
 
 

@@ -22,6 +22,7 @@ from megatron_rl.types import Sample
 from tests.distributed.pool import Pool
 from tests.distributed.rig import DEFAULTS, MAX_RESPONSE_TOKENS
 from tests.reference import (
+    LAYERS,
     file_weights,
     make_samples,
     near_policy,
@@ -37,13 +38,13 @@ CLIP = 0.2
 NUM_SAMPLES, PER_MINI_BATCH = 7, 4
 
 
-def reward_model(family: str):
+def reward_model(family: str, layers: int):
     """(config, model): a Hugging Face sequence classifier of one label, whose ``score`` gives a value per token."""
     from transformers import AutoModelForSequenceClassification
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        config = tiny_config(family)
+        config = tiny_config(family, layers=layers)
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config).float().eval()
         with torch.no_grad():
@@ -100,8 +101,9 @@ class Pair:
 @contextlib.contextmanager
 def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
     """A policy, a critic beside it and a batch, whose samples are spread over the ranks."""
-    hf_config, model = tiny_model(family)
-    critic_hf, judge = reward_model(family)
+    layers = 4 if VPP in overrides else LAYERS
+    hf_config, model = tiny_model(family, layers=layers)
+    critic_hf, judge = reward_model(family, layers)
     config = load_config(None, [*DEFAULTS, "advantage.estimator=gae", f"critic.value_clip={CLIP}", "critic.lr=1e-3", *overrides])
     with contextlib.ExitStack() as held:
         held.callback(topology.destroy)

@@ -55,9 +55,9 @@ def name(topology: tuple) -> str:
 
 
 @functools.cache
-def wanted(family: str, reduction: str, first: int, last: int, count: int) -> tuple[dict[str, torch.Tensor], float]:
+def wanted(family: str, layers: int, reduction: str, first: int, last: int, count: int) -> tuple[dict[str, torch.Tensor], float]:
     """The reference's gradient and loss over samples first..last of ``count``; kept, as a pool worker outlives its tasks."""
-    _, model = tiny_model(family)
+    _, model = tiny_model(family, layers=layers)
     advantages = ragged_advantages(count)[first:last]
     groups = [i // 2 for i in range(first, last)]
     samples = near_policy(model, make_samples(count))[first:last]
@@ -66,7 +66,11 @@ def wanted(family: str, reduction: str, first: int, last: int, count: int) -> tu
 
 def error_of(rig: Rig, family: str, reduction: str, first: int, last: int, gradient: dict[str, torch.Tensor]) -> float:
     """On the main rank only: the others' cores are better used elsewhere."""
-    return relative_error(gradient, wanted(family, reduction, first, last, len(rig.samples))[0]) if rig.is_main else 0.0
+    return (
+        relative_error(gradient, wanted(family, rig.model.config.num_hidden_layers, reduction, first, last, len(rig.samples))[0])
+        if rig.is_main
+        else 0.0
+    )
 
 
 def every_reduction(rank: int, world: int, topology: tuple) -> dict[str, float]:
@@ -137,7 +141,7 @@ def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) 
             rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
         result = rig.backend.optim_step(mini_batch.kind)
         if rig.is_main:
-            gradient, loss = wanted(family, "token_mean", 0, NUM_SAMPLES, NUM_SAMPLES)
+            gradient, loss = wanted(family, rig.model.config.num_hidden_layers, "token_mean", 0, NUM_SAMPLES, NUM_SAMPLES)
             norm = float(sum((g.double() ** 2).sum() for g in gradient.values()) ** 0.5)
             found |= {"norm": abs(result.grad_norm / norm - 1), "loss": abs(result.sums["loss"] - loss)}
         return found

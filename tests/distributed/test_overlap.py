@@ -154,7 +154,7 @@ def without_overlap(pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...], p
         assert found["differ"] == 0.0 == found["plain differ"], found
         assert found["silent"] > silent and found["GHOST"] > ghosts, found
         if rank < 2:  # Megatron-Core (0.16.1) cuts buckets on the first stage's first chunk only: a layer of it under VPP
-            assert found["buckets"] >= (8 if stages[1] == 1 else 6), found
+            assert found["buckets"] >= 6, found
 
 
 def experts_overlapped(rank: int, world: int, ddp: tuple[str, ...], patterns: list[str]) -> dict[str, object]:

@@ -145,7 +145,7 @@ def test_files_load_in_slices_and_come_back(
     """Sharded safetensors in, each rank reading exactly the elements of its own parameters; whole directories out."""
     from transformers import AutoModelForCausalLM
 
-    _, model = tiny_model(family)
+    _, model = tiny_model(family, layers=4)
     source, copy = tmp_path / "source", tmp_path / "copy"
     model.save_pretrained(source, max_shard_size="100KB")
     wanted = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
