@@ -111,7 +111,7 @@ def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None
 
 
 EPOCH_SETTINGS = ("optimizer.lr=0.003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5", "train.samples_per_mini_batch=4")
-EPOCH_LAYERS = 4  # at which no ratio of the second epoch overflows
+EPOCH_LAYERS = 4  # at which the second epoch does not clip every token
 
 
 def epoch_advantages() -> np.ndarray:
