@@ -98,7 +98,7 @@ def planted(folder: pathlib.Path, mutant: Mutant) -> Iterator[None]:
 
 
 def run_tests(folder: pathlib.Path, tests: Sequence[str], timeout_s: float, *, stop_at_first: bool = True) -> Outcome:
-    command = [sys.executable, "-m", "pytest", *tests, "-q", "-rfE", "--tb=no", "-m", MARKS, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *tests, "-q", "-rfE", "--tb=no", "-m", MARKS, "-p", "no:cacheprovider", "--rootdir=."]
     command += ["-x"] if stop_at_first else []
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
     # Bytecode is found by a file's size and the second of its change: a fault of the same length, planted at once, could run as the last.

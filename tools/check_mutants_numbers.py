@@ -43,7 +43,7 @@ ADVANTAGE = (
         line='if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):',
         becomes='if whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo"):',
         fault="under `gae` a group of equal rewards is taken for one without signal",
-        tests=("tests/test_advantage.py", "tests/test_gae.py"),
+        tests=("tests/test_advantage.py::test_under_gae_every_included_sample_may_have_an_advantage",),
     ),
 )
 
@@ -124,7 +124,7 @@ LOSS = (
         line="mean = (total / count.clamp(min=1)).exp()[sequences]",
         becomes="mean = (total / count.clamp(min=2)).exp()[sequences]",
         fault="`gspo` takes a response of one token for one of two",
-        tests=("tests/test_loss.py",),
+        tests=("tests/test_loss.py::test_gspo_of_a_single_token_response_equals_the_naive_loop",),
     ),
     Mutant(
         name="clip-sides-swapped",
@@ -269,7 +269,7 @@ PLAN = (
         line="if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens for b in bins):",
         becomes="if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens + 1 for b in bins):",
         fault="a micro-batch may hold one token above the cap",
-        tests=("tests/test_plan.py",),
+        tests=("tests/test_plan.py::test_no_microbatch_exceeds_the_token_cap",),
     ),
     Mutant(
         name="cap-of-the-rules-one-too-large",
@@ -277,7 +277,7 @@ PLAN = (
         line="data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch,",
         becomes="data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch + 1,",
         fault="the planner is given one token more than `plan.max_tokens_per_microbatch`",
-        tests=("tests/test_plan.py",),
+        tests=("tests/test_plan.py::test_rules_of_a_run_are_its_settings",),
     ),
     Mutant(
         name="long-sample-at-the-cap",
@@ -293,7 +293,7 @@ PLAN = (
         line="return -(-lengths // pad_multiple) * pad_multiple",
         becomes="return (lengths // pad_multiple + 1) * pad_multiple",
         fault="a length that is a multiple already is padded by another",
-        tests=("tests/test_plan.py::test_long_sample_error_names_the_sample_and_the_way_out",),
+        tests=("tests/test_plan.py::test_padded_lengths_equal_a_loop",),
     ),
     Mutant(
         name="filler-is-the-longest",
@@ -333,7 +333,7 @@ PLAN = (
         line="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers / stages,",
         becomes="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers,",
         fault="the LM head's cost is weighed against the layers of every stage",
-        tests=("tests/test_plan.py",),
+        tests=("tests/test_plan.py::test_rules_of_a_run_are_its_settings",),
     ),
 )
 
@@ -352,7 +352,7 @@ COST = (
         line="self.sums = self.forget * self.sums + step",
         becomes="self.sums = self.sums + step",
         fault="measurements of long ago weigh as much as the last ones",
-        tests=("tests/test_cost.py",),
+        tests=("tests/test_cost.py::test_older_steps_weigh_less_and_a_ghost_forgets_nothing",),
     ),
     Mutant(
         name="backward-for-nothing",
@@ -376,7 +376,7 @@ COST = (
         line="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, square=square_share)",
         becomes="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers, square=square_share)",
         fault="the prior of the LM head's cost is not over the layers of its stage",
-        tests=("tests/test_cost.py", "tests/test_plan.py"),
+        tests=("tests/test_plan.py::test_rules_of_a_run_are_its_settings",),
     ),
     Mutant(
         name="seconds-of-the-quickest-rank",
@@ -384,7 +384,7 @@ COST = (
         line="return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))",
         becomes="return min(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))",
         fault="a mini-batch is predicted to take as long as its least loaded rank",
-        tests=("tests/test_cost.py",),
+        tests=("tests/test_cost.py::test_a_mini_batch_takes_as_long_as_its_slowest_rank",),
     ),
 )
 

@@ -11,7 +11,9 @@ SCHEDULE = (
         line="if mini_batch.silent_ranks:",
         becomes="if mini_batch.silent_ranks and microbatches:",
         fault="a rank without micro-batches does not join the parameter gather",
-        tests=("tests/distributed/test_overlap.py::test_every_pattern_of_empty_ranks_equals_the_run_without_overlap",),
+        tests=(
+            "tests/distributed/test_overlap.py::test_every_pattern_of_empty_ranks_equals_the_run_without_overlap[PP1-overlap_param_gather]",
+        ),
     ),
     Mutant(
         name="step-outside-the-lockstep",
@@ -19,7 +21,7 @@ SCHEDULE = (
         line='digest = torch.tensor(list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)',
         becomes='digest = torch.tensor(list(hashlib.sha256(f"{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)',
         fault="ranks at different steps are taken to run the same",
-        tests=("tests/distributed/test_lockstep.py::test_every_rank_names_the_odd_one",),
+        tests=("tests/distributed/test_lockstep.py::test_every_rank_names_the_odd_one[1-3-0-step index]",),
     ),
     Mutant(
         name="square-of-the-sum",
@@ -27,7 +29,7 @@ SCHEDULE = (
         line="squares=np.array([(x**2).sum() for x in lengths]),",
         becomes="squares=np.array([x.sum() ** 2 for x in lengths]),",
         fault="a micro-batch's Σ l² is measured as (Σ l)²",
-        tests=("tests/distributed/test_laps.py",),
+        tests=("tests/test_schedule.py::test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences",),
     ),
     Mutant(
         name="first-chunk-measured-alone",
@@ -35,7 +37,7 @@ SCHEDULE = (
         line="forward_s = np.concatenate([run.forward_s.sum(0) for run in runs])",
         becomes="forward_s = np.concatenate([run.forward_s[0] for run in runs])",
         fault="a stage of several chunks is measured by its first",
-        tests=("tests/distributed/test_laps.py",),
+        tests=("tests/test_schedule.py::test_sums_of_a_stage_equal_a_loop_over_runs_and_chunks",),
     ),
 )
 
@@ -46,7 +48,7 @@ OPTIMIZER = (
         line='applied = self.ghost == "dense"',
         becomes="applied = True",
         fault="`skip.ghost=freeze` steps all the same",
-        tests=("tests/distributed/test_steps.py::test_frozen_ghost_moves_nothing",),
+        tests=("tests/distributed/test_steps.py::test_frozen_ghost_moves_nothing[1-false]",),
     ),
     Mutant(
         name="norm-is-not-clipped",
@@ -54,7 +56,7 @@ OPTIMIZER = (
         line="self._clip(norm)",
         becomes="",
         fault="the gradient norm is measured and not clipped",
-        tests=("tests/distributed/test_run.py::test_two_epochs_equal_a_plain_adamw_loop",),
+        tests=("tests/distributed/test_run.py::test_two_epochs_equal_a_plain_adamw_loop[qwen2_tied-1-1-1]",),
     ),
     Mutant(
         name="reduction-without-tied-embeddings",
@@ -62,7 +64,7 @@ OPTIMIZER = (
         line="finalize_model_grads(self.chunks, None)",
         becomes="[chunk.finish_grad_sync() for chunk in self.chunks]",
         fault="gradients of tied embeddings and of sequence-parallel norms are not summed",
-        tests=("tests/distributed/test_run.py::test_two_epochs_equal_a_plain_adamw_loop",),
+        tests=("tests/distributed/test_run.py::test_two_epochs_equal_a_plain_adamw_loop[qwen2_tied-2-2-1]",),
     ),
     Mutant(
         name="second-beta-is-the-first",
@@ -70,7 +72,7 @@ OPTIMIZER = (
         line="adam_beta2=settings.betas[1], adam_eps=settings.epsilon, clip_grad=settings.clip_grad, bf16=bf16,",
         becomes="adam_beta2=settings.betas[0], adam_eps=settings.epsilon, clip_grad=settings.clip_grad, bf16=bf16,",
         fault="AdamW's second moment decays as its first",
-        tests=("tests/distributed/test_run.py::test_two_epochs_equal_a_plain_adamw_loop",),
+        tests=("tests/distributed/test_run.py::test_two_epochs_equal_a_plain_adamw_loop[qwen2_tied-1-1-1]",),
     ),
     Mutant(
         name="warm-up-from-zero",
@@ -78,7 +80,7 @@ OPTIMIZER = (
         line="self._megatron, init_lr=lr / (settings.warmup_steps + 1), max_lr=lr, min_lr=min(settings.min_lr, lr),",
         becomes="self._megatron, init_lr=0.0, max_lr=lr, min_lr=min(settings.min_lr, lr),",
         fault="the first step of a warm-up has a learning rate of 0",
-        tests=("tests/distributed/test_steps.py",),
+        tests=("tests/test_learning_rate.py::test_learning_rates_equal_the_formula",),
     ),
     Mutant(
         name="decay-steps-not-heard",
@@ -86,7 +88,7 @@ OPTIMIZER = (
         line="lr_decay_steps=max(settings.decay_steps or total_steps, settings.warmup_steps + 1, 1),",
         becomes="lr_decay_steps=max(total_steps, settings.warmup_steps + 1, 1),",
         fault="the schedule decays over the whole run, whatever `optimizer.decay_steps` says",
-        tests=("tests/distributed/test_steps.py",),
+        tests=("tests/test_learning_rate.py::test_learning_rates_equal_the_formula",),
     ),
 )
 
@@ -167,7 +169,7 @@ TRAINED = (
         line="self.weight_version += int(outcome.applied)",
         becomes="self.weight_version += 1",
         fault="a step that moves nothing counts as a new version of the weights",
-        tests=("tests/distributed/test_steps.py::test_frozen_ghost_moves_nothing",),
+        tests=("tests/distributed/test_steps.py::test_frozen_ghost_moves_nothing[1-false]",),
     ),
     Mutant(
         name="sums-of-the-last-call",
@@ -175,7 +177,7 @@ TRAINED = (
         line='self._sums += torch.stack([each["sums"] for each in kept]).sum(0).cpu()  # one copy to the host per step',
         becomes='self._sums = torch.stack([each["sums"] for each in kept]).sum(0).cpu()',
         fault="a step's loss is that of its last call alone",
-        tests=("tests/distributed/test_gradient.py::test_several_calls_before_one_step_add",),
+        tests=("tests/distributed/test_gradient.py::test_several_calls_before_one_step_add[TP1-PP1-DP2-llama3_rope-plain]",),
     ),
     Mutant(
         name="merges-where-nothing-is-dropped",
@@ -183,7 +185,7 @@ TRAINED = (
         line='merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"',
         becomes='merge = not whole and self.config.skip.steps == "merge"',
         fault="`skip.steps=merge` merges where nothing is dropped",
-        tests=("tests/distributed/test_ppo.py::test_a_warm_up_trains_the_critic_alone", "tests/distributed/test_products.py"),
+        tests=("tests/test_trained_model.py::test_a_plan_has_one_step_where_it_merges_and_one_per_mini_batch_elsewhere",),
     ),
     Mutant(
         name="thrown-away-gradient-still-measured",
@@ -191,7 +193,7 @@ TRAINED = (
         line="self.schedule.forget_measured()",
         becomes="",
         fault="micro-batches whose gradient was thrown away move the fitted costs",
-        tests=("tests/distributed/test_laps.py",),
+        tests=("tests/test_trained_model.py::test_a_gradient_that_is_thrown_away_is_measured_nowhere",),
     ),
     Mutant(
         name="every-stage-measured-as-the-first",
@@ -199,7 +201,7 @@ TRAINED = (
         line="measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())",
         becomes="measured[0] = measured_sums(self.schedule.take_laps())",
         fault="all stages' times are fitted as the first one's",
-        tests=("tests/distributed/test_laps.py", "tests/distributed/test_resume.py"),
+        tests=("tests/test_trained_model.py::test_a_stages_laps_are_fitted_as_its_own",),
     ),
 )
 

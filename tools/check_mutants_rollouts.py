@@ -11,7 +11,7 @@ FEED = (
         line="return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))",
         becomes="return sorted(set(facts.groups[~stale].tolist()))",
         fault="a group counts as fresh where one of its samples is",
-        tests=("tests/distributed/test_async.py::test_what_is_too_old_is_dropped_counted_and_asked_again",),
+        tests=("tests/test_feed.py::test_a_group_is_too_old_where_one_of_its_samples_is",),
     ),
     Mutant(
         name="replayed-beside-itself",
@@ -19,7 +19,7 @@ FEED = (
         line="keys = self.replay.draw(len(dead), rollout=turn, exclude=[prompt.name for prompt in prompts.values()])",
         becomes="keys = self.replay.draw(len(dead), rollout=turn)",
         fault="a group that the batch has itself is replayed beside itself",
-        tests=("tests/distributed/test_async.py::test_replay_and_reroll_on_every_layout",),
+        tests=("tests/test_feed.py::test_no_group_is_replayed_beside_itself",),
     ),
     Mutant(
         name="remembered-as-its-newest-token",
@@ -27,7 +27,7 @@ FEED = (
         line="version = int(facts.weight_versions[facts.groups == place].min())",
         becomes="version = int(facts.weight_versions[facts.groups == place].max())",
         fault="a group's age in the replay buffer is that of its newest sample",
-        tests=("tests/distributed/test_async.py::test_replay_and_reroll_on_every_layout",),
+        tests=("tests/test_feed.py::test_a_remembered_group_is_as_old_as_its_oldest_sample",),
     ),
     Mutant(
         name="passes-of-what-was-replaced",
@@ -35,7 +35,7 @@ FEED = (
         line="if int(part.facts.groups[i]) in unchanged:",
         becomes="if int(part.facts.places[i]) in at:",
         fault="a group that took another's place has the other's old log-probs",
-        tests=("tests/distributed/test_async.py::test_dynamic_sampling_fills_every_place_or_stops",),
+        tests=("tests/test_feed.py::test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced",),
     ),
     Mutant(
         name="noise-a-step-too-long",
@@ -94,7 +94,7 @@ EXCHANGE = (
         line="ends = (0, topology.pipeline_size - 1)",
         becomes="ends = range(topology.pipeline_size)",
         fault="stages in the middle of a pipeline receive rows that they do not read",
-        tests=("tests/distributed/test_exchange.py::test_every_rank_gets_exactly_the_rows_it_needs",),
+        tests=("tests/test_exchange.py::test_rows_go_to_the_ends_of_each_replicas_pipeline_alone",),
     ),
     Mutant(
         name="scores-as-they-come",
@@ -110,7 +110,7 @@ EXCHANGE = (
         line="logprobs=logprobs.view(np.float32), routed_experts=experts, weight_version=int(facts.weight_versions[index]),",
         becomes="logprobs=logprobs.view(np.float32), routed_experts=experts,",
         fault="a row that came from another rank has lost its weight version",
-        tests=("tests/distributed/test_exchange.py::test_every_rank_gets_exactly_the_rows_it_needs",),
+        tests=("tests/test_exchange.py::test_a_row_comes_back_as_it_was_sent",),
     ),
     Mutant(
         name="gathered-in-half-precision",
@@ -129,7 +129,7 @@ WEIGHTS = (
         line="return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts], dim=1).flatten(0, 1)",
         becomes="return torch.cat(parts)",
         fault="q, k and v are laid one after the other, not by query group",
-        tests=("tests/distributed/test_weights.py::test_logprobs_equal_hugging_face_and_export_equals_import",),
+        tests=("tests/distributed/test_weights.py::test_logprobs_equal_hugging_face_and_export_equals_import[1-1]",),
     ),
     Mutant(
         name="first-ranks-shard-everywhere",
@@ -137,7 +137,7 @@ WEIGHTS = (
         line="return read(name, dimension, rank * share, (rank + 1) * share)",
         becomes="return read(name, dimension, 0, share)",
         fault="every tensor rank loads the first one's shard",
-        tests=("tests/distributed/test_weights.py::test_logprobs_equal_hugging_face_and_export_equals_import",),
+        tests=("tests/distributed/test_weights.py::test_logprobs_equal_hugging_face_and_export_equals_import[2-1]",),
     ),
     Mutant(
         name="experts-dealt-in-turn",
@@ -145,7 +145,7 @@ WEIGHTS = (
         line="number = expert_rank * (shape.num_experts // expert_size) + self.expert",
         becomes="number = self.expert * expert_size + expert_rank",
         fault="experts are dealt to ranks in turn, not in blocks",
-        tests=("tests/distributed/test_experts.py::test_mixtures_equal_reference",),
+        tests=("tests/distributed/test_experts.py::test_mixtures_equal_reference[EP2-mixtral]",),
     ),
     Mutant(
         name="tied-embedding-exported-twice",
@@ -153,7 +153,9 @@ WEIGHTS = (
         line="if entry == TIED_HEAD:",
         becomes="if entry == TIED_HEAD and stages == 1:",
         fault="a tied embedding is sent a second time, from the output layer's copy",
-        tests=("tests/distributed/test_export.py",),
+        tests=(
+            "tests/distributed/test_export.py::test_export_equals_reference_in_buckets_of_any_size[2-parallel.tensor=1-parallel.pipeline=2-qwen2_tied]",
+        ),
     ),
     Mutant(
         name="chunks-in-rank-order",
@@ -185,7 +187,7 @@ WEIGHTS = (
         line="if self.halves[turn] is not None and self.halves[turn].used:",
         becomes="if self.halves[turn] is not None and not self.halves[turn].fits(tensor):",
         fault="the last bucket of a sync is sent where it is full, and else not at all",
-        tests=("tests/test_shared_device.py",),
+        tests=("tests/test_weight_sync.py::test_every_tensor_reaches_every_engine_bit_by_bit",),
     ),
     Mutant(
         name="receipt-by-version-alone",
@@ -193,7 +195,7 @@ WEIGHTS = (
         line="if WeightReceipt(**said) != wanted:",
         becomes="if WeightReceipt(**said).version != wanted.version:",
         fault="an engine's receipt is believed whatever its checksum is",
-        tests=("tests/test_shared_device.py",),
+        tests=("tests/test_weight_sync.py::test_an_engine_whose_receipt_differs_has_no_version",),
     ),
     Mutant(
         name="bucket-of-its-own-checksum-alone",
