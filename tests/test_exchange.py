@@ -1,4 +1,4 @@
-"""exchange.py without a world: which ranks need which rows, and that a row comes off the wire as it was put on it."""
+"""Checks exchange.py without a world: which ranks need which rows, and that a row comes off the wire as it was put on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""feed.py and intake.py without a world: how old groups are, which are replayed, and which log-probs are known already."""
+"""Checks feed.py and intake.py without a world: the age of groups, which are replayed, and which log-probs are known already."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = 2
 
 
 def facts_of(places: list[int], *, versions: list[int] | None = None, lengths: list[int] | None = None) -> BatchFacts:
-    """SAMPLES samples of the group at each place."""
+    """Makes facts of SAMPLES samples for the group at each place."""
     groups = np.repeat(np.array(places, dtype=np.int64), SAMPLES)
     zeros = np.zeros(len(groups), dtype=np.int64)
     lengths = zeros + 2 if lengths is None else np.array(lengths)
@@ -31,7 +31,7 @@ def facts_of(places: list[int], *, versions: list[int] | None = None, lengths: l
 
 
 def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> Scored:
-    """Rewards of 1 and 0 in each group."""
+    """Gives each group rewards of 1 and 0."""
     totals = np.tile([1.0, 0.0], facts.num_samples // SAMPLES)
     live = np.ones(facts.num_samples, dtype=bool) if live is None else np.array(live)
     batch = SimpleNamespace(facts=facts)
@@ -49,7 +49,7 @@ def group_of(number: int) -> Group:
 
 
 def feed_of(*overrides: str, version: int = 0) -> Feed:
-    """One that has its configuration and a trainer at that version, and neither engines nor prompts."""
+    """Makes a feed with its configuration and a trainer at that version, and with neither engines nor prompts."""
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
     return Feed(load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, **given)
 

@@ -1,4 +1,4 @@
-"""schedule.py without a world: what was measured of micro-batches, against loops over sequences, chunks and runs."""
+"""Checks the measurements of schedule.py without a world, against loops over sequences, chunks and runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.schedule import StageLaps, _Run, measured_sums
 
 
 def microbatch(*lengths: int) -> PackedMicroBatch:
-    """Of so many sequences; nothing but their lengths is read."""
+    """Makes a micro-batch of such sequences; nothing but their lengths is read."""
     total = sum(lengths)
     return PackedMicroBatch(packed=SimpleNamespace(lengths=lengths), positions=np.arange(total), num_sequences=len(lengths), tokens=None)
 

@@ -1,4 +1,4 @@
-"""trained_model.py without a model: which plans merge, and which measurements reach the fitted costs."""
+"""Checks trained_model.py without a model: which plans merge, and which measurements reach the fitted costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.test_advantage import make_facts
 
 
 def model_of(*overrides: str, **fields: object) -> TrainedModel:
-    """One that has its configuration and the fields given, and neither chunks nor a world."""
+    """Makes a model with its configuration and the fields given, and with neither chunks nor a world."""
     model = object.__new__(TrainedModel)
     model.config, model.rules = load_config(None, overrides), PlanRules()
     for name, value in fields.items():
@@ -54,7 +54,7 @@ def test_a_gradient_that_is_thrown_away_is_measured_nowhere() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of this process."""
+    """Makes a world of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

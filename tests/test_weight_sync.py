@@ -1,4 +1,4 @@
-"""weights/sync.py over shared memory, to engines that read each bucket as late as they may: every tensor, bit by bit, or no version."""
+"""Checks weights/sync.py over shared memory, with engines that read each bucket late: every tensor arrives bit by bit, or no version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = 7
 
 
 class Engine:
-    """A replica as far as WeightSync knows it. lies: what its receipt says otherwise than it is."""
+    """Stands for a replica as far as WeightSync knows it. lies: fields of its receipt that are not true."""
 
     def __init__(self, name: str, **lies: object) -> None:
         self.name, self.lies, self.weight_version = name, lies, NO_WEIGHTS
@@ -56,7 +56,7 @@ class Engine:
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Of two dtypes with odd sizes between them, many to a bucket, one larger than a bucket."""
+    """Makes tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket."""
     random = torch.Generator().manual_seed(0)
     sizes = [(3,), (5, 7), (1,), (64, 9), (2, 2), (11,), (4, 4), (13,), (6,), (1,)]
     kinds = [torch.float32, torch.bfloat16]
@@ -64,7 +64,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def exported(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each is valid until the next is asked for, as ``export_weights`` has it."""
+    """Lends each tensor until the next is asked for, as ``export_weights`` does."""
     for name, tensor in tensors.items():
         lent = tensor.clone()
         yield name, lent
