@@ -125,6 +125,13 @@ def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, cen
     assert np.array_equal(may, case.included if centres else found != 0.0)
 
 
+def test_under_gae_every_included_sample_may_have_an_advantage() -> None:
+    """Equal rewards in a group say nothing there: each sample is measured against a critic."""
+    included = np.array([True, True, False, True])
+    found = may_have_advantage(np.ones(4), np.zeros(4, dtype=np.int64), included, estimator="gae")
+    assert np.array_equal(found, included)
+
+
 def assert_reduction_invariants(case: Case) -> None:
     facts, members = make_facts(case.groups, case.loss_tokens), np.flatnonzero(case.included)
     for reduction in REDUCTIONS:

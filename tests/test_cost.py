@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.cost import MOST_MICROBATCHES, NUM_SUMS, CostFit, CostModel, StageCost, _nonnegative, measured, prior
+from megatron_rl.cost import MOST_MICROBATCHES, NUM_SUMS, CostFit, CostModel, StageCost, _nonnegative, measured, plan_seconds, prior
+from megatron_rl.plan import PlanRules, plan_steps
 from megatron_rl.timeline import simulate
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -125,6 +126,16 @@ def test_the_priors_own_proportions_are_found_again(seed, count) -> None:
         np.testing.assert_allclose(dataclasses.astuple(found), dataclasses.astuple(wanted), rtol=1e-6)
 
 
+def test_older_steps_weigh_less_and_a_ghost_forgets_nothing() -> None:
+    """Σ over the steps of forget^(steps measured since) · sums, one step at a time."""
+    steps = [step_of(PRIOR, *microbatches(seed, 3)) for seed in range(4)]
+    fit = CostFit(prior=PRIOR, forget=0.5)
+    for step in (steps[0], np.zeros((2, NUM_SUMS)), *steps[1:], np.zeros((2, NUM_SUMS))):
+        fit.add(step)
+    np.testing.assert_allclose(fit.sums, sum(0.5 ** (3 - i) * step for i, step in enumerate(steps)), rtol=1e-12)
+    assert CostFit(prior=PRIOR).forget < 1  # machines slow down and speed up: what a run measured first must fade
+
+
 def test_other_proportions_are_found_from_enough_microbatches() -> None:
     """2,000 micro-batches with ±10 % of noise: predictions within 1 % of a mean micro-batch; the ridge weighs one of them."""
     truth = CostModel(stages=(StageCost(overhead=8e-3, token=2e-5, square=4e-8), StageCost(overhead=9e-3, token=3e-5, square=1e-8)))
@@ -156,6 +167,26 @@ def test_nonnegative_least_squares_meets_its_conditions(seed) -> None:
     found = _nonnegative(gram, moment)
     slope = (gram @ found - moment) / np.sqrt(np.diag(gram))
     assert (found >= 0).all() and (np.abs(slope[found > 0]) < 1e-6).all() and (slope[found == 0] > -1e-6).all()
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_mini_batch_takes_as_long_as_its_slowest_rank(stages) -> None:
+    """Rank by rank and micro-batch by micro-batch, of a plan whose last rank is silent."""
+    inner, last = StageCost(overhead=10, token=1, square=1e-2), StageCost(overhead=10, token=1.5, square=1e-2)
+    model, lengths = CostModel(stages=(inner,) * (stages - 1) + (last,)), np.array([900, 40, 30, 20, 70, 80])
+    rules = PlanRules(data_size=3, cost=model, max_tokens=100)
+    signal = np.array([True, True, False, False, False, False])
+    for drops in (True, False):
+        (one,) = plan_steps("train", [np.arange(6)], lengths, signal, rules, drops=drops).mini_batches
+        each = []
+        for rank in range(3):
+            squares = [float((lengths[m.samples] ** 2).sum()) for m in one.microbatches(rank)]
+            tokens = [float(lengths[m.samples].sum()) for m in one.microbatches(rank)]
+            each.append(model.rank_seconds(np.array(tokens), np.array(squares)))
+        assert min(each) < max(each) and plan_seconds(model, one, lengths) == pytest.approx(max(each), rel=1e-12)
+        assert (min(each) == 0.0) == drops
+    (ghost,) = plan_steps("train", [np.arange(6)], lengths, np.zeros(6, dtype=bool), rules, drops=True).mini_batches
+    assert plan_seconds(model, ghost, lengths) == 0.0
 
 
 # ---- the closed form against the clock ------------------------------------------------------------------------------

@@ -104,6 +104,23 @@ def test_term_equals_equation(name: str) -> None:
         assert torch.equal(gradient[tokens.advantages == 0], torch.zeros(int((tokens.advantages == 0).sum()), dtype=torch.float64))
 
 
+def test_gspo_of_a_single_token_response_equals_the_naive_loop() -> None:
+    """Its ratio is the token's own, within the clip and beyond it, beside responses of two and three tokens."""
+    lengths, gaps = [1, 2, 1, 3, 1, 1], [0.06, 0.02, -0.03, -0.04, 0.01, 0.07, -0.02, 0.5, -0.5]
+    sequences = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
+    old, gap = torch.linspace(-3, -1, 9, dtype=torch.float64), torch.tensor(gaps, dtype=torch.float64)
+    advantages = torch.tensor([1.3, -0.7, -2.0, 0.4, 1.1, -0.9], dtype=torch.float64)[sequences]
+    tokens = SimpleNamespace(
+        num_sequences=6, sequences=sequences, advantages=advantages, weights=torch.ones(9, dtype=torch.float64), old_logprobs=old,
+        logprobs=old + gap,
+    )  # fmt: skip
+    term, gradient = run_term(CONFIGS["gspo"], tokens)
+    values, wanted = naive_loss(CONFIGS["gspo"], tokens)
+    torch.testing.assert_close(term.loss.detach(), values, **DOUBLE)
+    torch.testing.assert_close(gradient, wanted, **DOUBLE)
+    torch.testing.assert_close(term.ratio.detach()[[0, 3, 7, 8]], gap[[0, 3, 7, 8]].exp(), **DOUBLE)
+
+
 @pytest.mark.parametrize("name", ["ppo", "ppo_asymmetric", "ppo_dual"])
 def test_clipped_is_where_the_gradient_is_gone(name: str) -> None:
     tokens = make_tokens()

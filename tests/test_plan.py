@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.config import load_config
 from megatron_rl.cost import CostModel, StageCost
-from megatron_rl.plan import PlanRules, _balance, padded_lengths, plan_steps, split_mini_batches
+from megatron_rl.plan import PlanRules, _balance, padded_lengths, plan_rules, plan_steps, split_mini_batches
 from megatron_rl.timeline import simulate
 from megatron_rl.types import ConfigError, MiniBatchPlan, StepKind, StepPlan
 
@@ -235,6 +237,41 @@ def test_pads_count_against_the_cap() -> None:
     for multiple, microbatches in ((1, 1), (16, 2)):
         plan = plan_steps("train", members, lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=40, pad_multiple=multiple), drops=True)
         assert len(plan.mini_batches[0].filler_microbatches) == microbatches
+
+
+def test_no_microbatch_exceeds_the_token_cap() -> None:
+    """Not by one token: longest first lays 9, 7, 4 and 4 tokens out as 13 and 11, two micro-batches under a cap of 13, three under 12."""
+    lengths = np.array([9, 7, 4, 4])
+    for cap, microbatches in ((11, 3), (12, 3), (13, 2), (14, 2)):
+        (one,) = plan_steps("train", [np.arange(4)], lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=cap), drops=True).mini_batches
+        tokens = [sum(lengths[i] for i in m) for rank in microbatches_of(one, 1) for m in rank]
+        assert len(tokens) == microbatches and max(tokens) <= cap, (cap, tokens)
+
+
+def test_padded_lengths_equal_a_loop() -> None:
+    for multiple in (1, 2, 8):
+        wanted = [next(padded for padded in range(n, n + multiple) if padded % multiple == 0) for n in range(40)]
+        assert padded_lengths(np.arange(40), multiple).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"),
+    [(1, 1, 1, 1, False, 1, 1), (4, 2, 1, 1, True, 4, 1), (4, 2, 1, 1, False, 1, 1), (2, 4, 3, 2, True, 8, 4), (1, 2, 2, 2, False, 4, 2)],
+)
+def test_rules_of_a_run_are_its_settings(
+    tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, pads: int, multiple: int
+) -> None:
+    """The cap as it is set; the LM head, worth 3 layers here, over the layers of the last stage alone."""
+    split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
+    given = ["plan.max_tokens_per_microbatch=4096", "plan.microbatch_overhead_tokens=100", *split]
+    degrees = SimpleNamespace(
+        tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, context_size=context, data_size=6, lockstep_replicas=3
+    )
+    rules = plan_rules(load_config(None, given), degrees, SimpleNamespace(num_layers=12, square_share=1e-3, head_layers=3.0))
+    assert (rules.max_tokens, rules.data_size, rules.lockstep_ranks) == (4096, 6, 3)
+    assert (rules.pad_multiple, rules.microbatch_multiple) == (pads, multiple)
+    assert [x.token for x in rules.cost.stages] == [1.0] * (pipeline - 1) + [1.0 + 3.0 * pipeline / 12]
+    assert {(x.overhead, x.square) for x in rules.cost.stages} == {(100.0, 1e-3)} and rules.cost.virtual == virtual
 
 
 def test_fingerprint_sees_every_field() -> None:

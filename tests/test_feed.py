@@ -1,0 +1,95 @@
+"""Checks feed.py and intake.py without a world: the age of groups, which are replayed, and which log-probs are known already."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rl.backend import LogProbs
+from megatron_rl.config import load_config
+from megatron_rl.feed import Feed
+from megatron_rl.intake import Passed, Scored, merge_passes
+from megatron_rl.rollout.producer import Group
+from megatron_rl.rollout.replay import Entry
+from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
+
+SAMPLES = 2
+
+
+def facts_of(places: list[int], *, versions: list[int] | None = None, lengths: list[int] | None = None) -> BatchFacts:
+    """Makes facts of SAMPLES samples for the group at each place."""
+    groups = np.repeat(np.array(places, dtype=np.int64), SAMPLES)
+    zeros = np.zeros(len(groups), dtype=np.int64)
+    lengths = zeros + 2 if lengths is None else np.array(lengths)
+    return BatchFacts(
+        sample_ids=tuple(f"s{i}" for i in range(len(groups))), groups=groups, prompt_tokens=zeros + 1, response_tokens=lengths,
+        loss_tokens=lengths, owners=zeros, owner_rows=np.arange(len(groups)), places=groups * SAMPLES + np.arange(len(groups)) % SAMPLES,
+        weight_versions=zeros if versions is None else np.array(versions),
+    )  # fmt: skip
+
+
+def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> Scored:
+    """Gives each group rewards of 1 and 0."""
+    totals = np.tile([1.0, 0.0], facts.num_samples // SAMPLES)
+    live = np.ones(facts.num_samples, dtype=bool) if live is None else np.array(live)
+    batch = SimpleNamespace(facts=facts)
+    return Scored(batch=batch, totals=totals, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live, step=0)
+
+
+def prompt_of(number: int) -> Prompt:
+    return Prompt(prompt_id=f"{number}@0", text="", token_ids=(5,), columns={})
+
+
+def group_of(number: int) -> Group:
+    same = {"response_ids": (3, 7), "logprobs": (-1.0, -2.0), "text": "", "finish_reason": "stop", "weight_versions": ((0, 2),)}
+    rollouts = tuple(Rollout(prompt=prompt_of(number), sample_index=index, **same) for index in range(SAMPLES))
+    return Group(rollouts=rollouts, scores=(Score(total=1.0, by_function=(1.0,)), Score(total=0.0, by_function=(0.0,))))
+
+
+def feed_of(*overrides: str, version: int = 0) -> Feed:
+    """Makes a feed with its configuration and a trainer at that version, and with neither engines nor prompts."""
+    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
+    return Feed(load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, **given)
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])])
+def test_a_group_is_too_old_where_one_of_its_samples_is(limit: object, wanted: list[int]) -> None:
+    """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness`` itself is not too old."""
+    feed = feed_of(f"rollout.producer.max_staleness={limit}", version=7)
+    assert feed._fresh(scored_of(facts_of([0, 1, 2, 3], versions=[6, 6, 4, 7, 7, 3, 5, 5]))) == wanted
+
+
+def test_a_remembered_group_is_as_old_as_its_oldest_sample() -> None:
+    feed, facts = feed_of("replay.size=4", version=7), facts_of([0, 1], versions=[5, 3, 6, 7])
+    prompts, held = {place: prompt_of(place) for place in (0, 1)}, {place: group_of(place) for place in (0, 1)}
+    feed._remember(scored_of(facts), np.array([0.5, -0.5, 0.5, -0.5]), prompts, held, replayed=set())
+    assert {entry.key: entry.version for entry in feed.replay.entries} == {"0@0": 3, "1@0": 6} and set(feed.kept) == {"0@0", "1@0"}
+
+
+def test_no_group_is_replayed_beside_itself() -> None:
+    """Group 8 is in the batch and has by far the best score; the dead places take the others."""
+    feed = feed_of("replay.size=4", "replay.max_age=null")
+    feed.replay.add(
+        [Entry(key="8@0", score=1e9, version=0), Entry(key="9@0", score=1.0, version=0), Entry(key="7@0", score=1.0, version=0)]
+    )
+    feed.kept = {f"{number}@0": group_of(number) for number in (7, 8, 9)}
+    prompts, held, metrics = {0: prompt_of(8), 1: prompt_of(1), 2: prompt_of(2)}, {0: group_of(8)}, {}
+    assert feed._replay(3, prompts, held, {0}, metrics) == {1, 2} and metrics["replay/replaced"] == 2.0
+    assert held[0].prompt.name == "8@0" and {held[place].prompt.name for place in (1, 2)} == {"7@0", "9@0"}
+
+
+def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() -> None:
+    """Three groups were passed in two parts, one sample of them left out; group 1 has given way to another of other lengths."""
+    whole = facts_of([0, 1, 2], lengths=[2, 3, 5, 4, 1, 3])
+    random, passes = np.random.default_rng(0), []
+    for facts, chosen in ((facts_of([0, 1], lengths=[2, 3, 5, 4]), [1, 1, 1, 1]), (facts_of([2], lengths=[1, 3]), [0, 1])):
+        flat = random.normal(size=int(facts.response_tokens.sum())).astype(np.float32)
+        chosen = np.array(chosen, dtype=bool)
+        passes.append(Passed(facts=facts, chosen=chosen, logprobs=LogProbs(flat=flat, sums={"tokens": float(len(flat))})))
+    old, known, sums = merge_passes(whole, passes, {0, 2})
+    first, second = passes[0].logprobs.flat, passes[1].logprobs.flat
+    wanted = [*first[:5], *[0.0] * 9, 0.0, *second[1:]]
+    assert old.tolist() == [float(x) for x in wanted] and known.tolist() == [True, True, False, False, False, True]
+    assert sums == {"tokens": 14.0 + 4.0}

@@ -1,0 +1,100 @@
+"""Checks weights/sync.py over shared memory, with engines that read each bucket late: every tensor arrives bit by bit, or no version."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.replica import WeightReceipt
+from megatron_rl.weights.channel import Tally
+from megatron_rl.weights.checksum import Checksum
+from megatron_rl.weights.sync import WeightSync
+
+VERSION = 7
+
+
+class Engine:
+    """Stands for a replica as far as WeightSync knows it. lies: fields of its receipt that are not true."""
+
+    def __init__(self, name: str, **lies: object) -> None:
+        self.name, self.lies, self.weight_version = name, lies, NO_WEIGHTS
+        self.asked: list[str] = []
+        self.held: dict[str, torch.Tensor] = {}
+        self.tally, self.end = Tally(), None
+
+    def control(self, method: str, arguments: dict, timeout_s: float) -> object:
+        self.asked.append(method)
+        if method == "start_weight_update":
+            self.held, self.tally, self.end = {}, Tally(), None
+        if method == "update_weights" and arguments["kind"] == "bucket":
+            time.sleep(0.02)  # a sender that does not wait for the answer has written over the bucket by now
+            self.take(arguments)
+        elif method == "update_weights":
+            self.end = arguments
+        if method == "weights_received":
+            said = WeightReceipt(version=self.end["version"], checksum=self.tally.value(), num_tensors=self.tally.count)
+            return [{**dataclasses.asdict(said), **self.lies}]
+        return None
+
+    def take(self, bucket: dict) -> None:
+        packed, seen = torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8), Checksum()
+        for name, dtype, shape, start in bucket["tensors"]:
+            kind = getattr(torch, dtype)
+            tensor = packed[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+            assert name not in self.held, f"{name} came twice"
+            self.held[name] = tensor
+            seen.update(name, tensor)
+        assert seen.value() == bucket["checksum"]
+        self.tally.add(bucket["checksum"], len(bucket["tensors"]))
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Makes tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket."""
+    random = torch.Generator().manual_seed(0)
+    sizes = [(3,), (5, 7), (1,), (64, 9), (2, 2), (11,), (4, 4), (13,), (6,), (1,)]
+    kinds = [torch.float32, torch.bfloat16]
+    return {f"weight.{i}": torch.randn(size, generator=random).to(kinds[i % 2]) for i, size in enumerate(sizes)}
+
+
+def exported(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Lends each tensor until the next is asked for, as ``export_weights`` does."""
+    for name, tensor in tensors.items():
+        lent = tensor.clone()
+        yield name, lent
+        lent.fill_(torch.nan)
+
+
+@pytest.fixture
+def sync() -> Iterator[WeightSync]:
+    sender = WeightSync(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=torch.device("cpu"))
+    yield sender
+    sender.free()
+
+
+def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSync) -> None:
+    engines, tensors = [Engine("one"), Engine("two")], weights()
+    for version in (VERSION, VERSION + 1):  # once more over the memory that was kept
+        report = sync.deliver(exported(tensors), version, engines)
+        assert report.failed == {} and (report.version, report.num_tensors) == (version, len(tensors))
+        assert report.num_bytes == sum(x.nbytes for x in tensors.values())
+        for engine in engines:
+            assert engine.weight_version == version and list(engine.held) == list(tensors)
+            assert all(x.dtype == tensors[name].dtype and torch.equal(x, tensors[name]) for name, x in engine.held.items())
+            assert (engine.end["num_tensors"], engine.end["checksum"]) == (len(tensors), engine.tally.value())
+    assert engines[0].asked.count("init_weight_transfer") == 1 and engines[0].asked.count("update_weights") > 6
+
+
+@pytest.mark.parametrize("lie", [{"version": VERSION - 1}, {"checksum": "0" * 32}, {"num_tensors": 3}], ids=lambda lie: next(iter(lie)))
+def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSync, lie: dict) -> None:
+    """In its version, its checksum or its count, each alone; the other engine has the weights."""
+    liar, honest = Engine("liar", **lie), Engine("honest")
+    report = sync.deliver(exported(weights()), VERSION, [liar, honest])
+    assert set(report.failed) == {"liar"} and "worker 0 of liar says that it holds" in report.failed["liar"]
+    assert liar.weight_version == NO_WEIGHTS and honest.weight_version == VERSION
