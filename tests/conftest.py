@@ -25,7 +25,8 @@ def pool(nursery: Nursery) -> Iterator[Pool]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What uses the pool is a distributed test, marked or not."""
+    """Mark a test that uses the pool as distributed, and one that uses the nursery as starting processes."""
     for item in items:
-        if "pool" in item.fixturenames:
-            item.add_marker("distributed")
+        for fixture, mark in (("pool", "distributed"), ("nursery", "process")):
+            if fixture in item.fixturenames:
+                item.add_marker(mark)

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import acceptance  # noqa: E402
 from acceptance_cells import CELLS, FAULTS, LABELS, Cell  # noqa: E402
 
+pytestmark = pytest.mark.process
+
 CPU_HOST = {"gpus": 0, "device": "a CPU", "where": "gloo, CPU", "python": "3.11", "versions": {"torch": "2"}}
 
 
@@ -41,6 +43,7 @@ def test_single_cell_passes_and_every_other_reason_is_named(tmp_path: pathlib.Pa
     assert str(tmp_path) not in text and str(ROOT) not in text
 
 
+@pytest.mark.long
 def test_planted_fault_is_caught_and_named(tmp_path: pathlib.Path) -> None:
     code, rows, output = fill(tmp_path, "--only", "=single", "--inject", "drop-gradient")
     assert code == 1, output

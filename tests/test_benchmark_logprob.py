@@ -8,6 +8,8 @@ import pathlib
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "tools" / "benchmark_logprob.py"
 
 

@@ -19,6 +19,8 @@ from benchmark_reward_functions import value_of  # noqa: E402
 
 from megatron_rl.reward.function import Outcome  # noqa: E402
 
+pytestmark = pytest.mark.process
+
 ROWS = [{"question": f"{i} and {i}?", "answer": f"{i} and {i} is {2 * i}.\n#### {2 * i:,}"} for i in (0, 7, 600)]
 
 

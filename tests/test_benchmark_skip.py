@@ -21,6 +21,8 @@ from benchmark_skip_table import plan_clock, without_overhead  # noqa: E402
 from megatron_rl.cost import CostModel, StageCost  # noqa: E402
 from megatron_rl.plan import PlanRules, plan_steps  # noqa: E402
 
+pytestmark = pytest.mark.process
+
 SIZES = {"groups": 6, "group-size": 2, "mean-tokens": 16, "max-tokens-per-microbatch": 64, "hidden": 64, "vocab": 64}
 SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
 

@@ -51,6 +51,7 @@ def test_every_solution_is_an_episode_that_the_calculator_agrees_with() -> None:
     assert [row for row in rows if row["solution"] == row["answer"]] and prepare_module().generate(0.3, seed=0) == rows
 
 
+@pytest.mark.long
 def test_a_few_steps(tmp_path) -> None:
     rows = launch(
         tmp_path, "warmup.steps=12", "train.steps=2", "train.prompts_per_step=4", "train.samples_per_mini_batch=16",

@@ -14,6 +14,8 @@ import torch
 from megatron_rl.weights import channel
 from megatron_rl.weights.channel import SEGMENT_PREFIX, Segment, Tally
 
+pytestmark = pytest.mark.process
+
 ROOT = pathlib.Path(__file__).parents[1]
 OWNER = """
 import sys

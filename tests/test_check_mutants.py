@@ -17,6 +17,8 @@ import check_mutants  # noqa: E402
 from check_mutants import MUTANTS  # noqa: E402
 from check_mutants_table import AREAS, Mutant, read  # noqa: E402
 
+pytestmark = pytest.mark.process
+
 
 def test_every_line_occurs_once_and_still_parses_with_its_fault() -> None:
     for mutant in MUTANTS:

@@ -29,7 +29,7 @@ LOGPROB_TOLERANCE = 1e-5  # float32, 4 layers, 64 tokens: seen up to 2e-6; a los
 
 def write_model(folder: pathlib.Path, family: str = "qwen2_tied", *, dtype: torch.dtype = torch.float32, shards: str = "100KB"):
     """A Hugging Face directory with side files that are no weights."""
-    _, model = tiny_model(family)
+    _, model = tiny_model(family, layers=4)
     model.to(dtype).save_pretrained(folder, max_shard_size=shards)
     (folder / "tokenizer.json").write_text('{"of": "nothing"}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -282,7 +282,7 @@ def test_inspect_says_what_is_there(tmp_path: pathlib.Path, capsys) -> None:
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--hf", tmp_path / "hf") == 0
     assert run("export", tmp_path, tmp_path / "other", "--hf", tmp_path / "hf") == 2
     assert "it is no Megatron-LM checkpoint" in capsys.readouterr().err
-    tiny_config("llama").save_pretrained(tmp_path / "other")
+    tiny_config("llama", layers=4).save_pretrained(tmp_path / "other")
     assert run("export", tmp_path / "megatron", tmp_path / "out2", "--hf", tmp_path / "other") == 2
     assert "the config is another model's" in capsys.readouterr().err
 

@@ -14,6 +14,9 @@ import pytest
 
 from megatron_rl import doctor
 from megatron_rl.doctor import Finding, Host, Level, Probe, examine
+from tests.pairwise import pairwise
+
+pytestmark = pytest.mark.process
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -242,9 +245,8 @@ def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_
     assert "python -m megatron_rl.doctor" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.20.0"])
-@pytest.mark.parametrize("entry", ["trainer", "library"])
-def test_a_release_of_megatron_core_outside_the_range_stops_the_start(tmp_path: pathlib.Path, version: str, entry: str) -> None:
+@pytest.mark.parametrize(("entry", "version"), pairwise(["trainer", "library"], ["0.15.3", "0.20.0"], strength=1))
+def test_a_release_of_megatron_core_outside_the_range_stops_the_start(tmp_path: pathlib.Path, entry: str, version: str) -> None:
     """Its metadata says another version; the code behind it is the installed one and would run."""
     planted = plant(tmp_path / "planted", packages={}, metadata={"megatron-core": version})
     (tmp_path / "config.json").write_text("{}")

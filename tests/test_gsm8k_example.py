@@ -20,6 +20,8 @@ from megatron_rl.metrics import read_metrics
 from tests.distributed.environment import worker_environment
 from tests.patience import patient
 
+pytestmark = pytest.mark.process
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "gsm8k" / "gsm8k.yaml"
 TIMEOUT_S = patient(150)  # some 20 s on two free cores; the rest is for a loaded machine

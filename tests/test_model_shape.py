@@ -12,7 +12,7 @@ from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.build import model_shape
 from megatron_rl.types import ConfigError
 from tests.adapted import adapt
-from tests.reference import FAMILIES, MIXTURES, tiny_config, tiny_model
+from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
 
 
 def shape_of(hf_config, **parallel: int | bool):
@@ -48,7 +48,7 @@ REFUSED = [
     (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
     (changed("qwen3_moe", decoder_sparse_step=2), {}, "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers"),
     (changed("qwen3_moe", mlp_only_layers=[1]), {}, "mlp_only_layers=.1. of qwen3_moe leave dense layers"),
-    (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=4"),
+    (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
 ]
 
 
@@ -79,7 +79,7 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
             passed += parameter.numel() / (2 if ".experts." in name else 1)
     shape = shape_of(config)
     assert shape.flops_per_token(0.0) == 6 * passed
-    assert shape.flops_per_token(10.0) - shape.flops_per_token(0.0) == 12 * 10 * 4 * shape.num_heads * shape.head_dim
+    assert shape.flops_per_token(10.0) - shape.flops_per_token(0.0) == 12 * 10 * LAYERS * shape.num_heads * shape.head_dim
 
 
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.distributed.pool import Pool, PoolError
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[Pool]:

@@ -19,6 +19,8 @@ from megatron_rl.reward import Reward
 from megatron_rl.reward.messages import Inbox, encode, is_json
 from megatron_rl.types import ConfigError, Prompt, RewardError, Rollout
 
+pytestmark = pytest.mark.process
+
 HERE = "tests.worker_rewards"
 ROOT = pathlib.Path(__file__).parents[1]
 

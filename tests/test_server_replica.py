@@ -21,10 +21,9 @@ from megatron_rl.types import ConfigError, EngineError
 from tests.misbehaving_server import DESCRIPTION, FAULTS, Answer, fake_vllm, generate, unused_port
 from tests.patience import patient
 
-BOUND_S = patient(5.0)  # of every call below; the deadlines given are far shorter, the rest is for a loaded host
+BOUND_S = patient(5.0)  # of every call below; the deadlines given are far shorter
 DEADLINE_S = 0.4
-VERSION = 3
-OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+VERSION, OUT_OF_MEMORY = 3, "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from megatron_rl.simulate.memory import kept_elements, stage_memory, stage_param
 from megatron_rl.simulate.picture import picture
 from megatron_rl.simulate.workload import Workload, append_trace, draw, read_trace
 from megatron_rl.types import ConfigError
-from tests.distributed.rig import DEFAULTS, open_rig, ragged_advantages
+from tests.distributed.rig import DEFAULTS, layers_of, open_rig, ragged_advantages
 from tests.reference import tiny_config
 from tools import simulate_cluster
 
@@ -73,7 +73,7 @@ def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
     family, *overrides = SPLITS[split]
     config = load_config(None, [*DEFAULTS, *overrides])
     degrees = degrees_of(config, 2)
-    shape = model_shape(tiny_config(family), config, degrees, layer_spec="torch")
+    shape = model_shape(tiny_config(family, layers=layers_of(config)), config, degrees, layer_spec="torch")
     found = pool.run(2, built, family, *overrides, timeout_s=120)
     predicted = [stage_memory(shape, config, degrees, rank["stage"], tokens=40, loss_tokens=20, microbatches=4) for rank in found]
     assert [x.weights for x in predicted] == [rank["weights"] for rank in found]

@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import benchmark_skip  # noqa: E402
 import simulate_cluster_check as checked  # noqa: E402
 
+pytestmark = pytest.mark.process
+
 THETA = np.array([2e-11, 5e-11, 4e-4, 3e-9, 2e-9, 1e-3])
 
 

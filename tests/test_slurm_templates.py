@@ -18,6 +18,8 @@ import pytest
 from tests.patience import patient
 from tests.slurm import check, cluster
 
+pytestmark = pytest.mark.process
+
 ROOT = pathlib.Path(__file__).parents[1]
 SLURM = ROOT / "examples" / "slurm"
 TEMPLATES = sorted(SLURM.glob("*.sbatch"))

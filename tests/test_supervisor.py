@@ -20,6 +20,8 @@ from megatron_rl.types import ConfigError
 from tests.misbehaving_server import unused_port
 from tests.patience import patient
 
+pytestmark = pytest.mark.process
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BOUND_S = patient(20.0)  # of each wait; everything below takes a second or two on an idle host
 

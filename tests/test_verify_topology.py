@@ -18,6 +18,8 @@ from tests.distributed.environment import worker_environment
 from tests.patience import patient
 from tests.reference import tiny_config
 
+pytestmark = pytest.mark.process
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 BOUND_S = patient(120.0)  # a run takes 6 to 15 s on two idle cores; no collective of one waits longer than run.deadline_s
@@ -56,11 +58,9 @@ def end(process: subprocess.Popen) -> None:
 OVERLAPS = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
 SP = ("parallel.tensor=2", "parallel.sequence_parallel=true")
 EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
-PASSING = {
-    "TP2": (2, "qwen2_tied", ("parallel.tensor=2",)),
-    "PP2": (2, "qwen3", ("parallel.pipeline=2",)),
-}
+PASSING = {"TP2": (2, "qwen2_tied", ("parallel.tensor=2",))}
 PASSING_LONG = {
+    "PP2": (2, "qwen3", ("parallel.pipeline=2",)),
     "DP2, overlaps": (2, "llama", OVERLAPS),
     "TP2 SP": (2, "llama3_rope", SP),
     "CP2": (2, "qwen2_untied", ("parallel.context=2",)),

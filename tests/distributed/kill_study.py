@@ -31,13 +31,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
+from megatron_rl import train
 from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
 from megatron_rl.checkpoint.run_state import own_file
 from tests.distributed import phased_rank
 from tests.distributed.environment import worker_environment
+from tests.distributed.nursery import Fork, Nursery
 from tests.distributed.phased_rank import STAGES, Note, read_note
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_reference_run import ADAPTIVE
@@ -47,6 +50,7 @@ from tests.patience import patient
 
 BOUND_S = patient(120.0)  # of one attempt, its imports included
 WORLD = 2
+NOTED_RANK = "tests.distributed.kill_study:noted_rank"
 EPOCH = 40  # prompts
 GROUP_S = 0.5  # at most, before each group of a rollout that a thread generates
 SHARDED = ("parallel.pipeline=1", "optimizer.distributed=true")
@@ -85,56 +89,6 @@ class Outcome:
     differs: tuple[str, ...]
 
 
-class Nursery:
-    """The process that ranks are forked from (``serve``)."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.kill_study", "--serve"]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=worker_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.stdin.close()
-        self.process.kill()
-        self.process.wait()
-
-    def ask(self, **message) -> int | None:
-        print(json.dumps(message), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
-
-
-class ForkedRank:
-    """What ``subprocess.Popen`` offers of it, for a rank of the nursery."""
-
-    def __init__(self, nursery: Nursery, arguments: Sequence[str], environment: dict[str, str], printed: pathlib.Path) -> None:
-        self.nursery, self.code = nursery, None
-        self.pid = nursery.ask(arguments=list(arguments), environment=environment, printed=str(printed))
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            self.code = self.nursery.ask(pid=self.pid)
-        return self.code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout: float = 10.0) -> int:
-        until = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("a rank", timeout)
-            time.sleep(0.01)
-        return self.code
-
-
 class Attempt:
     """The ranks of one start of the command: forks of a nursery, or fresh processes of megatron_rl.train. They end with the context."""
 
@@ -143,13 +97,13 @@ class Attempt:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.printed = [folder / f"{name}.rank{rank}.txt" for rank in range(WORLD)]
-        self.ranks: list[subprocess.Popen | ForkedRank] = []
+        self.ranks: list[subprocess.Popen | Fork] = []
         command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train", *arguments]
         for rank, path in enumerate(self.printed):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             environment = {key: str(value) for key, value in place.items()}
             if nursery is not None:
-                self.ranks.append(ForkedRank(nursery, arguments, environment, path))
+                self.ranks.append(nursery.start(NOTED_RANK, [list(arguments)], printed=path, environment=environment))
                 continue
             with path.open("w") as out:
                 given = {"env": worker_environment() | environment, "stdout": out, "stderr": subprocess.STDOUT}
@@ -201,18 +155,12 @@ def generates(notes: pathlib.Path, rank: int) -> bool:
     return b"generation" in (notes / f"generation.{rank}").read_bytes()
 
 
-def serve() -> None:
-    """phased_rank's server of forks, whose ranks note what is generated ahead too; their prompts stand in trace.jsonl."""
-    noted_main = phased_rank.main
-
-    def main_of(arguments: list[str]) -> int:
-        notes = pathlib.Path(arguments[0])
-        notes.mkdir(parents=True, exist_ok=True)
-        note_generation(Note(notes / f"generation.{os.environ['RANK']}"))
-        return noted_main(arguments)
-
-    phased_rank.main, phased_rank.note_prompts = main_of, lambda notes: None
-    phased_rank.serve()
+def noted_rank(arguments: list[str]) -> NoReturn:
+    """A rank of ``megatron_rl.train`` in a fork: its phases are noted, and what is generated ahead; its folder of notes comes first."""
+    notes = pathlib.Path(arguments[0])
+    notes.mkdir(parents=True, exist_ok=True)
+    note_generation(Note(notes / f"generation.{os.environ['RANK']}"))
+    train.leave(phased_rank.main(arguments))
 
 
 def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *overrides: str) -> list[str]:
@@ -397,4 +345,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve() if sys.argv[1:] == ["--serve"] else main())
+    sys.exit(main())

@@ -64,7 +64,7 @@ class Fork:
             self.returncode = self.nursery.ask({"poll": self.pid})["code"]
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = 10.0) -> int:
         """The exit code; raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while self.poll() is None:

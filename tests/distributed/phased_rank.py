@@ -1,17 +1,11 @@
 """One rank of a run that notes what it is doing, where a SIGKILL leaves the note. ``main`` takes NOTES ARGUMENT…
 
 A process of its own with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun. NOTES is a folder; in it
-
-    phase.<rank>              the main thread's phase and whether a checkpoint is being written, in one mapped page
-    trained/<index>.json      (rank 0) the prompts of rollout <index>, written when its optimizer steps are done
+``phase.<rank>`` holds the main thread's phase and whether a checkpoint is being written, in one mapped page.
 
 What takes no time on a run of toy size is widened by sleeps within it (SLEEPS): the rollout, the reward, the log-prob pass, the update,
 the ghost step, the thread that writes a checkpoint (before, between and after its files) and the checkpoint's end (before every file that
 is synced, before the rename and after it). Nothing else is changed.
-
-``python -m tests.distributed.phased_rank`` imports everything once and then forks a rank for every line of its stdin, since importing takes
-longer than the run. A line is JSON: {"environment", "arguments", "printed"} starts one and is answered by its pid, {"pid"} is answered by
-that one's exit code, as ``subprocess`` counts it, or null while it runs.
 """
 
 from __future__ import annotations
@@ -21,10 +15,8 @@ import json
 import mmap
 import os
 import pathlib
-import sys
 import threading
 import time
-import traceback
 
 from megatron_rl import train
 from tests.reward_functions import parity
@@ -135,65 +127,10 @@ def note_saves(note: Note) -> None:
     writer.FileSystemWriterAsync.write_preloaded_data, folder._sync = staticmethod(slow_bucket), slow_sync
 
 
-def note_prompts(notes: pathlib.Path) -> None:
-    from megatron_rl.prompts import PromptSource
-
-    following, whole = PromptSource.next, train.train_on_rollout
-    drawn: list[str] = []
-
-    def noted_next(self, count, epochs=None):
-        prompts = following(self, count, epochs)
-        drawn[:] = [prompt.prompt_id for prompt in prompts]
-        return prompts
-
-    def noted_rollout(run, index, extra):
-        whole(run, index, extra)
-        (notes / "trained" / f"{index}.json").write_text(json.dumps(drawn))
-
-    PromptSource.next, train.train_on_rollout = noted_next, noted_rollout
-
-
 def main(arguments: list[str]) -> int:
     notes, rank = pathlib.Path(arguments[0]), int(os.environ["RANK"])
-    (notes / "trained").mkdir(parents=True, exist_ok=True)
     note = Note(notes / f"phase.{rank}")
     note_stages(note)
     note_saves(note)
-    if rank == 0:
-        note_prompts(notes)
     note.write(phase="other")
     return train.main(arguments[1:])
-
-
-def start(given: dict) -> int:
-    """Forks a rank; its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    printed, nothing = os.open(given["printed"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), os.open(os.devnull, os.O_RDONLY)
-    for descriptor, place in ((nothing, 0), (printed, 1), (printed, 2)):
-        os.dup2(descriptor, place)
-    os.environ.update(given["environment"])
-    code = 1
-    try:
-        code = main(given["arguments"])
-    except BaseException:  # noqa: BLE001 (a fork must not go on as its parent)
-        traceback.print_exc()
-    train.leave(code)
-
-
-def serve() -> None:
-    import megatron_rl.run  # noqa: F401  (what every fork has)
-
-    for line in sys.stdin:
-        given = json.loads(line)
-        if "arguments" in given:
-            answer: int | None = start(given)
-        else:
-            ended, status = os.waitpid(given["pid"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if ended else None
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

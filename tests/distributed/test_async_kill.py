@@ -12,7 +12,6 @@ import pathlib
 import random
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,7 +23,6 @@ from tests.distributed.kill_study import (
     WORLD,
     Attempt,
     Kill,
-    Nursery,
     Whole,
     arguments_of,
     differences,
@@ -34,6 +32,7 @@ from tests.distributed.kill_study import (
     study,
     whole_run,
 )
+from tests.distributed.nursery import Nursery
 from tests.distributed.test_async import trained_prompts
 from tests.distributed.test_train import rows_of
 from tests.patience import patient
@@ -51,11 +50,10 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def streaming(tmp_path_factory) -> Iterator[Undisturbed]:
+def streaming(nursery, tmp_path_factory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("streaming")
     inputs = make_inputs(folder / "inputs")
-    with Nursery() as nursery:
-        yield Undisturbed(nursery=nursery, inputs=inputs, whole=whole_run(nursery, inputs, folder / "whole", "streaming"))
+    return Undisturbed(nursery=nursery, inputs=inputs, whole=whole_run(nursery, inputs, folder / "whole", "streaming"))
 
 
 def firsts_of(run_dir: pathlib.Path) -> list[dict]:
