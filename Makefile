@@ -18,6 +18,7 @@ VLLM := .venv-vllm
 ORACLES := .venv-oracles
 PYTEST_ARGS ?=
 LANES ?= 2
+FAR = --ignore=tests/distributed --ignore=tests/vllm --ignore=tests/oracles --ignore=tests/slurm
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
@@ -74,7 +75,7 @@ test-all: $(STAMP)  ## every test
 	$(PYTEST) tests -m "not vllm" $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## in under a minute: tests that start no process
-	$(PYTEST) tests -m "not long and not process and not distributed and not vllm" $(PYTEST_ARGS)
+	$(PYTEST) tests $(FAR) -m "not long and not process and not distributed and not vllm" $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)  ## only tests on several gloo processes
 	$(PYTEST) tests -m "distributed and not long and not vllm" $(PYTEST_ARGS)

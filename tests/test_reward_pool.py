@@ -21,8 +21,7 @@ from megatron_rl.types import ConfigError, Prompt, RewardError, Rollout
 
 pytestmark = pytest.mark.process
 
-HERE = "tests.worker_rewards"
-ROOT = pathlib.Path(__file__).parents[1]
+HERE, ROOT = "tests.worker_rewards", pathlib.Path(__file__).parents[1]
 
 
 def groups_of(*groups, **columns) -> list[Rollout]:

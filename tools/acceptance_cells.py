@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HIDDEN = 128  # 4 heads of 32 (qwen3: 64): sizes that Transformer Engine's attention kernels have
+LAYERS = 4
 
 LABELS = {
     "logprobs": "log-probs against Hugging Face (absolute)",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.distributed as dist
-from acceptance_cells import HIDDEN, Cell
+from acceptance_cells import HIDDEN, LAYERS, Cell
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/reference.py
 
@@ -120,7 +120,7 @@ def whole_gradient(backend: MegatronBackend) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def open_bench(cell: Cell, fault: str, deadline_s: float) -> Iterator[Bench]:
-    hf_config, model = tiny_model(cell.family, hidden=HIDDEN)
+    hf_config, model = tiny_model(cell.family, layers=LAYERS, hidden=HIDDEN)
     if cell.dtype == "bfloat16":  # what is left to measure is the arithmetic's rounding, not the weights'
         model = model.bfloat16().float()
     overrides = [f"parallel.tensor={cell.tensor}", f"parallel.pipeline={cell.pipeline}", f"parallel.context={cell.context}"]
