@@ -207,7 +207,7 @@ def test_thousands_of_gpus_take_seconds() -> None:
     workload, _ = draw(config, lengths=None, pass_rate=None, prompt_tokens=None, seed=0)
     started = time.perf_counter()
     found = forecast(job_of(config, shape, degrees, workload))
-    assert time.perf_counter() - started < patient(300)  # 3 s on a free core; what grows with the square of the samples takes an hour
+    assert time.perf_counter() - started < patient(300)  # 8 s on a loaded host
     assert found.dense.update_s >= found.skip.update_s > 0 and 1 <= found.gain <= found.ideal * 1.2
 
 
