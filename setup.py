@@ -42,7 +42,12 @@ setup(
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         # verl itself has no place here: it asks for an older transformers. `make test-oracles` installs it without what it asks for.
         "oracles": [
-            "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "ray==2.60.0", "tensordict==0.10.0", "codetiming==1.4.0",
+            "trl==1.16.0",
+            "accelerate==1.15.0",
+            "datasets==5.2.0",
+            "ray==2.60.0",
+            "tensordict==0.10.0",
+            "codetiming==1.4.0",
             "peft==0.21.2",
         ],
         "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6"],

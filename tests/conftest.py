@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.distributed.nursery import Nursery
 from tests.distributed.pool import Pool
+
+# Hypothesis's own clocks, off: a deadline for each example, and a complaint about slow drawing. On a loaded host both are met by chance.
+settings.register_profile("clockless", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("clockless")
 
 
 @pytest.fixture(scope="session")

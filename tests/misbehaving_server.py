@@ -66,8 +66,19 @@ class Fault:
         self.act = act
 
 
+def in_turn(*answers: Answer) -> Fault:
+    """Give one answer after the other, and the last one from then on."""
+    left = list(answers)
+
+    def act(handler: Handler) -> None:
+        found = left.pop(0) if len(left) > 1 else left[0]
+        handler.answer(found.status, found.content)
+
+    return Fault(act)
+
+
 def _hang(handler: Handler) -> None:
-    handler.server.ending.wait(60)
+    handler.server.ending.wait()
 
 
 def _drip(handler: Handler) -> None:

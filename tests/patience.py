@@ -6,12 +6,15 @@ A bound ends a hang; no test measures a machine by one. On a host that is shared
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 
 VARIABLE = "MEGATRON_RL_TEST_PATIENCE"
+HANG_S = 120.0  # what takes milliseconds on an idle host, and starts processes at most, has hung by then on any other
 
 
 def factor() -> float:
-    """The variable's number, 1 where it is not set. Raises ValueError where it is no number of at least 1."""
+    """Read the variable's number, 1 where it is not set. Raises ValueError where it is no number of at least 1."""
     given = os.environ.get(VARIABLE, "1")
     try:
         found = float(given)
@@ -23,5 +26,18 @@ def factor() -> float:
 
 
 def patient(seconds: float) -> float:
-    """``seconds`` on an idle host, and more of them on one that was said to be slow."""
+    """Return ``seconds`` on an idle host, and more of them on one that was said to be slow."""
     return seconds * factor()
+
+
+def until(condition: Callable[[], object], seconds: float = HANG_S) -> bool:
+    """Wait until ``condition()`` is true, for ``patient(seconds)`` at most; return whether it was.
+
+    Example: ``assert until(path.exists)``.
+    """
+    ends_at = time.monotonic() + patient(seconds)
+    while not condition():
+        if time.monotonic() > ends_at:
+            return bool(condition())
+        time.sleep(0.01)
+    return True

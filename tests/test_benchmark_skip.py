@@ -11,6 +11,8 @@ import sys
 import numpy as np
 import pytest
 
+from tests.patience import patient
+
 TOOLS = pathlib.Path(__file__).resolve().parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 
@@ -31,7 +33,7 @@ def run_tool(out: pathlib.Path, processes: int, *arguments: str) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [str(TOOLS / "benchmark_skip.py"), *SMALL, *arguments, "--json", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600), env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())["rows"]
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import patient
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -245,7 +247,8 @@ def test_tables_say_what_was_compared_and_what_trl_ran() -> None:
 def run_tool(*arguments: str) -> subprocess.CompletedProcess:
     """In a process of its own: torch.distributed and accelerate's state are one per process."""
     command = [sys.executable, str(ROOT / "tools" / "benchmark_update.py"), *SMALL, *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(600))
 
 
 @needs_trl

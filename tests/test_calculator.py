@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.environment import Step
 from megatron_rl.environment.calculator import MAX_EXPRESSION, Calculator, evaluate
 from megatron_rl.types import ConfigError, Prompt
+from tests.patience import HANG_S, patient
 
 
 def expression_of(generator: random.Random, depth: int, operators: list[str], number: str) -> str:
@@ -55,7 +56,7 @@ def test_a_long_expression_ends_soon() -> None:
             evaluate(expression)
     with pytest.raises(ValueError, match="201 characters"):
         evaluate("1" * 201)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < patient(HANG_S)  # what its bounds on length and size keep out takes hours
 
 
 def prompt_of(answer: object) -> Prompt:

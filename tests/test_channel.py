@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.weights import channel
 from megatron_rl.weights.channel import SEGMENT_PREFIX, Segment, Tally
+from tests.patience import HANG_S, patient
 
 pytestmark = pytest.mark.process
 
@@ -54,7 +55,7 @@ def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(folder):
     killed, left = owner()
     try:
         os.kill(killed.pid, signal.SIGKILL)
-        killed.wait(30)
+        killed.wait(patient(HANG_S))
         assert kept.exists() and left.exists() and left.name.startswith(SEGMENT_PREFIX)
         own = Segment(64)
         assert kept.exists() and own.path.exists() and not left.exists()
@@ -62,7 +63,7 @@ def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(folder):
     finally:
         for process in (living, killed):
             process.kill()
-            process.communicate(timeout=30)
+            process.communicate(timeout=patient(HANG_S))
 
 
 def test_no_room_says_what_to_do_and_leaves_nothing(folder, monkeypatch):
@@ -96,14 +97,14 @@ def test_broadcast_brings_the_bytes_to_every_rank():
     sent, got = torch.arange(100_000, dtype=torch.int32).view(torch.uint8), []
 
     def join() -> None:
-        group = channel.join_group(address, port, 1, 2, "gloo", timedelta(seconds=20))
+        group = channel.join_group(address, port, 1, 2, "gloo", timedelta(seconds=patient(HANG_S)))
         got.append(channel.receive(group, sent.numel(), torch.device("cpu")))
         group.shutdown()
 
     worker = threading.Thread(target=join)
     worker.start()
-    group = channel.open_group(listener, 2, "gloo", timedelta(seconds=20))
+    group = channel.open_group(listener, 2, "gloo", timedelta(seconds=patient(HANG_S)))
     channel.broadcast(group, sent)
-    worker.join(30)
+    worker.join(patient(HANG_S))
     group.shutdown()
     assert torch.equal(got[0], sent)

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.weights import checksum as stage
 from megatron_rl.weights.checksum import ROW_BYTES, ROW_WORDS, Checksum, checksum
+from tests.patience import patient
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool)
 MASK = 2**64 - 1
@@ -181,5 +182,5 @@ from megatron_rl.weights.checksum import checksum
 print(checksum(torch.arange(10.0)))
 assert not {x for x in sys.modules if x.startswith("megatron_rl.") and x not in ("megatron_rl.weights", "megatron_rl.weights.checksum")}
 """
-    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(600), capture_output=True, text=True)
     assert int(found.stdout) == checksum(torch.arange(10.0))

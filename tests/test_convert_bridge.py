@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.patience import patient
+
 pytestmark = pytest.mark.process
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -18,7 +20,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def test_the_tables_are_those_of_megatron_bridge() -> None:
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("megatron-bridge is not installed")
-    done = subprocess.run([sys.executable, "-m", "tests.bridge_oracle"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "tests.bridge_oracle"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     print({family: count for family, (count, _) in found.items()})

@@ -17,6 +17,7 @@ from megatron_rl.types import ConfigError
 from megatron_rl.weights import convert
 from megatron_rl.weights.shards import Planned, ShardWriter
 from megatron_rl.weights.torch_dist import TorchDistReader, TorchDistWriter
+from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, tiny_config, tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -181,7 +182,8 @@ print("GROWTH", big, (after - before) * 1024)
 def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib.Path) -> None:
     """630 MB of weights, 31 MB a layer, both ways: the peak may grow by a layer of mapped files, the largest Megatron tensor (gate and up,
     13 MB), half of it as a chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the number of layers."""
-    done = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", GROWTH, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert done.returncode == 0, done.stderr
     size, growth = map(int, done.stdout.split("GROWTH")[1].split())
     layer = 4 * (3 * 1024 * 1024 + 3 * 1024 * 1536)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-import time
 from concurrent.futures import Future, InvalidStateError
 
 import numpy as np
@@ -16,10 +15,10 @@ from hypothesis import strategies as st
 from megatron_rl.rollout.dispatch import Dispatched, dispatch
 from megatron_rl.rollout.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.types import EngineError
-from tests.patience import patient
+from tests.patience import HANG_S, patient
 
-BOUND_S = patient(20.0)
-DEADLINE_S = 0.05
+LONG_S = patient(10 * HANG_S)  # a deadline that nothing here meets
+SHORT_S = 0.05  # one that is met by who hangs; whoever else is asked in such a call has answered before it is waited for
 VERSION = 3
 
 
@@ -34,19 +33,23 @@ def completion_of(mark: int, *, tokens: int = 3, logprobs: int = 3, finish_reaso
 
 
 class FakeReplica:
-    """Does with its k-th request what the k-th word of ``plan`` says; what comes after the plan it answers."""
+    """Does with its k-th request what the k-th word of ``plan`` says, and with what comes after the plan what ``rest`` says.
 
-    def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION) -> None:
-        self.name, self.weight_version, self.plan = name, version, plan or []
+    hang: nothing, ever · late: answers as soon as it is aborted · held: answers when ``release`` is called · soon, slow: answers from a
+    thread within 2 ms, after 15 ms · any other word: at once.
+    """
+
+    def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION, rest: str = "answer") -> None:
+        self.name, self.weight_version, self.plan, self.rest = name, version, plan or [], rest
         self.given: list[str] = []
         self.aborted: list[str] = []
         self.most_under_way = 0
-        self.marks_answered: dict[int, str] = {}
         self._under_way: dict[str, Future] = {}
+        self._held: dict[str, tuple[GenerateRequest, Future]] = {}
         self._lock = threading.Lock()
 
     def submit(self, request: GenerateRequest) -> Future:
-        word = self.plan[len(self.given)] if len(self.given) < len(self.plan) else "answer"
+        word = self.plan[len(self.given)] if len(self.given) < len(self.plan) else self.rest
         self.given.append(request.request_id)
         if word == "gone":
             raise ReplicaLost(f"{self.name} is gone")
@@ -54,12 +57,20 @@ class FakeReplica:
         with self._lock:
             self._under_way[request.request_id] = future
             self.most_under_way = max(self.most_under_way, len(self._under_way))
-        delay = {"late": 3 * DEADLINE_S, "slow": 0.3 * DEADLINE_S}.get(word, random.random() * 0.002)
-        if word != "hang":
+        if word in ("late", "held"):
+            self._held[request.request_id] = request, future
+        elif word in ("soon", "slow"):
+            delay = 0.015 if word == "slow" else random.random() * 0.002
             timer = threading.Timer(delay, self._end, (request, future, word))
             timer.daemon = True
             timer.start()
+        elif word != "hang":
+            self._end(request, future, word)
         return future
+
+    def release(self, request_id: str) -> None:
+        request, future = self._held.pop(request_id)
+        self._end(request, future, "answer")
 
     def _end(self, request: GenerateRequest, future: Future, word: str) -> None:
         mark = hash((self.name, request.request_id, len(self.given))) % 10_000
@@ -90,18 +101,15 @@ class FakeReplica:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+        if request_id in self._held:
+            self.release(request_id)
 
 
 def run(requests, replicas, **changes) -> Dispatched:
-    given = {"weight_version": VERSION, "deadline_s": DEADLINE_S, "max_in_flight": 4, "attempts": 3} | changes
-    started = time.monotonic()
-    try:
-        return dispatch(requests, replicas, **given)
-    finally:
-        assert time.monotonic() - started < BOUND_S
+    return dispatch(requests, replicas, **{"weight_version": VERSION, "deadline_s": LONG_S, "max_in_flight": 4, "attempts": 3} | changes)
 
 
-WORDS = st.lists(st.sampled_from(["answer", "answer", "slow", "lost", "gone", "hang", "late", "abort"]), max_size=6)
+WORDS = st.lists(st.sampled_from(["answer", "soon", "slow", "lost", "gone", "hang", "late", "abort"]), max_size=6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,7 +118,7 @@ WORDS = st.lists(st.sampled_from(["answer", "answer", "slow", "lost", "gone", "h
     attempts=st.integers(1, 4), rotation=st.integers(0, 7), n=st.integers(1, 3),
 )  # fmt: skip
 def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flight, attempts, rotation, n):
-    replicas = [FakeReplica(f"r{index}", plan) for index, plan in enumerate(plans)]
+    replicas = [FakeReplica(f"r{index}", plan, rest="soon") for index, plan in enumerate(plans)]
     requests = [request_of(f"q{index}", n) for index in range(num_requests)]
     told: list[tuple] = []
     found = run(
@@ -130,11 +138,15 @@ def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flig
 
 
 def test_requests_are_told_in_the_order_of_finishing():
-    told = []
-    found = run(
-        [request_of(f"q{index}") for index in range(4)], [FakeReplica("a", ["late", "answer", "slow", "lost"]), FakeReplica("b")],
-        deadline_s=5.0, max_in_flight=4, rotation=0, on_finished=lambda name, completions: told.append((name, completions)),
-    )  # fmt: skip
+    told, first_asked = [], FakeReplica("a", ["held"])
+
+    def tell(name: str, completions: list[Completion]) -> None:
+        told.append((name, completions))
+        if len(told) == 3:
+            first_asked.release("q0")
+
+    requests = [request_of(f"q{index}") for index in range(4)]
+    found = run(requests, [first_asked, FakeReplica("b", rest="soon")], max_in_flight=4, rotation=0, on_finished=tell)
     assert dict(told) == found.finished and len(told) == 4 and told == list(found.finished.items())
     first, last = told[0][0], told[-1][0]
     assert first != "q0" and last == "q0"  # a has it first and answers it last
@@ -147,26 +159,35 @@ def test_a_callback_that_raises_leaves_nothing_under_way():
         raise KeyError(name)
 
     with pytest.raises(KeyError, match="q1"):
-        run([request_of(f"q{index}") for index in range(3)], replicas, deadline_s=5.0, max_in_flight=2, on_finished=refuse)
+        run([request_of(f"q{index}") for index in range(3)], replicas, max_in_flight=2, on_finished=refuse)
     assert sorted(replicas[0].aborted) == ["q0", "q2"] and replicas[1].given == ["q1"] and not replicas[1].aborted
 
 
 def test_a_late_answer_is_not_taken():
-    """The first replica answers after its deadline with marks of its own; what counts is the second's answer."""
+    """The first replica answers, with marks of its own, once it was given up; what counts is the second's answer."""
     slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast")
-    found = run([request_of("q")], [slow, fast])
-    time.sleep(4 * DEADLINE_S)
+    found = run([request_of("q")], [slow, fast], deadline_s=SHORT_S)
     assert slow.given == fast.given == ["q"] and slow.aborted == ["q"]
     assert found.finished["q"][0].token_ids[0] == hash(("fast", "q", 1)) % 10_000
     assert found.down == {"slow": "did not answer request q in 0.05 s"} and found.lost == ()
 
 
-def test_a_late_answer_within_the_call_is_not_taken():
-    """The same, with the late answer arriving while the call still runs."""
-    slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast", ["slow"] * 40)
+def test_a_late_answer_after_the_call_is_not_taken():
+    """The same, with nobody left to ask, and the late answer arriving when the call has ended."""
+    slow = FakeReplica("slow", ["hang"])
+    submit, futures = slow.submit, []
+    slow.submit = lambda request: futures.append(submit(request)) or futures[-1]
+    found = run([request_of("q")], [slow], deadline_s=SHORT_S)
+    futures[0].set_result([completion_of(7)] * 2)
+    assert found.finished == {} and [request.request_id for request in found.lost] == ["q"] and slow.aborted == ["q"]
+
+
+def test_a_late_answer_among_others_is_not_taken():
+    """It is there while the call still waits for the others."""
+    slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast")
     requests = [request_of(f"q{index}") for index in range(20)]
-    found = run(requests, [slow, fast], max_in_flight=1)
-    assert len(found.finished) == 20 and slow.given == ["q0"]
+    found = run(requests, [slow, fast], max_in_flight=1, deadline_s=SHORT_S)
+    assert len(found.finished) == 20 and slow.given == ["q0"] and slow.aborted == ["q0"]
     assert found.finished["q0"][0].token_ids[0] in {hash(("fast", "q0", k)) % 10_000 for k in range(1, 41)}
 
 
@@ -180,7 +201,7 @@ def test_all_replicas_lost_hands_everything_unfinished_back():
 
 def test_the_least_loaded_replica_comes_first():
     replicas = [FakeReplica(name, ["slow"] * 9) for name in "abc"]
-    run([request_of("big", 6), *(request_of(f"q{index}", 2) for index in range(6))], replicas, max_in_flight=9, deadline_s=2.0)
+    run([request_of("big", 6), *(request_of(f"q{index}", 2) for index in range(6))], replicas, max_in_flight=9)
     assert [replica.given for replica in replicas] == [["big"], ["q0", "q2", "q4"], ["q1", "q3", "q5"]]
 
 
@@ -200,7 +221,7 @@ def test_a_replica_with_other_weights_gets_nothing():
 
 def test_replicas_with_newer_weights_or_in_an_update_get_requests():
     newer, updating, failed = FakeReplica("newer", version=4), FakeReplica("updating", version=UPDATING), FakeReplica("failed", version=-1)
-    found = run([request_of(f"q{index}", 1) for index in range(6)], [newer, updating, failed], deadline_s=5.0)
+    found = run([request_of(f"q{index}", 1) for index in range(6)], [newer, updating, failed])
     assert newer.given and updating.given and not failed.given and len(found.finished) == 6
     assert found.down == {"failed": "it holds weight version -1, this call asks for 3"}
 
@@ -215,7 +236,7 @@ def test_an_update_that_fails_within_the_call_takes_its_replica_out():
         return submit(request)
 
     updating.submit = submit_and_fail
-    found = run([request_of(f"q{index}", 1) for index in range(6)], [updating, sound], deadline_s=5.0, max_in_flight=1)
+    found = run([request_of(f"q{index}", 1) for index in range(6)], [updating, sound], max_in_flight=1)
     assert len(found.finished) == 6 and updating.given == ["q0"] and list(found.down) == ["updating"]
 
 
@@ -228,14 +249,14 @@ def test_tokens_of_newer_weights_are_taken_and_of_older_ones_not():
             future.set_result([dataclasses.replace(completion_of(1), weight_versions=versions)] * request.n)
             return future
 
-    found = run([request_of("q")], [Spans("older"), Spans("both")], deadline_s=5.0)
+    found = run([request_of("q")], [Spans("older"), Spans("both")])
     assert found.finished["q"][0].weight_versions == ((3, 1), (4, 2)) and "version 2, not 3" in found.down["older"]
 
 
 def test_an_answer_from_older_weights_is_not_taken():
     """The server was started again between two calls, under the same URL, and samples from its files."""
     restarted, sound = FakeReplica("restarted", ["older"]), FakeReplica("sound")
-    found = dispatch([request_of("q")], [restarted, sound], weight_version=VERSION, deadline_s=5.0, max_in_flight=1, attempts=2)
+    found = run([request_of("q")], [restarted, sound], max_in_flight=1, attempts=2)
     assert "version -1, not 3" in found.down["restarted"] and sound.given == ["q"]
     assert all(x.weight_versions == () for x in found.finished["q"])
 
@@ -243,7 +264,7 @@ def test_an_answer_from_older_weights_is_not_taken():
 def test_a_refused_request_ends_the_call_and_aborts_the_others():
     replicas = [FakeReplica("a", ["hang", "hang"]), FakeReplica("b", ["refused"])]
     with pytest.raises(RequestRefused, match="the prompt is too long"):
-        run([request_of(f"q{index}") for index in range(3)], replicas, deadline_s=5.0)
+        run([request_of(f"q{index}") for index in range(3)], replicas)
     assert sorted(replicas[0].aborted) == ["q0", "q2"]
 
 

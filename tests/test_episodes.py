@@ -17,12 +17,13 @@ from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.episodes import Episodes, with_episodes
 from megatron_rl.types import ConfigError, EpisodeError, Prompt, Rollout
-from tests.patience import patient
+from tests.patience import HANG_S, patient
 from tests.test_conversation import CHATML, STRICT, tokenizer_of
 
 TOKENIZER = tokenizer_of(None)
 STOP = TOKENIZER.eos_token_id
-BOUND_S = patient(10.0)
+BOUND_S = patient(HANG_S)
+SHORT_S = 0.5  # a deadline, where one step hangs for ever and the others return at once
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -104,7 +105,7 @@ class Faulty(Echo):
             case "raises":
                 raise KeyError("the tool's table")
             case "hangs":
-                Faulty.held.wait(BOUND_S)
+                Faulty.held.wait()
             case "returns":
                 return "408"
             case "nan":
@@ -244,7 +245,7 @@ def test_a_chat_observation_is_the_templates() -> None:
     [
         ("reset", r"sample 2@0#0, reset.*no such puzzle"),
         ("raises", r"sample 2@0#0, step after turn 1.*KeyError.*the tool's table"),
-        ("hangs", r"sample 2@0#0, step after turn 1.*environment\.deadline_s=0\.2 s.*held\.wait"),
+        ("hangs", r"sample 2@0#0, step after turn 1.*environment\.deadline_s=0\.5 s.*held\.wait"),
         ("returns", r"sample 2@0#0, step after turn 1.*it returned a str; return a megatron_rl\.environment\.Step"),
         ("nan", r"sample 2@0#0.*its reward is nan"),
         ("observes", r"sample 2@0#0.*its observation is a int"),
@@ -252,10 +253,10 @@ def test_a_chat_observation_is_the_templates() -> None:
 )
 def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
     prompts = [prompt_of(k, **({"fault": fault} if k == 2 else {})) for k in range(4)]
-    name = "tests.test_episodes:Faulty"
+    given = {"environment": "tests.test_episodes:Faulty", "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
     with pytest.raises(EpisodeError, match=f"(?s){words}"):
-        episodes_of(LetterEngine(), name, deadline_s=0.2).generate(prompts, 1)
-    found = episodes_of(LetterEngine(), name, deadline_s=0.2, on_error="drop").generate(prompts, 2)
+        episodes_of(LetterEngine(), **given).generate(prompts, 1)
+    found = episodes_of(LetterEngine(), **given, on_error="drop").generate(prompts, 2)
     assert [x.excluded is not None for x in found] == [False] * 4 + [True] * 2 + [False] * 2
     wanted = episodes_of(LetterEngine()).generate(prompts, 2)
     assert [x for x in found if x.excluded is None] == [x for x in wanted if x.prompt.prompt_id != "2@0"]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from megatron_rl.rollout import frames
-from tests.patience import patient
+from tests.patience import HANG_S, patient
 
-BOUND_S = patient(10.0)
+BOUND_S = patient(HANG_S)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import Pool, PoolError
+from tests.distributed.pool import LOADED, Pool, PoolError
+from tests.patience import patient
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +50,7 @@ def raise_on(rank: int, world: int, bad: tuple[int, ...]) -> None:
 
 def hang(rank: int, world: int) -> None:
     if rank == 1:
-        time.sleep(600)
+        time.sleep(3600)
 
 
 def die(rank: int, world: int) -> None:
@@ -113,20 +114,18 @@ def test_exception_carries_rank_traceback_and_output(pool: Pool) -> None:
 
 
 def test_raise_while_the_other_waits(fragile: Pool) -> None:
-    start = time.monotonic()
+    """The grace ends rank 0's wait, and not its task's hour."""
     with pytest.raises(PoolError, match="rank 1 raised ValueError: planted on 1") as caught:
-        fragile.run(2, raise_on, (1,), timeout_s=60)
+        fragile.run(2, raise_on, (1,), timeout_s=3600)
     assert caught.value.failed == (1,) and caught.value.hung == (0,)
     assert "barrier" in str(caught.value)  # where rank 0 hung
-    assert time.monotonic() - start < 30  # start-up of two workers (5 s) and the grace of 1 s, not timeout_s
 
 
 def test_hang_ends_in_its_bound_and_the_pool_works_again(fragile: Pool) -> None:
+    """Rank 0 has returned long before; rank 1 would take an hour."""
     fragile.run(2, describe)
-    start = time.monotonic()
-    with pytest.raises(PoolError, match="rank 1 did not finish in 2 s") as caught:
-        fragile.run(2, hang, timeout_s=2)
-    assert time.monotonic() - start < 6
+    with pytest.raises(PoolError, match=f"rank 1 did not finish in {patient(LOADED):g} s") as caught:
+        fragile.run(2, hang, timeout_s=1)
     assert caught.value.hung == (1,) and "in hang" in str(caught.value)
     assert len(fragile.run(2, sum_of_ranks, 0)) == 2
 

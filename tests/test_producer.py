@@ -25,9 +25,10 @@ from megatron_rl.rollout import producer as producer_module
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.producer import Job, Producer
 from megatron_rl.types import EngineError, Prompt, Rollout, Score
-from tests.patience import patient
+from tests.patience import HANG_S, patient, until
 
-SAMPLES, BOUND_S = 2, patient(10.0)
+SAMPLES, BOUND_S = 2, patient(10 * HANG_S)  # longer than any wait for an end
+SHORT_S = 0.1  # a deadline, where nothing that is waited for ever comes
 MODES = ("sync", "prefetch", "streaming")
 BACKGROUND = [(mode, apart) for mode in MODES[1:] for apart in (True, False)]
 
@@ -122,11 +123,10 @@ def job_of(producer: Producer, numbers: Sequence[int]) -> Job:
 
 
 def end(producer: Producer) -> None:
-    """Closes it; its threads end, and soon."""
-    threads, started = list(producer._threads), time.monotonic()
+    """Close it; its threads end."""
     producer.engine.close()
     producer.close()
-    assert not any(thread.is_alive() for thread in threads) and time.monotonic() - started < 5.0
+    assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
 
 
 def collect(producer: Producer, under_way: Sequence[Job], job: Job, places: Sequence[int]) -> int:
@@ -169,7 +169,7 @@ def assert_invariants(producer: Producer, jobs: Sequence[Job], engine: FakeEngin
     assert {name for name, _ in score.calls} <= {"rewards" if producer._apart else "MainThread"}
 
 
-@settings(max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate))  # one that hangs takes BOUND_S each time
+@settings(max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate))  # to shrink one that hangs would take hours
 @given(
     mode=st.sampled_from(MODES), apart=st.booleans(), quick=st.booleans(), min_groups=st.integers(1, 4), part=st.integers(1, 4),
     sizes=st.lists(st.integers(0, 7), min_size=1, max_size=4), losses=st.lists(st.integers(0, 3), max_size=4),
@@ -223,25 +223,34 @@ def test_what_a_reward_raises_is_raised_by_wait_and_the_next_job_goes_on(mode, a
     end(producer)
 
 
-def assert_late(wait, deadline_s: float, *words: str) -> None:
+def assert_late(wait, *words: str) -> None:
+    """What it waits for would take BOUND_S; it ends by SHORT_S, and not before."""
     started = time.monotonic()
     with pytest.raises(EngineError) as ended:
         wait()
-    assert deadline_s <= time.monotonic() - started < deadline_s + 3.0
-    assert all(word in str(ended.value) for word in (*words, f"run.deadline_s={deadline_s:g} s")), ended.value
+    assert time.monotonic() - started >= SHORT_S
+    assert all(word in str(ended.value) for word in (*words, f"run.deadline_s={SHORT_S:g} s")), ended.value
+
+
+def go_on(producer: Producer, job: Job, *held: threading.Event) -> None:
+    """A rank that is only late is not broken by having been called so."""
+    producer.deadline_s = BOUND_S
+    for event in held:
+        event.set()
+    producer.wait(job, job.mine)
 
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
     """The first three groups are there, and the fourth never comes."""
     engine, score = FakeEngine(holds=3), FakeReward()
-    producer = producer_of(engine, score, mode, apart=apart, min_groups=3, deadline_s=0.3)
+    producer = producer_of(engine, score, mode, apart=apart, min_groups=3, deadline_s=SHORT_S)
     job = job_of(producer, range(5))
     producer.start(job)
-    assert_late(lambda: producer.wait(job, [2, 3, 4]), 0.3, "were not generated", "the first is prompt 3@0")
-    assert_late(lambda: producer.drain(job), 0.3, "were not generated", "the first is prompt 3@0")
-    engine.held.set()
-    producer.wait(job, job.mine)  # a rank that is only late is not broken by having been called so
+    assert until(lambda: len(job.found) == 3)
+    assert_late(lambda: producer.wait(job, [2, 3, 4]), "were not generated", "the first is prompt 3@0")
+    assert_late(lambda: producer.drain(job), "were not generated", "the first is prompt 3@0")
+    go_on(producer, job, engine.held)
     assert_invariants(producer, [job], engine, score)
     end(producer)
 
@@ -249,27 +258,29 @@ def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_wait_for_a_reward_that_hangs_ends_by_its_deadline(mode):
     engine, hold = FakeEngine(), threading.Event()
-    producer = producer_of(engine, FakeReward(prompt="1@0", hold=hold), mode, apart=True, min_groups=4, deadline_s=0.3)
+    score = FakeReward(prompt="1@0", hold=hold)
+    producer = producer_of(engine, score, mode, apart=True, min_groups=4, deadline_s=SHORT_S)
     job = job_of(producer, range(4))
     producer.start(job)
-    assert_late(lambda: producer.wait(job, [1, 2]), 0.3, "were not scored", "4 of 4, the first is prompt 0@0")
+    assert until(lambda: score.calls)
+    assert_late(lambda: producer.wait(job, [1, 2]), "were not scored", "4 of 4, the first is prompt 0@0")
+    assert until(lambda: not job.generating)
     producer.drain(job)  # which does not wait for rewards
-    hold.set()
-    producer.wait(job, job.mine)
+    go_on(producer, job, hold)
     end(producer)
 
 
 def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
     """Streaming: two groups are scored, which hangs, and the engine has two more to do."""
     engine, hold = FakeEngine(holds=2), threading.Event()
-    producer = producer_of(engine, FakeReward(prompt="1@0", hold=hold), "streaming", apart=True, min_groups=2, deadline_s=0.3)
+    score = FakeReward(prompt="1@0", hold=hold)
+    producer = producer_of(engine, score, "streaming", apart=True, min_groups=2, deadline_s=SHORT_S)
     job = job_of(producer, range(4))
     producer.start(job)
-    assert_late(lambda: producer.wait(job, [0, 1]), 0.3, "were not scored", "the first is prompt 0@0")
-    assert_late(lambda: producer.drain(job), 0.3, "were not generated", "the first is prompt 2@0")
-    hold.set()
-    engine.held.set()
-    producer.wait(job, job.mine)
+    assert until(lambda: score.calls)
+    assert_late(lambda: producer.wait(job, [0, 1]), "were not scored", "the first is prompt 0@0")
+    assert_late(lambda: producer.drain(job), "were not generated", "the first is prompt 2@0")
+    go_on(producer, job, hold, engine.held)
     end(producer)
 
 
@@ -277,37 +288,34 @@ def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
 def test_a_part_too_small_to_be_scored_waits_for_the_engine(apart):
     """Streaming in calls of three groups, and a part of two that are there: what it waits for is the third."""
     engine = FakeEngine(holds=2)
-    producer = producer_of(engine, FakeReward(), "streaming", apart=apart, min_groups=3, deadline_s=0.3)
+    producer = producer_of(engine, FakeReward(), "streaming", apart=apart, min_groups=3, deadline_s=SHORT_S)
     job = job_of(producer, range(4))
     producer.start(job)
-    assert_late(lambda: producer.wait(job, [0, 1]), 0.3, "were not generated", "the first is prompt 2@0")
-    engine.held.set()
-    producer.wait(job, job.mine)
+    assert until(lambda: len(job.found) == 2)
+    assert_late(lambda: producer.wait(job, [0, 1]), "were not generated", "the first is prompt 2@0")
+    go_on(producer, job, engine.held)
     end(producer)
 
 
-class CountedWaits(threading.Condition):
-    count = 0
+class Counted(threading.Condition):
+    entries = 0
 
-    def wait(self, timeout: float | None = None) -> bool:
-        self.count += 1
-        return super().wait(timeout)
+    def __enter__(self) -> bool:
+        self.entries += 1
+        return super().__enter__()
 
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_wait_takes_no_processor_time(mode, apart):
-    """One second for an engine that sleeps, in a few waits: what spins takes all of it, and a tenth is generous."""
+    """A fifth of a second for an engine that sleeps: what looks at the job all the while does so thousands of times."""
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
-    job, timer = job_of(producer, range(2)), threading.Timer(1.0, engine.held.set)
-    job.change = CountedWaits()
+    job, timer = job_of(producer, range(2)), threading.Timer(0.2, engine.held.set)
+    job.change = Counted()
     producer.start(job)
-    wall, process, thread = time.monotonic(), time.process_time(), time.thread_time()
     timer.start()
     producer.wait(job, [1])
-    wall, process, thread = time.monotonic() - wall, time.process_time() - process, time.thread_time() - thread
-    assert wall >= 1.0 and process < 0.1 * wall and thread < 0.1 * wall, (wall, process, thread)
-    assert job.change.count <= 8  # one for each thing that happens to a job of two groups, not one for each tick of a clock
+    assert job.change.entries <= 20  # some for each thing that happens to a job of two groups, none for the ticks of a clock
     timer.join()
     end(producer)
 
@@ -317,7 +325,7 @@ def test_a_wait_takes_no_processor_time(mode, apart):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_close_ends_the_threads_amid_jobs(mode, apart):
-    engine = FakeEngine(group_s=0.05)
+    engine = FakeEngine(group_s=BOUND_S)
     producer = producer_of(engine, FakeReward(), mode, apart=apart)
     jobs = [job_of(producer, range(40)), job_of(producer, range(40, 80))]
     for job in jobs:
@@ -334,26 +342,20 @@ def test_close_ends_the_threads_amid_jobs(mode, apart):
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
     """An engine that does not hear that it is closed, and finishes a group later."""
-    monkeypatch.setattr(producer_module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(producer_module, "CLOSE_S", 0.1)
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
     job = job_of(producer, range(3))
     producer.start(job)
-    deadline = time.monotonic() + BOUND_S
-    while not job.found and time.monotonic() < deadline:
-        time.sleep(0.001)
-    started = time.monotonic()
+    assert until(lambda: job.found)
     producer.close()
-    assert time.monotonic() - started < 2.0
+    assert producer._threads[0].is_alive()  # close did not wait for it
     engine.held.set()
-    for thread in producer._threads:
-        thread.join(5.0)
-        assert not thread.is_alive()
+    assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
     assert set(job.found) == {0, 1, 2}
     late = threading.Thread(target=engine.on_finished, args=(0, group_of(prompt_of(0))), daemon=True)
     late.start()
-    late.join(5.0)
-    assert not late.is_alive()
+    assert until(lambda: not late.is_alive())
 
 
 # ---- no more than what was started -------------------------------------------------------------------------------------------
@@ -387,7 +389,8 @@ def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
         generation.finish(feed.jobs[turn])
         for _ in range(3):  # asked again and again it starts no more
             feed.start(turn, Clock(contextlib.nullcontext))
-        time.sleep(0.05)
+        assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_step)
+        time.sleep(0.02)  # for more than that, which there must not be
         held.append(len(engine.finished) - turn * prompts_per_step)
         assert len(feed.jobs) == min(ahead + 1, turns - turn)
         feed._drop(turn, set(range(prompts_per_step)))

@@ -17,6 +17,7 @@ from megatron_rl.config import MetricsConfig
 from megatron_rl.metrics import MetricsWriter
 from megatron_rl.plot import Frame, Series, line_plot, linear_axis, running_mean, short, ticks_between
 from megatron_rl.report import write_report
+from tests.patience import patient
 
 TITLES = (
     "Reward",
@@ -206,9 +207,9 @@ def test_a_run_that_died_in_its_warmup(tmp_path):
 def test_command_line(tmp_path):
     write_run(tmp_path, num_steps=12)
     command = [sys.executable, "-m", "megatron_rl.report"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=patient(600))
     assert done.returncode == 0 and (tmp_path / "report.html").exists(), done.stderr
-    lost = subprocess.run([*command, str(tmp_path / "x")], capture_output=True, text=True, timeout=60)
+    lost = subprocess.run([*command, str(tmp_path / "x")], capture_output=True, text=True, timeout=patient(600))
     assert lost.returncode == 2 and "does not exist; give the folder of a run" in lost.stderr
 
 

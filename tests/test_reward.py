@@ -15,6 +15,7 @@ from megatron_rl.config import RewardConfig
 from megatron_rl.reward import Reward
 from megatron_rl.reward.math import math_verify
 from megatron_rl.types import ConfigError, Prompt, RewardError, Rollout, Score
+from tests.patience import HANG_S, patient
 
 
 def make_rollouts(texts, answers=None, **columns) -> list[Rollout]:
@@ -126,7 +127,7 @@ def test_math_verify_outside_the_main_thread_says_so():
 
     thread = threading.Thread(target=call)
     thread.start()
-    thread.join(timeout=10)
+    thread.join(timeout=patient(HANG_S))
     assert len(errors) == 1 and "main thread only" in errors[0]
 
 

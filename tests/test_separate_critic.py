@@ -21,7 +21,8 @@ from tests.distributed.test_resume import SAVED, timeless, weights_of_last
 from tests.distributed.test_train import arguments, arithmetic, rows_of  # noqa: F401 (a fixture)
 from tests.patience import patient
 
-BOUND_S = patient(180)
+BOUND_S = patient(600)
+NEVER = f"run.deadline_s={10 * BOUND_S:g}"  # a deadline that no test waits for
 SEPARATE = ("critic.placement=separate", "critic.ranks=1")
 
 
@@ -56,9 +57,9 @@ def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path
 def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, said):  # noqa: F811
     shutil.copytree(arithmetic / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     override = {"policy": "reward.functions=[tests.reward_functions:infinite]", "critic": f"critic.hf_path={tmp_path / 'empty'}"}[side]
-    given = arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override, "run.deadline_s=600")
+    given = arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override, NEVER)
     with nursery.ranks(2, given, tmp_path / "printed") as ranks:
-        codes = ranks.wait(BOUND_S)  # far below the deadline: no wait ran into it
+        codes = ranks.wait(BOUND_S)  # no wait ran into its deadline
         assert None not in codes and 0 not in codes and said in ranks.said(), (codes, ranks.said()[-6000:])
 
 
@@ -91,7 +92,7 @@ def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic
 
 def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):  # noqa: F811
     """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the deadline."""
-    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000", "run.deadline_s=600")
+    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000", NEVER)
     with nursery.ranks(3, arguments(arithmetic, tmp_path, *PPO, *grids), tmp_path / "printed") as ranks:
         wait_for_rows(tmp_path, 4)
         ranks.forks[2].kill()

@@ -25,6 +25,7 @@ from megatron_rl.simulate.picture import picture
 from megatron_rl.simulate.workload import Workload, append_trace, draw, read_trace
 from megatron_rl.types import ConfigError
 from tests.distributed.rig import DEFAULTS, layers_of, open_rig, ragged_advantages
+from tests.patience import patient
 from tests.reference import tiny_config
 from tools import simulate_cluster
 
@@ -195,7 +196,7 @@ def test_replicas_that_share_experts_wait_for_each_other() -> None:
 
 
 def test_thousands_of_gpus_take_seconds() -> None:
-    """4,096 GPUs, 16,384 samples, four mini-batches: planned and put on the clock several times over within a minute of a loaded host."""
+    """4,096 GPUs, 16,384 samples, four mini-batches: planned and put on the clock several times over."""
     config = load_config(None, ["parallel.tensor=4", "parallel.sequence_parallel=true", "parallel.pipeline=8",
                                 "train.prompts_per_step=1024", "rollout.samples_per_prompt=16", "train.samples_per_mini_batch=4096",
                                 "rollout.max_response_tokens=4096"])  # fmt: skip
@@ -206,7 +207,7 @@ def test_thousands_of_gpus_take_seconds() -> None:
     workload, _ = draw(config, lengths=None, pass_rate=None, prompt_tokens=None, seed=0)
     started = time.perf_counter()
     found = forecast(job_of(config, shape, degrees, workload))
-    assert time.perf_counter() - started < 60
+    assert time.perf_counter() - started < patient(300)  # 8 s on a loaded host
     assert found.dense.update_s >= found.skip.update_s > 0 and 1 <= found.gain <= found.ideal * 1.2
 
 

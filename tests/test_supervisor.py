@@ -9,7 +9,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,20 +17,16 @@ from megatron_rl.rollout.server_command import example, server_command, server_e
 from megatron_rl.rollout.supervisor import check_exposure, is_loopback, split_devices, visible_devices
 from megatron_rl.types import ConfigError
 from tests.misbehaving_server import unused_port
-from tests.patience import patient
+from tests.patience import HANG_S, patient, until
 
 pytestmark = pytest.mark.process
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BOUND_S = patient(20.0)  # of each wait; everything below takes a second or two on an idle host
+BOUND_S = patient(HANG_S)
 
 
-def wait_for(what, condition):
-    ends_at = time.monotonic() + BOUND_S
-    while not (found := condition()):
-        assert time.monotonic() < ends_at, f"{what} did not come within {BOUND_S} s"
-        time.sleep(0.05)
-    return found
+def wait_for(what, condition) -> None:
+    assert until(condition), f"{what} did not come within {BOUND_S} s"
 
 
 def is_alive(pid: int) -> bool:
@@ -92,7 +87,7 @@ def test_a_killed_server_is_started_again_and_all_end_with_the_supervisor(tmp_pa
         os.kill(api, signal.SIGKILL)
         wait_for("the restart", lambda: running.said().count("ready after") == 3)
         assert "server 0: ended with exit code 137 (signal 9); restart 1 of 5 in 600 s" in running.said()
-        assert not is_alive(engine)  # what the killed server left behind would hold the GPU's memory
+        wait_for("its engine's end", lambda: not is_alive(engine))  # what the killed server left behind would hold the GPU's memory
         assert len(running.started(0)) == 2 and len(running.started(1)) == 1
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(BOUND_S) == 0
@@ -140,7 +135,8 @@ def test_a_server_that_lives_and_serves_no_more_is_started_again(tmp_path):
         pid, _ = running.started()[0]["pids"]
         (tmp_path / f"{pid}.sick").touch()
         wait_for("the restart", lambda: running.said().count("ready after") == 2)
-        assert "runs, and serves no more" in running.said() and "/health: 503" in running.said() and not is_alive(pid)
+        assert "runs, and serves no more" in running.said() and "/health: 503" in running.said()
+        wait_for("the sick one's end", lambda: not is_alive(pid))
 
 
 def test_a_port_in_use_is_named(tmp_path):

@@ -19,7 +19,7 @@ from tests.distributed.environment import worker_environment
 from tests.patience import patient
 
 ROOT = pathlib.Path(__file__).parents[1]
-BOUND_S = patient(240.0)
+BOUND_S = patient(900.0)
 STEPS = 12
 pytestmark = [pytest.mark.long, pytest.mark.distributed]
 

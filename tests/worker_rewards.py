@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from math_verify.errors import TimeoutException
 
@@ -18,8 +19,24 @@ class OfBaseException(BaseException):
     """As the timeouts of libraries."""
 
 
+ENDLESS = ("hang", "spin", "wait_for")  # the last until somebody makes a file
+
+
+def never_ends(function: str, completions: Sequence[str]) -> bool:
+    """Say whether a call of ``tests.worker_rewards:<name>`` lasts for ever."""
+    if function.endswith(":slow_above_two"):
+        return len(completions) > 2
+    return function.endswith((":act", ":act_async")) and any(text.partition(" ")[0] in ENDLESS for text in completions)
+
+
+def _begin(folder: str) -> None:
+    """Leave a file of this process in the folder, where one is given."""
+    if folder:
+        pathlib.Path(folder, str(os.getpid())).touch()
+
+
 def _act(text: str) -> float | None:
-    """What a completion's first word asks for; else its length."""
+    """Do as the completion's first word says; return its length."""
     word, _, rest = text.partition(" ")
     match word:
         case "none":
@@ -38,9 +55,14 @@ def _act(text: str) -> float | None:
             raise KeyboardInterrupt
         case "sleep":
             time.sleep(float(rest))
+        case "wait_for":
+            while not pathlib.Path(rest).exists():
+                time.sleep(0.01)
         case "hang":
+            _begin(rest)
             time.sleep(3600)
         case "spin":  # holds the interpreter's lock, as 9**9**9**9 does
+            _begin(rest)
             str(9 ** (9**8))
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -55,6 +77,13 @@ def _act(text: str) -> float | None:
 
 def act(prompts, completions, completion_ids, **columns):
     return [_act(text) for text in completions]
+
+
+def slow_above_two(completions, **columns):
+    """Never end on more than two samples; else return how many there are."""
+    if len(completions) > 2:
+        time.sleep(3600)
+    return [float(len(completions))] * len(completions)
 
 
 async def act_async(prompts, completions, completion_ids, **columns):
@@ -101,9 +130,9 @@ def rank_variables(completions, **columns):
 def stays_when_asked(completions, **columns):
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         os.kill(os.getpid(), number)
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "3600"])
     child.terminate()  # a process started here does leave when asked
-    return [float(child.wait(10) == -signal.SIGTERM)] * len(completions)
+    return [float(child.wait(60) == -signal.SIGTERM)] * len(completions)
 
 
 def forks(completions, **columns):
@@ -112,4 +141,4 @@ def forks(completions, **columns):
 
 
 def leaves_a_child(completions, **columns):
-    return [float(subprocess.Popen(["sleep", "60"]).pid)] * len(completions)
+    return [float(subprocess.Popen(["sleep", "3600"]).pid)] * len(completions)

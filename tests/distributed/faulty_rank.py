@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import schedule, train
+from megatron_rl.keeper import Keeper
+from tests.patience import until
 from tests.reward_functions import parity
 
-SLEEP_S = 600.0  # far beyond every bound of the tests
+SLEEP_S = 36000.0  # far beyond every bound of the tests
+TOLD: list[str] = []  # the stages of this rank that its keeper has told to the others, where it is rank 0
 
 
 def sleeping_reward(**columns) -> list[float]:
@@ -40,11 +43,21 @@ def break_forward(fault: str) -> None:
                 case "sleep":
                     time.sleep(SLEEP_S)
                 case "kill":
-                    time.sleep(1.5)  # so that rank 0's stage has been told
+                    until(lambda: dist.get_rank() != 0 or "update" in TOLD)
                     os.kill(os.getpid(), signal.SIGKILL)
         return forward(*args, **kwargs)
 
     schedule.Schedule._forward_step = broken
+
+
+def note_what_is_told() -> None:
+    tell = Keeper._tell
+
+    def noted(self: Keeper, **message) -> None:
+        tell(self, **message)
+        TOLD.append(message.get("stage", ""))
+
+    Keeper._tell = noted
 
 
 def break_plan() -> None:
@@ -61,6 +74,7 @@ def break_plan() -> None:
 if __name__ == "__main__":
     fault, guilty, *arguments = sys.argv[1:]
     os.environ["GUILTY_REWARD_RANK"] = guilty if fault == "reward" else "-1"
+    note_what_is_told()
     if os.environ["RANK"] == guilty:
         break_plan() if fault == "plan" else break_forward(fault)
     started = time.monotonic()

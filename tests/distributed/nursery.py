@@ -32,9 +32,9 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.distributed.environment import worker_environment
-from tests.patience import patient
+from tests.patience import HANG_S, patient
 
-START_S = 120.0  # importing takes 8 s; on a loaded host with a cold disk it has taken a minute
+START_S = 300.0  # importing takes 8 s; on a loaded host with a cold disk it has taken a minute
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
 IMPORTED = (
     "megatron_rl.platform",  # before anything of Megatron-Core
@@ -83,7 +83,7 @@ class Fork:
             with contextlib.suppress(ProcessLookupError):  # so short a time after its start that it leads none yet
                 os.killpg(self.pid, signal.SIGKILL)
             os.kill(self.pid, signal.SIGKILL)
-            self.wait(patient(10.0))
+            self.wait(patient(HANG_S))
 
 
 class Nursery:
@@ -111,7 +111,7 @@ class Nursery:
         self._answers.close()
         self._socket.close()
         try:
-            self.process.wait(timeout=patient(10.0))
+            self.process.wait(timeout=patient(HANG_S))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -124,7 +124,8 @@ class Nursery:
         except (BrokenPipeError, ConnectionResetError):
             line = b""
         if not line:
-            raise RuntimeError(f"the nursery of forks ended with code {self.process.wait(timeout=10)} while it was asked {request}")
+            code = self.process.wait(timeout=patient(HANG_S))
+            raise RuntimeError(f"the nursery of forks ended with code {code} while it was asked {request}")
         return json.loads(line)
 
     def start(
@@ -146,7 +147,7 @@ class Nursery:
             given = [read, output] if pipe is None else [read, output, pipe]
             return Fork(self, self.ask({"start": request}, given)["pid"])
 
-    def run_script(self, path: pathlib.Path, *arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
+    def run_script(self, path: pathlib.Path, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
         """(exit code, what it printed) of a Python file that is run as ``python FILE ARGUMENT…`` would run it."""
         with tempfile.NamedTemporaryFile() as printed:
             fork = self.start("tests.distributed.nursery:run_file", [str(path)], printed=printed.fileno(), program=arguments)

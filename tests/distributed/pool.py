@@ -9,7 +9,7 @@ What is NOT fresh: a worker keeps what it imported, and with it module globals, 
 TorchFunctionModes, default dtypes and RNG state. A task that needs a seed sets it; a task that must start in a pristine
 process is a subprocess test, not a pool test.
 
-Bounds, each times MEGATRON_RL_TEST_PATIENCE: a task ends within ``timeout_s``, or within GRACE_S after the first rank raised or
+Bounds, each times MEGATRON_RL_TEST_PATIENCE: a task ends within LOADED · ``timeout_s``, or within GRACE_S after the first rank raised or
 died. Ranks that have not finished by then are asked for their stacks and killed; the next task starts new ones.
 
 Protocol, one duplex pipe per worker, pickled tuples: worker ("ready",) | pool (sys.path, payload) | worker ("returned", result)
@@ -27,17 +27,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
 from tests.distributed.nursery import ONLY_TORCH, Nursery
-from tests.patience import patient
+from tests.patience import patient, until
 
-START_S = 120.0  # a worker is forked in milliseconds, from a nursery that imports for some seconds first
-GRACE_S = 5.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
-LEAVE_S = 20.0
+START_S = 300.0  # a worker is forked in milliseconds, from a nursery that imports for some seconds first
+LOADED = 5.0  # tests say what a task takes at most on two free cores; with as many others on each core it has taken four times that
+GRACE_S = 30.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
+LEAVE_S = 120.0
+STACKS_S = 10.0  # until a hung rank has written where it stands; one that is stopped never does
 MOST_THREADS = 400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps gloo's threads awake too
+STACK_ENDS = "in <module>"  # of the main thread, which faulthandler writes last
 SHOWN_CHARS = 6000  # of each rank's output, from its end
 
 
@@ -77,7 +80,7 @@ class Worker:
 
     def death(self) -> str:
         try:
-            code = self.process.wait(timeout=2.0)
+            code = self.process.wait(patient(LEAVE_S))
         except subprocess.TimeoutExpired:
             return "closed its pipe and lives on"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -87,10 +90,14 @@ class Worker:
         folder = pathlib.Path(f"/proc/{self.process.pid}/task")
         return len(list(folder.iterdir())) if folder.is_dir() else 0
 
-    def printed(self) -> str:
-        """The end of what the current task wrote. pread, as the worker shares this file's offset."""
-        size = os.fstat(self.log.fileno()).st_size
-        start = max(0, size - SHOWN_CHARS)
+    def num_printed(self) -> int:
+        """Return how many bytes the current task has written."""
+        return os.fstat(self.log.fileno()).st_size
+
+    def printed(self, since: int = 0) -> str:
+        """Return the end of what the current task wrote, from byte ``since`` on. pread, as the worker shares this file's offset."""
+        size = self.num_printed()
+        start = max(since, size - SHOWN_CHARS)
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace").strip()
 
     def forget_printed(self) -> None:
@@ -132,7 +139,7 @@ class Pool:
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
         """``function(rank, world, *args, **kwargs)`` on ``world`` ranks; its results in rank order.
 
-        Raises PoolError, naming ranks, with their tracebacks and output, when any rank raises, dies or outlives ``timeout_s``.
+        Raises PoolError, naming ranks, with their tracebacks and output, when any rank raises, dies or outlives LOADED · ``timeout_s``.
         """
         if not 1 <= world <= self.max_world:
             raise ValueError(f"world={world} is outside [1, max_world={self.max_world}]; ask for less, or Pool(max_world=…)")
@@ -141,7 +148,7 @@ class Pool:
                 f"{function.__qualname__} of {function.__module__} cannot be imported by a worker; make it a "
                 "module-level function of a test module"
             )
-        timeout_s = patient(timeout_s)
+        timeout_s = patient(LOADED * timeout_s)
         self._num_tasks += 1
         task = (self._num_tasks, world, function.__module__, function.__qualname__, args, kwargs, timeout_s)
         payload = pickle.dumps(task)
@@ -212,10 +219,7 @@ class Pool:
     def _error(self, name: str, ranks: list[int], outcomes: dict[int, tuple[Any, ...]], timeout_s: float) -> PoolError:
         hung = tuple(rank for rank in ranks if rank not in outcomes)
         failed = tuple(rank for rank in ranks if rank in outcomes and outcomes[rank][0] != "returned")
-        for rank in hung:
-            self._workers[rank].process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks to the worker's stderr
-        if hung:
-            time.sleep(0.3)
+        self._ask_for_stacks(hung)
         # The causes, in the order in which they arrived, before the ranks that merely waited for them.
         causes = [rank for rank in outcomes if rank in failed]
         parts = [
@@ -234,6 +238,14 @@ class Pool:
             if printed := self._workers[rank].printed():
                 parts.append(f"--- rank {rank} printed{' (with its stacks)' if rank in hung else ''}:\n{printed}")
         return PoolError("\n".join(parts), failed, hung)
+
+    def _ask_for_stacks(self, hung: Sequence[int]) -> None:
+        """Return when each has written where its threads stand, the main one last, or did not within STACKS_S."""
+        sizes = {rank: self._workers[rank].num_printed() for rank in hung}
+        for rank in hung:
+            self._workers[rank].process.send_signal(signal.SIGUSR1)  # faulthandler writes to the worker's stderr
+        for rank, size in sizes.items():
+            until(lambda rank=rank, size=size: STACK_ENDS in self._workers[rank].printed(size), STACKS_S)
 
     def _kill(self, ranks: list[int]) -> None:
         for rank in ranks:

@@ -25,6 +25,7 @@ from megatron_rl.weights.megatron_lm import open_folder
 from megatron_rl.weights.torch_dist import TorchDistReader
 from tests.distributed.pool import Pool
 from tests.distributed.rig import open_rig, ragged_advantages, sizes
+from tests.patience import patient
 from tests.reference import tiny_config, tiny_model
 
 from megatron.core import dist_checkpointing  # isort: skip  (after platform)
@@ -172,7 +173,7 @@ def test_a_training_runs_checkpoint_exports_its_weights(pool: Pool, tmp_path: pa
     assert all(found[k].dtype == torch.bfloat16 and torch.equal(found[k], v.cpu()) for k, v in trained.items())
     command = [sys.executable, "tools/convert_checkpoint.py", "export", str(tmp_path / "checkpoints"), str(tmp_path / "again")]
     command += ["--hf", str(tmp_path / "hf"), "--overwrite"]
-    call = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    call = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert call().returncode == 0 and (tmp_path / "again" / "model.safetensors").exists()
     largest = max(source.path.glob("*.distcp"), key=lambda x: x.stat().st_size)
     content = bytearray(largest.read_bytes())

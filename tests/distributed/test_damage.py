@@ -17,6 +17,7 @@ from megatron_rl.checkpoint.folder import MANIFEST, digest, name_of, verify, who
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_resume import timeless
 from tests.distributed.test_train import ROOT, arguments, arithmetic, command_line, prepare_inputs, rows_of  # noqa: F401 (a fixture)
+from tests.patience import patient
 from tests.test_checkpoint_folder import sign_again
 
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null", "train.export_last=false")
@@ -176,11 +177,12 @@ def small_disk(tmp_path):
     """A file system of its own, as large as a few checkpoints; skipped where mounting one needs more rights."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(place)], capture_output=True, text=True, timeout=20)
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield place
-    subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
+    subprocess.run(["umount", "-l", str(place)], check=True, timeout=patient(60))
 
 
 def pages(paths) -> int:

@@ -26,9 +26,11 @@ from megatron_rl.watch import Watch, open_watch
 from tests.distributed.environment import worker_environment
 from tests.distributed.pool import Pool
 from tests.distributed.test_train import ROOT, arguments, arithmetic  # noqa: F401 (a fixture)
-from tests.patience import patient
+from tests.patience import HANG_S, patient, until
 
-BOUND_S = patient(60.0)  # to the end of every process, its start included
+BOUND_S = patient(600.0)  # to the end of every process, its start included
+NEVER_S = 10 * BOUND_S  # a deadline that nothing here meets
+MET_S = 20.0  # one that a rank meets whose peer sleeps; to start, beside one another, takes them less on any host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +41,23 @@ class Fault:
     guilty: int
     pipeline: int
     says: str
-    deadline_s: int = 6
+    deadline_s: float = NEVER_S
 
 
 RAISED = "raised .*it had been in 'update'"
 GONE = r"is gone: its process ended without a word \(killed\?\); it last said it was in 'update'"
 STALLS = "keeps the others waiting: it has been in"
 FAULTS = {
-    "raises, DP=2": Fault(name="raise", guilty=0, pipeline=1, says=RAISED, deadline_s=100),
-    "raises and lives on, PP=2": Fault(name="raise_and_stay", guilty=1, pipeline=2, says=RAISED, deadline_s=100),
-    "killed, DP=2": Fault(name="kill", guilty=1, pipeline=1, says=GONE, deadline_s=100),
-    "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE, deadline_s=100),
-    "sleeps in forward, PP=2": Fault(name="sleep", guilty=1, pipeline=2, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"),
-    "sleeps in its reward, DP=2": Fault(name="reward", guilty=0, pipeline=1, says=f"{STALLS} 'reward'.*faulty_rank.py:.* sleeping_reward"),
+    "raises, DP=2": Fault(name="raise", guilty=0, pipeline=1, says=RAISED),
+    "raises and lives on, PP=2": Fault(name="raise_and_stay", guilty=1, pipeline=2, says=RAISED),
+    "killed, DP=2": Fault(name="kill", guilty=1, pipeline=1, says=GONE),
+    "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE),
+    "sleeps in forward, PP=2": Fault(
+        name="sleep", guilty=1, pipeline=2, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken", deadline_s=MET_S
+    ),
+    "sleeps in its reward, DP=2": Fault(
+        name="reward", guilty=0, pipeline=1, says=f"{STALLS} 'reward'.*faulty_rank.py:.* sleeping_reward", deadline_s=MET_S
+    ),
     "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
 }
 
@@ -133,11 +139,11 @@ def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
 
 def one_raises(rank: int, world: int) -> str:
     try:
-        with open_watch(place(rank, world, pipeline=world), 20.0) as watch, watch.stage("rollout"):
+        with open_watch(place(rank, world, pipeline=world), patient(HANG_S)) as watch, watch.stage("rollout"):
             if rank == 1:
                 with watch.stage("reward"):
                     raise KeyError("planted")
-            watch._known.wait(10.0)
+            watch._known.wait(patient(HANG_S))
             raise PeerError("what raise_together says")
     except PeerError as error:
         return f"{error}, from {error.__cause__}"
@@ -155,12 +161,16 @@ def test_an_error_is_told_to_every_rank_with_its_stage(pool: Pool) -> None:
 
 def all_end_well(rank: int, world: int) -> list[str]:
     for _ in range(3):
-        with open_watch(place(rank, world), 20.0) as watch:
+        with open_watch(place(rank, world), patient(HANG_S)) as watch:
             for name in ("rollout", "update"):
                 with watch.stage(name):
                     time.sleep(0.05 * rank)
-    time.sleep(0.5)
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("watch")]
+
+    def left() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("watch")]
+
+    until(lambda: not left())
+    return left()
 
 
 def test_a_watch_that_saw_nothing_leaves_nothing_behind(pool: Pool) -> None:
@@ -177,5 +187,5 @@ def test_a_rank_that_cannot_end_is_ended_though_the_keeper_left_with_the_cause(m
         keepers = server.accept()[0]
     with keepers:
         keepers.sendall(b'{"is": "welcome"}\n{"is": "cause", "rank": 1, "text": "rank 1 stalls"}\n{"is": "bye"}\n')
-        Watch(1, "rank 1", "rank 0").connect(ours, "token", 10.0)
-        assert ended.wait(10.0)
+        Watch(1, "rank 1", "rank 0").connect(ours, "token", patient(HANG_S))
+        assert ended.wait(patient(HANG_S))

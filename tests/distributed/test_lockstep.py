@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -30,17 +28,15 @@ def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[
         signal = mine != 0
         other = rig.backend.plan("train", rig.batch, signal, drops=True)
         assert (other.mini_batches[0].kind is StepKind.GHOST) == (what == "step kind" and rank == odd)
-        start = time.monotonic()
         try:
             rig.accumulate(mine, other)
             said = ""
         except LockstepError as error:
             said = str(error)
-        waited = time.monotonic() - start
         rig.backend.step_index = 0
         rig.accumulate(advantages, plan)
         result = rig.backend.optim_step(plan.mini_batches[0].kind)
-        return {"said": said, "waited": waited, "norm": result.grad_norm}
+        return {"said": said, "norm": result.grad_norm}
 
 
 @pytest.mark.parametrize("what", ["plan", "step kind", "step index"])
@@ -51,7 +47,7 @@ def test_every_rank_names_the_odd_one(pool: Pool, what: str, pipeline: int, data
         assert f"{what}: rank {odd} (data-parallel {replica}, pipeline stage {stage}) has" in found["said"], found
         assert f"seen by rank {rank}" in found["said"]
         assert all(f"rank {peer} (" not in found["said"] for peer in range(pipeline * data) if peer != odd), found
-        assert found["waited"] < 10 and found["norm"] > 0  # and the backend goes on
+        assert found["norm"] > 0  # and the backend goes on
 
 
 def disagree_on_logprobs(rank: int, world: int) -> str:

@@ -18,6 +18,7 @@ from megatron_rl.config import load_config
 from megatron_rl.weights.export import HuggingFaceReader, load_weights
 from tests.distributed.pool import Pool
 from tests.distributed.rig import DEFAULTS, open_rig, sizes
+from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, file_weights, make_samples, reference_logprobs, tiny_model
 
 # Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
@@ -36,7 +37,7 @@ with torch.device("meta"):
     built = (torch.arange(2), torch.empty(2), torch.ones(2), torch.tensor([1.0]))
 assert all(x.is_meta for x in built), [x.device for x in built]
 """  # a process of its own: torch builds its list of factories once
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=pathlib.Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(600), cwd=pathlib.Path(__file__).parents[2])
 
 
 def wanted_logprobs(model, samples) -> np.ndarray:
