@@ -1,7 +1,7 @@
-"""One rank of a run whose rank GUILTY meets a fault in a forward pass: python -m tests.distributed.faulty_rank FAULT GUILTY ARGUMENT…
+"""One rank of a run of which one rank meets a fault in a forward pass. ``main`` takes the fault and the guilty rank.
 
-A process of its own with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun but with nobody who would end the others.
-FAULT: raise, kill (SIGKILL), sleep: in the first training forward · reward: sleeps in its reward · plan: makes a plan of its own ·
+A fork of the nursery with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun but with nobody to end the others.
+Faults: raise, kill (SIGKILL), sleep: in the first training forward · reward: sleeps in its reward · plan: makes a plan of its own ·
 raise_and_stay: as raise, but the process and its sockets live on.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import traceback
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -71,15 +71,15 @@ def break_plan() -> None:
     train.has_signal = other
 
 
-if __name__ == "__main__":
-    fault, guilty, *arguments = sys.argv[1:]
-    os.environ["GUILTY_REWARD_RANK"] = guilty if fault == "reward" else "-1"
+def main(fault: str, guilty: int) -> NoReturn:
+    """Runs ``megatron_rl.train`` by this process's arguments, with the fault where RANK is the guilty one's."""
+    os.environ["GUILTY_REWARD_RANK"] = str(guilty) if fault == "reward" else "-1"
     note_what_is_told()
-    if os.environ["RANK"] == guilty:
+    if os.environ["RANK"] == str(guilty):
         break_plan() if fault == "plan" else break_forward(fault)
     started = time.monotonic()
     try:
-        code = train.main(arguments)
+        code = train.main()
     except RuntimeError:
         if fault == "raise_and_stay":
             time.sleep(SLEEP_S)

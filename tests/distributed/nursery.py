@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tests.distributed.environment import worker_environment
 from tests.patience import HANG_S, patient
@@ -158,19 +158,23 @@ class Nursery:
             return code, pathlib.Path(printed.name).read_text()
 
     @contextlib.contextmanager
-    def ranks(self, world: int, arguments: Sequence[str], folder: pathlib.Path, name: str = "rank") -> Iterator[Ranks]:
-        """The ranks of one start of ``python -m megatron_rl.train ARGUMENT…``; they end with the context."""
+    def ranks(
+        self, world: int, arguments: Sequence[str], folder: pathlib.Path, function: str = RANK_OF_A_RUN, given: Sequence[object] = ()
+    ) -> Iterator[Ranks]:
+        """The ranks of one start of ``python -m megatron_rl.train ARGUMENT…``, which end with the context. function: called in their
+        place, with ``given``. folder: of the files that they print to.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         folder.mkdir(parents=True, exist_ok=True)
-        printed = [folder / f"{name}{rank}.txt" for rank in range(world)]
+        printed = [folder / f"rank{rank}.txt" for rank in range(world)]
         forks: list[Fork] = []
         try:
             for rank, path in enumerate(printed):
                 place = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                forks.append(self.start(RANK_OF_A_RUN, printed=path, environment=place, program=arguments))
+                forks.append(self.start(function, given, printed=path, environment=place, program=arguments))
             yield Ranks(forks, printed)
         finally:
             for fork in forks:
@@ -183,10 +187,10 @@ class Ranks:
     def __init__(self, forks: Sequence[Fork], printed: Sequence[pathlib.Path]) -> None:
         self.forks, self.printed = list(forks), list(printed)
 
-    def wait(self, timeout_s: float) -> list[int | None]:
-        """Every rank's exit code; None of one that had not ended within ``timeout_s``."""
+    def wait(self, timeout_s: float, but: Collection[int] = ()) -> list[int | None]:
+        """Every rank's exit code; None of one that had not ended within ``timeout_s``. but: ranks that are not waited for."""
         until = time.monotonic() + timeout_s
-        for fork in self.forks:
+        for fork in (fork for rank, fork in enumerate(self.forks) if rank not in but):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 fork.wait(max(0.0, until - time.monotonic()))
         return [fork.poll() for fork in self.forks]

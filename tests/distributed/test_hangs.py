@@ -5,13 +5,10 @@ Each rank is a process of its own, so that it may be killed, and must come to it
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ from megatron_rl.keeper import Peer, judge
 from megatron_rl.topology import Topology
 from megatron_rl.types import PeerError
 from megatron_rl.watch import Watch, open_watch
-from tests.distributed.environment import worker_environment
+from tests.distributed.nursery import Nursery
 from tests.distributed.pool import Pool
 from tests.distributed.test_train import ROOT, arguments, arithmetic  # noqa: F401 (a fixture)
 from tests.patience import HANG_S, patient, until
@@ -62,35 +59,22 @@ FAULTS = {
 }
 
 
-def run_ranks(fault: Fault, given: list[str], folder: pathlib.Path) -> list[tuple[int | None, str]]:
+def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.Path) -> list[tuple[int | None, str]]:
     """Two ranks: exit code (None where it had to be ended), and what it printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.faulty_rank", fault.name, str(fault.guilty), *given]
-    ranks, started = [], time.monotonic()
-    with contextlib.ExitStack() as held:
-        for rank in range(2):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            printed = held.enter_context(open(folder / f"rank{rank}.txt", "w"))
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=worker_environment() | place, stdout=printed, stderr=subprocess.STDOUT))
-            held.callback(ranks[-1].wait)
-            held.callback(ranks[-1].kill)
-        for rank, process in enumerate(ranks):
-            if fault.name != "raise_and_stay" or rank != fault.guilty:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, started + BOUND_S - time.monotonic()))
-        return [(process.poll(), (folder / f"rank{rank}.txt").read_text()) for rank, process in enumerate(ranks)]
+    with nursery.ranks(2, given, folder, "tests.distributed.faulty_rank:main", [fault.name, fault.guilty]) as ranks:
+        stays = {fault.guilty} if fault.name == "raise_and_stay" else set()
+        ranks.wait(BOUND_S, but=stays)
+        return [(fork.poll(), path.read_text()) for fork, path in zip(ranks.forks, ranks.printed, strict=True)]
 
 
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_ends_every_rank_and_is_named(arithmetic, tmp_path, case):  # noqa: F811
+def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):  # noqa: F811
     fault = FAULTS[case]
     reward = "tests.distributed.faulty_rank:sleeping_reward" if fault.name == "reward" else "tests.reward_functions:parity"
     extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}", f"reward.functions=[{reward}]"]
-    results = run_ranks(fault, arguments(arithmetic, tmp_path / "run", *extra), tmp_path)
+    results = run_ranks(nursery, fault, arguments(arithmetic, tmp_path / "run", *extra), tmp_path)
     replica, stage = (0, fault.guilty) if fault.pipeline == 2 else (fault.guilty, 0)
     who = f"rank {fault.guilty} (data-parallel {replica}, pipeline stage {stage})"
     wanted = re.compile(fault.says.format(who=re.escape(who)) if "{who}" in fault.says else f"{re.escape(who)} {fault.says}")
