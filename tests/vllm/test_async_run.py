@@ -51,8 +51,8 @@ def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tm
     assert all(torch.equal(value, weights_of(two)[name]) for name, value in weights_of(one).items())
 
 
-def kill_engines(run_dir: pathlib.Path, moments: int, done: list[int]) -> None:
-    """SIGKILL to the run's engine process whenever it has begun to work again, so often."""
+def kill_engines(workers: int, run_dir: pathlib.Path, moments: int, done: list[int]) -> None:
+    """SIGKILL to the run's engine process whenever it has begun to work again, so often. workers: the process that forks the pool's."""
     log = run_dir / "metrics.jsonl"
     rows = 0
     while len(done) < moments:
@@ -60,7 +60,7 @@ def kill_engines(run_dir: pathlib.Path, moments: int, done: list[int]) -> None:
         text = log.read_text() if log.exists() else ""
         if text.count("\n") <= rows:
             continue
-        for pid in engines_of(os.getpid()):
+        for pid in engines_of(workers):
             os.kill(pid, signal.SIGKILL)
             done.append(pid)
             rows = text.count("\n") + 1
@@ -82,10 +82,10 @@ def engines_of(driver: int) -> list[int]:
     return found
 
 
-def test_an_engine_that_dies_twice_while_it_works_ahead(pool, arithmetic, tmp_path):  # noqa: F811
+def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmetic, tmp_path):  # noqa: F811
     """Killed during the second and the third rollout's time: what it owed is asked again, every rollout is trained, no prompt twice."""
     done: list[int] = []
-    killer = threading.Thread(target=kill_engines, args=(tmp_path, 2, done), daemon=True)
+    killer = threading.Thread(target=kill_engines, args=(nursery.process.pid, tmp_path, 2, done), daemon=True)
     killer.start()
     given = arguments(arithmetic, tmp_path, *VLLM, *STREAMING, "train.steps=5", "rollout.max_response_tokens=24")
     ((code, said),) = pool.run(1, command_line, given, timeout_s=300)
