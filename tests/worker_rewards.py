@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from math_verify.errors import TimeoutException
-
 
 class OfBaseException(BaseException):
     """As the timeouts of libraries."""
@@ -48,6 +46,8 @@ def _act(text: str) -> float | None:
         case "base":
             raise OfBaseException(text)
         case "math_timeout":
+            from math_verify.errors import TimeoutException  # here, since it imports sympy, and a hundred workers import this module
+
             raise TimeoutException(text)
         case "exit":
             sys.exit(3)
