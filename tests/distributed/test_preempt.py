@@ -79,7 +79,7 @@ def test_under_torchrun_a_signal_to_the_launcher_does_the_same(arithmetic, whole
     """The launcher passes on what it is told to handle, and ends with a code of its own."""
     run_dir = tmp_path / "run"
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    graceful = ["--shutdown-timeout", "60", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    graceful = ["--shutdown-timeout", "600", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     command = [*launcher, *graceful, "-m", "megatron_rl.train", *arguments(arithmetic, run_dir, *GIVEN)]
     for number, printed in enumerate([tmp_path / "first.txt", tmp_path / "second.txt"]):
         with contextlib.ExitStack() as held:
