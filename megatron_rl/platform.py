@@ -169,6 +169,32 @@ def _exchange_parts(received, sent, group) -> None:
         target.copy_(part)
 
 
+def _sharing_devices(process_group_gloo):
+    """Gloo's groups of one process over one set of network devices; torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each its own.
+
+    A device is a thread that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything remembers its
+    group. Megatron-Core makes about fifty groups a process, on a CPU often with as many processes as cores.
+    """
+    made: dict[int, list] = {}  # by process: a thread does not live on in a fork
+
+    def devices() -> list:
+        if os.getpid() not in made:
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            made[os.getpid()] = [process_group_gloo.create_device(interface=name) for name in interfaces] or [
+                process_group_gloo.create_default_device()
+            ]
+        return made[os.getpid()]
+
+    class SharedDeviceGloo(process_group_gloo):
+        def __init__(self, store, rank, size, timeout):
+            options = process_group_gloo._Options()
+            options._devices, options._timeout = devices(), timeout
+            options._threads = 2 * len(options._devices)  # as torch has it
+            super().__init__(store, rank, size, options)
+
+    return SharedDeviceGloo
+
+
 @contextlib.contextmanager
 def _one_by_one(group=None, device=None, async_ops=False):
     """Stands for ``torch.distributed._coalescing_manager``, and issues what was collected one collective at a time.
@@ -218,6 +244,8 @@ def _present_cpu_as_cuda() -> None:
     torch.distributed.all_gather = _all_gather_uneven(torch.distributed.all_gather)
     torch.distributed.reduce_scatter = _reduce_scatter_uneven(torch.distributed.reduce_scatter)
     torch.distributed._coalescing_manager = _one_by_one
+    c10d = torch.distributed.distributed_c10d
+    c10d.ProcessGroupGloo = _sharing_devices(c10d.ProcessGroupGloo)
     # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error. None here makes
     # its import fail and find_spec answer that there is none.
     sys.modules["transformer_engine"] = None
