@@ -3,7 +3,7 @@
 #   PYTHON       the interpreter that makes .venv                        (make install PYTHON=python3.12)
 #   PYTHON_LATEST  the interpreter of `make test-latest`, 3.12 or newer   (make test-latest PYTHON_LATEST=/path/to/python3.12)
 #   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
-#   LANES        pytest processes side by side, each with a pool of workers; 0 for none (make test LANES=1)
+#   LANES        pytest processes side by side, each with a pool of workers; 3 fill two cores, 0 for none (make test LANES=1)
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
 
@@ -17,7 +17,7 @@ LATEST_TESTS ?= tests/distributed/test_matrix.py tests/distributed/test_checkpoi
 VLLM := .venv-vllm
 ORACLES := .venv-oracles
 PYTEST_ARGS ?=
-LANES ?= 2
+LANES ?= 3
 FAR = --ignore=tests/distributed --ignore=tests/vllm --ignore=tests/oracles --ignore=tests/slurm
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
@@ -81,7 +81,7 @@ test-distributed: $(STAMP)  ## only tests on several gloo processes
 	$(PYTEST) tests -m "distributed and not long and not vllm" $(PYTEST_ARGS)
 
 test-long: $(STAMP)  ## only the long ones
-	$(PYTEST) tests -m "long and not vllm" $(PYTEST_ARGS)
+	$(PYTEST) --dist load --maxschedchunk 1 tests -m "long and not vllm" $(PYTEST_ARGS)
 
 test-latest: $(LATEST)/.installed  ## the equality matrix on Python >= 3.12 and megatron-core 0.19.x, in .venv-latest
 	PATH="$(CURDIR)/$(LATEST)/bin:$(CALLED_PATH)" $(LATEST)/bin/python -m pytest $(LATEST_TESTS) $(PYTEST_ARGS)

@@ -1,7 +1,8 @@
-"""The pool fixture, and the mark that comes with it."""
+"""The fixtures of a whole session, each built once, and the marks that come with them."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -29,9 +30,29 @@ def pool(nursery: Nursery) -> Iterator[Pool]:
         yield workers
 
 
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory) -> pathlib.Path:
+    """A folder with data, tokenizer and a model of two layers, which no test writes to."""
+    from tests.distributed.inputs import prepare_inputs
+
+    return prepare_inputs(tmp_path_factory.mktemp("arithmetic"), hidden=64, layers=2, heads=2, intermediate=96)
+
+
+@pytest.fixture(scope="session")
+def mixture(arithmetic, tmp_path_factory) -> pathlib.Path:
+    """The same with a mixture of experts as the model."""
+    from tests.distributed.inputs import prepare_mixture
+
+    return prepare_mixture(arithmetic, tmp_path_factory.mktemp("mixture"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a test that uses the pool as distributed, and one that uses the nursery as starting processes."""
+    """Mark a test that uses the pool as distributed, and one that uses the nursery as starting processes; put the longest first.
+
+    ``long(seconds=N)``: about so many, on two cores with nothing else to do. A lane that began with the longest ones ends with the others.
+    """
     for item in items:
         for fixture, mark in (("pool", "distributed"), ("nursery", "process")):
             if fixture in item.fixturenames:
                 item.add_marker(mark)
+    items.sort(key=lambda item: -max((mark.kwargs.get("seconds", 0) for mark in item.iter_markers("long")), default=0))

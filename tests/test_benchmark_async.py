@@ -52,7 +52,7 @@ def test_a_live_group_costs_what_the_dead_ones_took():
     assert found["tokens a live group"] == 100.0 and found["s a live group"] == 0.5
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=50)
 @pytest.mark.distributed
 def test_the_whole_of_both(tmp_path, capsys):
     """A few seconds each: every mode runs, staleness is that of the mode, refilled rollouts have no group without signal."""

@@ -64,7 +64,7 @@ def test_a_few_steps(tmp_path) -> None:
     assert warm[-1] < warm[0]
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=150)
 def test_the_model_learns_to_call_the_calculator(tmp_path) -> None:
     rows = launch(tmp_path, timeout_s=WHOLE_S)
     rl = [row for row in rows if row["phase"] == "rl" and "reward/mean" in row]

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 BOUND_S = patient(600)
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=130)
 def test_adapters_rise_from_below_08_to_above_085(tmp_path):
     environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(

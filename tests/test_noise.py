@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.config import load_config
 from megatron_rl.noise import standard_normal, with_noise
 from megatron_rl.types import ConfigError
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 HIGHEST = 8.3  # of 52 random bits: the inverse at 2^-53 is −8.21
@@ -85,7 +85,7 @@ NOISE = ("advantage.noise_std=0.2", "advantage.noise_steps=1")
 WHOLE = ("loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", "warmup.steps=2", "warmup.samples_per_step=8")
 
 
-def test_first_losses_are_zero_without_noise_and_only_the_first_with_it(pool, arithmetic, tmp_path):  # noqa: F811
+def test_first_losses_are_zero_without_noise_and_only_the_first_with_it(pool, arithmetic, tmp_path):
     """One step a rollout, whole groups: Σ A = 0, so the loss is 0 to rounding, and the gradient is not. Noise for one step, counted after
     the warm-up, moves the first loss and the second not; what is dropped in the first is the same."""
     found = {}
@@ -101,7 +101,7 @@ def test_first_losses_are_zero_without_noise_and_only_the_first_with_it(pool, ar
     assert noisy[0]["reward/mean"] == plain[0]["reward/mean"]
 
 
-def test_noise_is_the_same_on_every_layout(pool, arithmetic, tmp_path):  # noqa: F811
+def test_noise_is_the_same_on_every_layout(pool, arithmetic, tmp_path):
     weights = []
     for world, layout in ((1, "parallel.pipeline=1"), (2, "parallel.pipeline=2"), (2, "parallel.pipeline=1")):
         folder = tmp_path / f"{world}{layout[-1]}"

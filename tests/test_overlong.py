@@ -19,7 +19,7 @@ from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.producer import Group
 from megatron_rl.signal import has_signal
 from megatron_rl.types import BatchFacts, ConfigError, Prompt, Rollout, Score
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -126,7 +126,7 @@ def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
     assert reduction_weights("sequence_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [1 / 8, 1 / 12, 0.0]
 
 
-def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):
     """Rewards of the trace are 0 or 1 plus eq. 13 of their lengths; what is cut off is masked, and dropped as in the dense run."""
     weights = {}
     extra = ["reward.overlong_buffer=3", "reward.overlong_penalty=0.5", "loss.mask_truncated=true", "plan.repack=false"]

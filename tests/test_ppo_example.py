@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 BOUND_S = patient(900)
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=220)
 def test_ppo_rises_from_below_08_to_above_09(tmp_path):
     environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(

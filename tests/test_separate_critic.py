@@ -18,7 +18,7 @@ from megatron_rl.types import ConfigError
 from tests.distributed.nursery import Nursery
 from tests.distributed.test_ppo import PPO
 from tests.distributed.test_resume import SAVED, timeless, weights_of_last
-from tests.distributed.test_train import arguments, arithmetic, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, rows_of
 from tests.patience import patient
 
 BOUND_S = patient(600)
@@ -32,7 +32,7 @@ def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path
     return folder
 
 
-def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):  # noqa: F811
+def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):
     """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's checkpoint its own."""
     shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.steps=3")
     apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.steps=2")
@@ -43,7 +43,7 @@ def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_p
     assert [timeless(row) for row in rows_of(shared)] == [timeless(row) for row in rows_of(apart)]
 
 
-def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path):  # noqa: F811
+def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path):
     """Two data-parallel ranks of policy, a critic on two tensor ranks: the run of one rank with both, to rounding."""
     grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
     found = [ran(nursery, 1, tmp_path / "one", arithmetic), ran(nursery, 4, tmp_path / "four", arithmetic, *grids)]
@@ -54,7 +54,7 @@ def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path
 
 
 @pytest.mark.parametrize(("side", "said"), [("policy", "its value is inf"), ("critic", "holds neither model.safetensors nor")])
-def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, said):  # noqa: F811
+def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, said):
     shutil.copytree(arithmetic / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     override = {"policy": "reward.functions=[tests.reward_functions:infinite]", "critic": f"critic.hf_path={tmp_path / 'empty'}"}[side]
     given = arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override, NEVER)
@@ -64,7 +64,7 @@ def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, sa
 
 
 @pytest.mark.parametrize("placement", [(), SEPARATE])
-def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, arithmetic, tmp_path, placement):  # noqa: F811
+def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, arithmetic, tmp_path, placement):
     """A file stands where its folder should be: ``continue`` goes on without checkpoints, wherever the critic is."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "critic").write_text("")
@@ -80,7 +80,7 @@ def wait_for_rows(folder: pathlib.Path, count: int) -> None:
         time.sleep(0.2)
 
 
-def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic, tmp_path):  # noqa: F811
+def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic, tmp_path):
     given = arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.steps=100000")
     with nursery.ranks(2, given, tmp_path / "printed") as ranks:
         wait_for_rows(tmp_path, 4)
@@ -90,7 +90,7 @@ def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic
     assert done and done == whole_checkpoints(tmp_path / "checkpoints" / "critic")
 
 
-def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):  # noqa: F811
+def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):
     """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the deadline."""
     grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000", NEVER)
     with nursery.ranks(3, arguments(arithmetic, tmp_path, *PPO, *grids), tmp_path / "printed") as ranks:
@@ -100,7 +100,7 @@ def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithme
         assert "a rank of the critic failed" in ranks.printed[0].read_text(), ranks.said()[-6000:]
 
 
-def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd):  # noqa: F811
+def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd):
     given = ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=2"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

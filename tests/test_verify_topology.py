@@ -1,4 +1,4 @@
-"""tools/verify_topology.py under torchrun: topologies that are right pass, planted faults are caught, named and end in exit code 1."""
+"""tools/verify_topology.py on several ranks: topologies that are right pass, planted faults are caught, named and end in exit code 1."""
 
 from __future__ import annotations
 
@@ -15,22 +15,36 @@ import psutil
 import pytest
 
 from tests.distributed.environment import worker_environment
+from tests.distributed.nursery import Nursery
 from tests.patience import patient
 from tests.reference import tiny_config
 
 pytestmark = pytest.mark.process
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+TOOL = ROOT / "tools/verify_topology.py"
+FILE = "tests.distributed.nursery:run_file"
 
 BOUND_S = patient(600.0)  # a run takes 6 to 15 s on two idle cores; no collective of one waits longer than run.deadline_s
 
 
-def launch(world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
-    """(exit code, what --json wrote, output) of the tool under torchrun; nothing of it is left running."""
+def launch(nursery: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
+    """(largest exit code of the ranks, what --json wrote, output) of the tool; nothing of it is left running."""
+    tiny_config(family, layers=8, vocab_size=1001).save_pretrained(folder / "model")
+    out = folder / "out.json"
+    given = [f"model.hf_path={folder / 'model'}", "run.deadline_s=120", "--json", str(out), *arguments]
+    with nursery.ranks(world, given, folder / "ranks", function=FILE, given=[str(TOOL)]) as ranks:
+        codes = ranks.wait(BOUND_S)
+        assert None not in codes, ranks.said()
+        return max(codes), json.loads(out.read_text()) if out.exists() else {}, ranks.said()
+
+
+def launch_by_torchrun(_: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
+    """The same by the command that docs/verify-topology.md gives."""
     tiny_config(family, layers=8, vocab_size=1001).save_pretrained(folder / "model")
     out = folder / "out.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command += [str(ROOT / "tools/verify_topology.py"), f"model.hf_path={folder / 'model'}", "run.deadline_s=120", "--json", str(out)]
+    command += [str(TOOL), f"model.hf_path={folder / 'model'}", "run.deadline_s=120", "--json", str(out)]
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen(
             [*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=worker_environment(), start_new_session=True, cwd=folder
@@ -53,7 +67,7 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-# ---- under torchrun ----------------------------------------------------------------------------------------------------
+# ---- on several ranks --------------------------------------------------------------------------------------------------
 
 OVERLAPS = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
 SP = ("parallel.tensor=2", "parallel.sequence_parallel=true")
@@ -75,9 +89,9 @@ PASSING_LONG = {
 @pytest.mark.parametrize(
     "cell", [*PASSING, *(pytest.param(name, marks=pytest.mark.long) for name in PASSING_LONG)]
 )  # fmt: skip
-def test_a_right_topology_passes_with_every_check_compared(tmp_path, cell):
+def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, cell):
     world, family, arguments = {**PASSING, **PASSING_LONG}[cell]
-    code, found, output = launch(world, family, tmp_path, *arguments)
+    code, found, output = (launch_by_torchrun if cell == "PP2" else launch)(nursery, world, family, tmp_path, *arguments)
     assert code == 0, output
     checks = {row["check"]: row for row in found["checks"]}
     assert found["passed"] and "verdict: PASSED" in output and all(row["passed"] for row in checks.values())
@@ -124,9 +138,9 @@ FAULTY = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("cell", [x if x == "tp_all_reduce" else pytest.param(x, marks=pytest.mark.long) for x in FAULTY])
-def test_a_planted_fault_is_named_with_its_place(tmp_path, cell):
+def test_a_planted_fault_is_named_with_its_place(nursery, tmp_path, cell):
     world, arguments, names = FAULTY[cell]
-    code, found, output = launch(world, "qwen2_tied", tmp_path, *arguments)
+    code, found, output = (launch_by_torchrun if cell == "microbatch_mean" else launch)(nursery, world, "qwen2_tied", tmp_path, *arguments)
     assert code == 1, output
     count = max(found["measured"]["microbatches"])
     names = names.format(M=count) if cell == "microbatch_mean" else names
@@ -148,8 +162,8 @@ def test_a_planted_fault_is_named_with_its_place(tmp_path, cell):
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [(), ("parallel.pipeline=2",)], ids=["DP2", "PP2"])
-def test_a_rank_with_another_plan_is_named_by_every_rank(tmp_path, layout):
-    code, found, output = launch(2, "qwen2_tied", tmp_path, *layout, "--inject", "other_plan")
+def test_a_rank_with_another_plan_is_named_by_every_rank(nursery, tmp_path, layout):
+    code, found, output = launch(nursery, 2, "qwen2_tied", tmp_path, *layout, "--inject", "other_plan")
     assert code == 1, output
     for rank in (0, 1):
         said = rf"verdict: FAILED, LockstepError: ranks are about to run different steps \(seen by rank {rank} of 2\): plan: rank 1\b"
@@ -158,9 +172,8 @@ def test_a_rank_with_another_plan_is_named_by_every_rank(tmp_path, layout):
 
 
 @pytest.mark.distributed
-def test_a_fault_that_the_topology_cannot_host_ends_with_exit_code_2(tmp_path):
+def test_a_fault_that_the_topology_cannot_host_ends_with_exit_code_2(nursery, tmp_path):
     tiny_config("qwen2_tied").save_pretrained(tmp_path)
-    command = [sys.executable, str(ROOT / "tools/verify_topology.py"), f"model.hf_path={tmp_path}", "--inject", "tp_all_reduce"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, env=worker_environment())
-    assert done.returncode == 2 and "parallel.tensor=1" in done.stderr and "give parallel.tensor=2" in done.stderr, done
-    assert "verdict" not in done.stdout and "Traceback" not in done.stderr
+    code, output = nursery.run_script(TOOL, f"model.hf_path={tmp_path}", "--inject", "tp_all_reduce", timeout_s=BOUND_S)
+    assert code == 2 and "parallel.tensor=1" in output and "give parallel.tensor=2" in output, output
+    assert "verdict" not in output and "Traceback" not in output

@@ -22,8 +22,6 @@ import os
 import pathlib
 import random
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -39,8 +37,7 @@ from megatron_rl import train
 from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
 from megatron_rl.checkpoint.run_state import own_file
 from tests.distributed import phased_rank
-from tests.distributed.environment import worker_environment
-from tests.distributed.nursery import Fork, Nursery
+from tests.distributed.nursery import Nursery, Ranks
 from tests.distributed.phased_rank import STAGES, Note, read_note
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_reference_run import ADAPTIVE
@@ -89,47 +86,9 @@ class Outcome:
     differs: tuple[str, ...]
 
 
-class Attempt:
-    """The ranks of one start of the command: forks of a nursery, or fresh processes of megatron_rl.train. They end with the context."""
-
-    def __init__(self, arguments: Sequence[str], folder: pathlib.Path, name: str, nursery: Nursery | None = None) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.printed = [folder / f"{name}.rank{rank}.txt" for rank in range(WORLD)]
-        self.ranks: list[subprocess.Popen | Fork] = []
-        command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train", *arguments]
-        for rank, path in enumerate(self.printed):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {key: str(value) for key, value in place.items()}
-            if nursery is not None:
-                self.ranks.append(nursery.start(NOTED_RANK, [list(arguments)], printed=path, environment=environment))
-                continue
-            with path.open("w") as out:
-                given = {"env": worker_environment() | environment, "stdout": out, "stderr": subprocess.STDOUT}
-                self.ranks.append(subprocess.Popen(command, cwd=ROOT, **given))
-        self.deadline = time.monotonic() + BOUND_S
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.ranks:
-            process.kill()
-            process.wait()
-
-    def wait(self) -> tuple[int | None, ...]:
-        """Every rank's exit code; None of one that had not ended within BOUND_S."""
-        for process in self.ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, self.deadline - time.monotonic()))
-        return tuple(process.poll() for process in self.ranks)
-
-    def runs(self) -> bool:
-        return all(process.poll() is None for process in self.ranks)
-
-    def said(self) -> str:
-        return "\n".join(f"--- rank {rank}:\n{path.read_text()}" for rank, path in enumerate(self.printed))
+def attempt(nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path) -> contextlib.AbstractContextManager[Ranks]:
+    """Start the ranks of one run, which note their phases; they end with the context. arguments: the folder of notes, then the run's."""
+    return nursery.ranks(WORLD, (), folder, function=NOTED_RANK, given=[list(arguments)])
 
 
 def note_generation(note: Note) -> None:
@@ -174,12 +133,12 @@ def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *over
     ]  # fmt: skip
 
 
-def make_inputs(folder: pathlib.Path) -> pathlib.Path:
+def make_inputs(nursery: Nursery, folder: pathlib.Path) -> pathlib.Path:
     """Data, tokenizer and model, as the quickstart makes them; and a file of few prompts."""
     sizes = ["--hidden", "64", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--intermediate", "96"]
     script = ROOT / "examples" / "quickstart" / "prepare.py"
-    done = [sys.executable, "-W", "ignore", str(script), "--out", str(folder), "--test-rows", "20", *sizes]
-    subprocess.run(done, cwd=ROOT, env=worker_environment(), check=True, timeout=BOUND_S, capture_output=True)
+    code, said = nursery.run_script(script, "--out", str(folder), "--test-rows", "20", *sizes)
+    assert code == 0, said
     (folder / "epoch.jsonl").write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:EPOCH]) + "\n")
     return folder
 
@@ -199,19 +158,20 @@ class Whole:
 def whole_run(nursery: Nursery, inputs: pathlib.Path, folder: pathlib.Path, layout: str) -> Whole:
     notes, phases = folder / "notes", []
     folder.mkdir()
-    with Attempt([str(notes), *arguments_of(inputs, folder / "run", layout)], folder, "whole", nursery) as attempt:
-        began = wait_for_begin(attempt, notes)
-        while attempt.runs() and time.monotonic() < attempt.deadline:
+    with attempt(nursery, [str(notes), *arguments_of(inputs, folder / "run", layout)], folder / "ranks") as ranks:
+        began = wait_for_begin(ranks, notes)
+        while ranks.run() and time.monotonic() < began + BOUND_S:
             phases.append(read_note(notes, 0)[0])
             time.sleep(max(0.0, began + len(phases) * 0.01 - time.monotonic()))
         ended = time.monotonic()
-        assert attempt.wait() == (0,) * WORLD, attempt.said()
+        assert ranks.wait(BOUND_S) == [0] * WORLD, ranks.said()
     return Whole(folder=folder, seconds=ended - began, phases=tuple(phases))
 
 
-def wait_for_begin(attempt: Attempt, notes: pathlib.Path) -> float:
-    while attempt.runs() and any(read_note(notes, rank) is None for rank in range(WORLD)):
-        assert time.monotonic() < attempt.deadline, attempt.said()
+def wait_for_begin(ranks: Ranks, notes: pathlib.Path) -> float:
+    ends_at = time.monotonic() + BOUND_S
+    while ranks.run() and any(read_note(notes, rank) is None for rank in range(WORLD)):
+        assert time.monotonic() < ends_at, ranks.said()
         time.sleep(0.005)
     return time.monotonic()
 
@@ -235,25 +195,25 @@ def kill_once(
 ) -> Outcome | None:
     """None where the run had ended before its kill was due. command: of a run in folder / "run". when: says so in place of the clock."""
     notes = folder / "notes"
-    with Attempt(command, folder, "killed", nursery) as attempt:
-        due = wait_for_begin(attempt, notes) + kill.seconds
+    with attempt(nursery, command, folder / "killed") as ranks:
+        due = wait_for_begin(ranks, notes) + kill.seconds
         is_due = when or (lambda: time.monotonic() >= due)
-        while attempt.runs() and not is_due():
+        while ranks.run() and not is_due():
             time.sleep(0.005)
-        if not attempt.runs():
-            assert attempt.wait() == (0,) * WORLD, attempt.said()
+        if not ranks.run():
+            assert ranks.wait(BOUND_S) == [0] * WORLD, ranks.said()
             return None
         for rank in kill.ranks:
-            attempt.ranks[rank].send_signal(signal.SIGKILL)
-        codes = attempt.wait()
-        assert None not in codes, f"a rank outlived the kill of {kill.ranks} by {BOUND_S} s\n{attempt.said()}"
+            ranks.forks[rank].send_signal(signal.SIGKILL)
+        codes = ranks.wait(BOUND_S)
+        assert None not in codes, f"a rank outlived the kill of {kill.ranks} by {BOUND_S} s\n{ranks.said()}"
         (phase, writing), ahead = read_note(notes, kill.ranks[0]), generates(notes, kill.ranks[0])
     found = whole_checkpoints(folder / "run" / "checkpoints")
-    with Attempt(command, folder, "again", nursery) as attempt:
-        assert attempt.wait() == (0,) * WORLD, attempt.said()
+    with attempt(nursery, command, folder / "again") as ranks:
+        assert ranks.wait(BOUND_S) == [0] * WORLD, ranks.said()
     differs = tuple(differences(whole.folder, folder))
     resumed = found[-1] if found else None
-    return Outcome(kill=kill, phase=phase, ahead=ahead, writing=writing, resumed=resumed, codes=codes, differs=differs)
+    return Outcome(kill=kill, phase=phase, ahead=ahead, writing=writing, resumed=resumed, codes=tuple(codes), differs=differs)
 
 
 def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
@@ -279,26 +239,25 @@ def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 
 
 def study(
-    kills: int, seed: int, layout: str, folder: pathlib.Path, *, least: int = 0, report: Callable[[str], object] = print
+    nursery: Nursery, kills: int, seed: int, layout: str, folder: pathlib.Path, *, least: int = 0, report: Callable[[str], object] = print
 ) -> tuple[Whole, list[Outcome]]:
     """The uninterrupted run, and an outcome per kill; a kill that came too late for its run is replaced by the next of the seed."""
-    inputs = make_inputs(folder / "inputs")
+    inputs = make_inputs(nursery, folder / "inputs")
     outcomes: list[Outcome] = []
-    with Nursery() as nursery:
-        whole = whole_run(nursery, inputs, folder / "whole", layout)
-        report(f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} optimizer steps")
-        seed = first_seed(seed, kills, whole, least)
-        report(f"seed {seed}")
-        for number, kill in enumerate(draw(seed, 2 * kills, whole.seconds)):
-            place = folder / f"kill{number}"
-            place.mkdir()
-            command = [str(place / "notes"), *arguments_of(inputs, place / "run", layout)]
-            outcome = kill_once(kill, nursery, command, place, whole)
-            if outcome is not None:
-                outcomes.append(outcome)
-            report(row_of(len(outcomes), outcome) if outcome else f"{kill.seconds:.2f} s: the run had ended; another is drawn")
-            if len(outcomes) == kills:
-                break
+    whole = whole_run(nursery, inputs, folder / "whole", layout)
+    report(f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} optimizer steps")
+    seed = first_seed(seed, kills, whole, least)
+    report(f"seed {seed}")
+    for number, kill in enumerate(draw(seed, 2 * kills, whole.seconds)):
+        place = folder / f"kill{number}"
+        place.mkdir()
+        command = [str(place / "notes"), *arguments_of(inputs, place / "run", layout)]
+        outcome = kill_once(kill, nursery, command, place, whole)
+        if outcome is not None:
+            outcomes.append(outcome)
+        report(row_of(len(outcomes), outcome) if outcome else f"{kill.seconds:.2f} s: the run had ended; another is drawn")
+        if len(outcomes) == kills:
+            break
     return whole, outcomes
 
 
@@ -339,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = given.keep or pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="kill_study")))
         folder.mkdir(parents=True, exist_ok=True)
         said = functools.partial(print, flush=True)
-        whole, outcomes = study(given.kills, given.seed, given.layout, folder, least=given.least, report=said)
+        nursery = held.enter_context(Nursery())
+        whole, outcomes = study(nursery, given.kills, given.seed, given.layout, folder, least=given.least, report=said)
     text = table(whole.seconds, outcomes)
     print(text)
     if given.out:

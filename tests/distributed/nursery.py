@@ -195,6 +195,10 @@ class Ranks:
                 fork.wait(max(0.0, until - time.monotonic()))
         return [fork.poll() for fork in self.forks]
 
+    def run(self) -> bool:
+        """Whether every rank still runs."""
+        return all(fork.poll() is None for fork in self.forks)
+
     def said(self) -> str:
         return "\n".join(f"--- rank {rank}:\n{path.read_text()}" for rank, path in enumerate(self.printed))
 

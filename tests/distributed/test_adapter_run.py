@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.test_resume import timeless, weights_of_last
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 LORA = ("lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3")
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null")
@@ -21,7 +21,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, name):  # noqa: F811
+def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, name):
     """Ended after two rollouts of four; and every frozen weight is in the export as it was given."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
@@ -45,7 +45,7 @@ def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, t
 
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1"])
-def test_skip_run_of_adapters_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_skip_run_of_adapters_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):
     """Two rollouts, four optimizer steps, sampling included; nothing repacked, so bitwise."""
     weights = {}
     for mode in ("exact", "off"):
@@ -58,7 +58,7 @@ def test_skip_run_of_adapters_ends_with_the_dense_runs_weights(pool, arithmetic,
     assert all(torch.equal(weights["exact"][name], weights["off"][name]) for name in weights["off"])
 
 
-def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):  # noqa: F811
+def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):
     """One process, TP2 with sequence parallelism and PP2: the same rollouts, the same merged weights, rounding apart."""
     weights = []
     for world, layout in ((1, ()), (2, ("parallel.tensor=2", "parallel.sequence_parallel=true")), (2, ("parallel.pipeline=2",))):
@@ -70,7 +70,7 @@ def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):  #
         assert (other - weights[0]).norm() / weights[0].norm() < 1e-5
 
 
-def test_half_precision_adapters_run(pool, arithmetic, tmp_path):  # noqa: F811
+def test_half_precision_adapters_run(pool, arithmetic, tmp_path):
     """The engine has weights that are merged in float32 and rounded once: the gap is that of half precision."""
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *LORA, "model.dtype=bfloat16"), timeout_s=60)
     assert code == 0, said

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 from tests.pairwise import quick
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
@@ -32,7 +32,7 @@ def end_of(pool, world: int, given: list[str], timeout_s: float = 240) -> None:
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
-def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, layout):
     """``max_staleness: 0``, with math-verify rewards that take their time: every mode has the synchronous run's rows, trace and weights."""
     world, degrees = LAYOUTS[layout]
     found = {}
@@ -48,7 +48,7 @@ def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, 
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
-def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):
     """One rollout ahead, two optimizer steps each: stale by two from the second rollout on, and no clock decides anything."""
     world, degrees = LAYOUTS[layout]
     found = []
@@ -65,7 +65,7 @@ def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):  # 
     assert any(row["correction/weight_mean"] != 1.0 for row in firsts)
 
 
-def test_staleness_is_bounded_by_admission(pool, arithmetic, tmp_path):  # noqa: F811
+def test_staleness_is_bounded_by_admission(pool, arithmetic, tmp_path):
     """``max_staleness: 1`` with two steps a rollout leaves no room for one ahead; with ``weight_sync.interval`` the engines lag."""
     for name, extra, wanted in (
         ("bound", ("rollout.producer.max_staleness=1",), [0.0] * 4),
@@ -84,7 +84,7 @@ AGAIN = (
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
-def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):
     """The run of one process, ahead and with both buffers: the same prompts, rewards and buffers on every layout, weights to rounding."""
     world, degrees = LAYOUTS[layout]
     given = (*AHEAD, *AGAIN)
@@ -101,7 +101,7 @@ def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout): 
     assert difference / math.sqrt(sum((weights[name].double() ** 2).sum().item() for name in weights)) < 1e-5
 
 
-def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
     """DP2, streaming, one rollout ahead, replay, re-roll, reward workers: what a checkpoint carries is all that there is. Going on with
     as many ranks is equal to the bit; with one rank of two, whose gradients sum otherwise, the same groups are trained."""
     given = ("checkpoint.save_every=1", "checkpoint.keep_last=null", *MODES["streaming"], PARTS, *AGAIN, "reward.num_workers=1")
@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arith
         assert (whole / "trace.jsonl").read_text() == (part / "trace.jsonl").read_text()
 
 
-def test_what_is_too_old_is_dropped_counted_and_asked_again(pool, arithmetic, tmp_path):  # noqa: F811
+def test_what_is_too_old_is_dropped_counted_and_asked_again(pool, arithmetic, tmp_path):
     """A run ahead by two, gone on with under a smaller bound: its pending rollouts are too old, and every prompt is trained once all the
     same (an epoch of 48 prompts, none twice)."""
     given = ("data.train=" + str(few_prompts(arithmetic, tmp_path, 48)), *MODES["prefetch"], "optimizer.schedule=constant")
@@ -155,7 +155,7 @@ def trained_prompts(run_dir: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
-def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path, layout):
     """Two prompts of three never have signal: refilled until none is left, and then nothing is skipped; with one round some stay."""
     world, degrees = LAYOUTS[layout]
     given = ("reward.functions=[tests.reward_functions:mostly_dead]", "rollout.samples_per_prompt=8", *degrees)
@@ -175,7 +175,7 @@ def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path,
     assert f"{left:.0f} of 8 groups have no signal after 1 rounds" in results[0][1]
 
 
-def test_what_is_generated_meanwhile_is_what_lagging_weights_generate(pool, arithmetic, tmp_path):  # noqa: F811
+def test_what_is_generated_meanwhile_is_what_lagging_weights_generate(pool, arithmetic, tmp_path):
     """The second rollout of a run ahead comes from the first weights, as that of a synchronous run whose engine lags: equal to the bit."""
     found = []
     for name, extra in (("ahead", AHEAD), ("lagging", ("weight_sync.interval=100",))):

@@ -20,10 +20,10 @@ from tests.distributed.kill_study import (
     BOUND_S,
     EPOCH,
     WORLD,
-    Attempt,
     Kill,
     Whole,
     arguments_of,
+    attempt,
     differences,
     generates,
     kill_once,
@@ -31,7 +31,7 @@ from tests.distributed.kill_study import (
     study,
     whole_run,
 )
-from tests.distributed.nursery import Nursery
+from tests.distributed.nursery import Nursery, Ranks
 from tests.distributed.test_async import trained_prompts
 from tests.distributed.test_train import rows_of
 from tests.patience import until
@@ -49,7 +49,7 @@ class Undisturbed:
 @pytest.fixture(scope="module")
 def streaming(nursery, tmp_path_factory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("streaming")
-    inputs = make_inputs(folder / "inputs")
+    inputs = make_inputs(nursery, folder / "inputs")
     return Undisturbed(nursery=nursery, inputs=inputs, whole=whole_run(nursery, inputs, folder / "whole", "streaming"))
 
 
@@ -96,36 +96,36 @@ def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_pa
     """SIGTERM to one rank: all leave with 75, with a checkpoint off schedule that holds the rollout ahead, and the same command goes on."""
     notes, run_dir = tmp_path / "notes", tmp_path / "run"
     command = [str(notes), *arguments_of(streaming.inputs, run_dir, "streaming", "checkpoint.save_every=1000")]
-    with Attempt(command, tmp_path, "first", streaming.nursery) as attempt:
-        wait_for_generation(attempt, run_dir, notes)
-        attempt.ranks[1].send_signal(signal.SIGTERM)
-        assert attempt.wait() == (EXIT_PREEMPTED,) * WORLD == (75,) * WORLD, attempt.said()
+    with attempt(streaming.nursery, command, tmp_path / "first") as ranks:
+        wait_for_generation(ranks, run_dir, notes)
+        ranks.forks[1].send_signal(signal.SIGTERM)
+        assert ranks.wait(BOUND_S) == [EXIT_PREEMPTED] * WORLD == [75] * WORLD, ranks.said()
     start, saved = whole_checkpoints(run_dir / "checkpoints")
     folder = run_dir / "checkpoints" / name_of(saved)
     verify(folder)
     feed = json.loads((folder / "state.json").read_text())["feed"]
     assert start == 0 and list(feed["jobs"]) == [str(saved)] and feed["next_rollout"] == saved + 1, feed
     assert len(firsts_of(run_dir)) == saved
-    with Attempt(command, tmp_path, "second", streaming.nursery) as attempt:
-        assert attempt.wait() == (0,) * WORLD, attempt.said()
+    with attempt(streaming.nursery, command, tmp_path / "second") as ranks:
+        assert ranks.wait(BOUND_S) == [0] * WORLD, ranks.said()
     assert differences(streaming.whole.folder, tmp_path) == []
     assert_no_orphans()
 
 
-def wait_for_generation(attempt: Attempt, run_dir: pathlib.Path, notes: pathlib.Path) -> None:
+def wait_for_generation(ranks: Ranks, run_dir: pathlib.Path, notes: pathlib.Path) -> None:
     """Until a rollout was trained and rank 1 has begun to generate one ahead."""
-    path = run_dir / "metrics.jsonl"
+    path, ends_at = run_dir / "metrics.jsonl", time.monotonic() + BOUND_S
     while not (path.exists() and path.read_text().count("\n") > 2 and generates(notes, 1)):
-        assert attempt.runs() and time.monotonic() < attempt.deadline, f"not within {BOUND_S} s\n{attempt.said()}"
+        assert ranks.run() and time.monotonic() < ends_at, f"not within {BOUND_S} s\n{ranks.said()}"
         time.sleep(0.005)
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=120)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "seed"), [("streaming", 11), ("prefetch", 12)])
-def test_eight_kills_of_a_run_ahead(tmp_path, layout, seed):
+def test_eight_kills_of_a_run_ahead(nursery, tmp_path, layout, seed):
     """Every attempt is bounded by the study (BOUND_S). Without replay an epoch's prompts are all trained, each once."""
-    whole, outcomes = study(8, seed, layout, tmp_path)
+    whole, outcomes = study(nursery, 8, seed, layout, tmp_path)
     assert len(outcomes) == 8 and not any(outcome.differs for outcome in outcomes), outcomes
     assert any(outcome.ahead for outcome in outcomes) and any(outcome.resumed for outcome in outcomes), outcomes
     if layout == "prefetch":

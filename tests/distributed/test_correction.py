@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.distributed.test_gradient import TOLERANCE
 from tests.distributed.test_run import ForwardedLengths
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
 from tests.test_correction import MODES, naive
 
@@ -163,7 +163,7 @@ def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, st
 
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.pipeline=1"])
-def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:  # noqa: F811
+def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:
     """Skip against dense with masked tokens and samples, nothing repacked: bitwise, and another run than without corrections."""
     weights, rows = {}, {}
     masked = ("correction.mode=token_mask", "correction.cap=1.3", "correction.floor=0.8", "correction.off_policy_delta=0.1")
@@ -183,7 +183,7 @@ def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_pa
     assert not any(k.startswith("correction/") for row in rows["plain"] for k in row)
 
 
-def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path) -> None:  # noqa: F811
+def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path) -> None:
     """Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each rollout."""
     weights = []
     for extra in ((), ("correction.off_policy_delta=0.01",)):
@@ -196,7 +196,7 @@ def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithme
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_run_whose_every_sample_is_masked_is_ghosts(pool, arithmetic, tmp_path) -> None:  # noqa: F811
+def test_a_run_whose_every_sample_is_masked_is_ghosts(pool, arithmetic, tmp_path) -> None:
     extra = ["correction.mode=sequence_mask", "correction.cap=1", "correction.floor=1"]
     ((code, said),) = pool.run(1, noisy_command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
     assert code == 0, said

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import MANIFEST, digest, name_of, verify, whole_checkpoints
+from tests.distributed.inputs import prepare_inputs
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import ROOT, arguments, arithmetic, command_line, prepare_inputs, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of
 from tests.patience import patient
 from tests.test_checkpoint_folder import sign_again
 
@@ -30,7 +31,7 @@ def run(pool, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> l
 
 
 @pytest.fixture(scope="module")
-def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:  # noqa: F811
+def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
     """The uninterrupted run: four rollouts."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert [code for code, _ in run(pool, arithmetic, folder, "train.steps=4")] == [0, 0]
@@ -38,7 +39,7 @@ def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def ended(pool, arithmetic, tmp_path_factory) -> pathlib.Path:  # noqa: F811
+def ended(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
     """The same, ended after two rollouts. Tests go on from copies."""
     folder = tmp_path_factory.mktemp("ended") / "run"
     assert [code for code, _ in run(pool, arithmetic, folder, "train.steps=2")] == [0, 0]
@@ -105,7 +106,7 @@ QUICK = ("tensors cut", "manifest flipped")
 
 
 @pytest.mark.parametrize("kind", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in DAMAGE])
-def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arithmetic, whole, half, kind):  # noqa: F811
+def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arithmetic, whole, half, kind):
     damage, name = DAMAGE[kind]
     damage(half / "checkpoints" / name_of(2) / name)
     results = run(pool, arithmetic, half, "train.steps=4")
@@ -118,7 +119,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arit
     assert_same_end(whole, half)
 
 
-def test_damage_ends_the_run_by_choice_with_the_files_name(pool, arithmetic, half, tmp_path):  # noqa: F811
+def test_damage_ends_the_run_by_choice_with_the_files_name(pool, arithmetic, half, tmp_path):
     for kind, (damage, name) in DAMAGE.items():
         folder = shutil.copytree(half, tmp_path / kind)
         damage(folder / "checkpoints" / name_of(2) / name)
@@ -131,7 +132,7 @@ def test_damage_ends_the_run_by_choice_with_the_files_name(pool, arithmetic, hal
         assert not (folder / "ran").exists() and (folder / "metrics.jsonl").read_text() == before
 
 
-def test_two_are_passed_over_and_all_damaged_is_an_error(pool, arithmetic, whole, half):  # noqa: F811
+def test_two_are_passed_over_and_all_damaged_is_an_error(pool, arithmetic, whole, half):
     for iteration, name in ((2, "__0_0.distcp"), (1, "state.json")):
         flip(half / "checkpoints" / name_of(iteration) / name)
     copied = shutil.copytree(half, half.with_name("all"))
@@ -152,7 +153,7 @@ def other_model(tmp_path_factory) -> pathlib.Path:
     return prepare_inputs(tmp_path_factory.mktemp("other"), hidden=32, layers=1, heads=1, intermediate=48)
 
 
-def test_a_checkpoint_of_another_model_is_an_error_that_names_both(pool, arithmetic, half, other_model):  # noqa: F811
+def test_a_checkpoint_of_another_model_is_an_error_that_names_both(pool, arithmetic, half, other_model):
     before = (half / "metrics.jsonl").read_text() + "\n"
     (half / "metrics.jsonl").write_text(before)  # longer than when the checkpoint was taken: not cut back for nothing
     results = run(pool, arithmetic, half, "train.steps=4", f"model.hf_path={other_model / 'model'}")
@@ -162,7 +163,7 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_both(pool, arithme
     assert (half / "metrics.jsonl").read_text() == before
 
 
-def test_an_unknown_version_is_an_error_that_names_both(pool, arithmetic, half):  # noqa: F811
+def test_an_unknown_version_is_an_error_that_names_both(pool, arithmetic, half):
     sign_again(half / "checkpoints" / name_of(2) / MANIFEST, version=9)
     results = run(pool, arithmetic, half, "train.steps=4")
     assert [code for code, _ in results] == [1, 1], results
@@ -206,7 +207,7 @@ WHERE = ["nothing", "half of the tensors", "all but .metadata"]
 
 
 @pytest.mark.parametrize("what", [WHERE[0], *(pytest.param(x, marks=pytest.mark.long) for x in WHERE[1:])])
-def test_a_full_disk_leaves_the_last_good_checkpoint(pool, arithmetic, whole, half, small_disk, what):  # noqa: F811
+def test_a_full_disk_leaves_the_last_good_checkpoint(pool, arithmetic, whole, half, small_disk, what):
     shutil.move(half / "checkpoints", small_disk / "checkpoints")
     (half / "checkpoints").symlink_to(small_disk / "checkpoints")
     filler = fill(small_disk, room_for(half / "checkpoints" / name_of(2), what))
@@ -245,7 +246,7 @@ def limited_command_line(rank: int, world: int, given: list[str]) -> tuple[int, 
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_one_rank_that_cannot_write_is_told_to_all(pool, arithmetic, half, asynchronous):  # noqa: F811
+def test_one_rank_that_cannot_write_is_told_to_all(pool, arithmetic, half, asynchronous):
     """Without rights to mount anything: the limit stands for a quota."""
     given = [*SAVED, "train.steps=4", f"checkpoint.asynchronous={asynchronous}"]
     for policy, code in (("fail", 1), ("continue", 0)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 ROLLOUTS = ("train.steps=3", "eval.every=1")
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")
@@ -54,7 +54,7 @@ def greedy_mean(weights: dict[str, torch.Tensor] | None, folder: pathlib.Path, n
     return sum(totals) / len(totals)
 
 
-def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):  # noqa: F811
+def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):
     """The short form alone: its names, before the first step and after the last one."""
     run(pool, 1, arguments(arithmetic, tmp_path, f"eval.path={arithmetic / 'test.jsonl'}", GRADED, "optimizer.lr=1e-2"))
     first, *between, last = evaluated(tmp_path)
@@ -67,7 +67,7 @@ def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):  # 
     assert values[0] != values[1], "training must have moved something, or the second value shows nothing"
 
 
-def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path):  # noqa: F811
+def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path):
     """Two sets of fourteen prompts, four samples each, over one rank and over two, where a set's last prompt is rank 1's."""
     found = []
     for world in (1, 2):
@@ -91,7 +91,7 @@ PRODUCERS = {
 
 
 @pytest.mark.parametrize("producer", PRODUCERS)
-def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, producer):  # noqa: F811
+def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, producer):
     """To the bit, its rows and weights; where rollouts are ahead, evaluation comes between them. And it repeats to the bit."""
     found = {}
     evaluation = (*sets_of(arithmetic), *SAMPLED, "eval.every=1")
@@ -108,7 +108,7 @@ def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, pr
         assert max(row.get("async/staleness_max", 0.0) for row in rows) == 2.0, "no rollout was ahead"
 
 
-def test_samples_without_reward_are_counted_and_not_averaged(pool, arithmetic, tmp_path):  # noqa: F811
+def test_samples_without_reward_are_counted_and_not_averaged(pool, arithmetic, tmp_path):
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()[:60]]
     failing = sum(row["prompt"].startswith("7") for row in rows)
     extra = ("reward.functions=[tests.reward_functions:explode_on_seven]", "reward.on_error=drop", "eval.max_prompts=60")
@@ -117,7 +117,7 @@ def test_samples_without_reward_are_counted_and_not_averaged(pool, arithmetic, t
     assert failing and first["eval/seen/excluded_before"] == 4 * failing and first["eval/seen/pass@4_before"] <= 1 - failing / 60
 
 
-def test_evaluation_at_the_start_can_be_left_out(pool, arithmetic, tmp_path):  # noqa: F811
+def test_evaluation_at_the_start_can_be_left_out(pool, arithmetic, tmp_path):
     """Without and with a warm-up, at whose end RL starts."""
     for name, extra in (("plain", ()), ("warm", ("warmup.steps=2", "warmup.samples_per_step=8"))):
         given = (*sets_of(arithmetic), "eval.at_start=false", "train.steps=1", *extra)
@@ -126,12 +126,12 @@ def test_evaluation_at_the_start_can_be_left_out(pool, arithmetic, tmp_path):  #
         assert not any(others) and "eval/seen/mean@1" in last
 
 
-def test_evaluation_of_nothing_is_refused(pool, arithmetic, tmp_path):  # noqa: F811
+def test_evaluation_of_nothing_is_refused(pool, arithmetic, tmp_path):
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, "eval.every=2"), timeout_s=60)
     assert code == 2 and "eval.every=2" in said and "eval.sets" in said, said
 
 
-def test_evaluation_has_a_temperature_of_its_own(pool, arithmetic, tmp_path):  # noqa: F811
+def test_evaluation_has_a_temperature_of_its_own(pool, arithmetic, tmp_path):
     """Before the first step it is what a run at that temperature says, and training stays at the rollouts'."""
     cold = (*sets_of(arithmetic), *SAMPLED, "eval.temperature=0.4")
     runs = {"none": (), "own": cold, "both": (*cold, "rollout.temperature=0.4"), "warm": (*sets_of(arithmetic), *SAMPLED)}

@@ -22,7 +22,7 @@ from megatron_rl.types import PeerError
 from megatron_rl.watch import Watch, open_watch
 from tests.distributed.nursery import Nursery
 from tests.distributed.pool import Pool
-from tests.distributed.test_train import ROOT, arguments, arithmetic  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments
 from tests.patience import HANG_S, patient, until
 
 BOUND_S = patient(600.0)  # to the end of every process, its start included
@@ -70,7 +70,7 @@ def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):  # noqa: F811
+def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):
     fault = FAULTS[case]
     reward = "tests.distributed.faulty_rank:sleeping_reward" if fault.name == "reward" else "tests.reward_functions:parity"
     extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}", f"reward.functions=[{reward}]"]

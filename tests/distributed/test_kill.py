@@ -7,10 +7,10 @@ import pytest
 from tests.distributed.kill_study import study
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=70)
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["PP2", "DP2-KL", "PP2-KL-device"])
-def test_a_killed_run_started_again_ends_with_the_same_bits(tmp_path, layout):
+def test_a_killed_run_started_again_ends_with_the_same_bits(nursery, tmp_path, layout):
     """Pipeline stages, and a reference that is renewed under an adaptive coefficient; every attempt is bounded by the study (BOUND_S)."""
-    _, outcomes = study(4, 1, layout, tmp_path)
+    _, outcomes = study(nursery, 4, 1, layout, tmp_path)
     assert len(outcomes) == 4 and not any(outcome.differs for outcome in outcomes), outcomes

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from tests.distributed.test_resume import SAVED, timeless, weights_of_last
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 PPO = (
     "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "rollout.samples_per_prompt=2", "train.samples_per_mini_batch=8",
@@ -21,13 +21,13 @@ PPO = (
 KL = ("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3", "warmup.steps=2")
 
 
-def run(pool, world: int, folder, arithmetic, *overrides: str) -> list[dict]:  # noqa: F811
+def run(pool, world: int, folder, arithmetic, *overrides: str) -> list[dict]:
     results = pool.run(world, command_line, arguments(arithmetic, folder, *PPO, *overrides), timeout_s=120)
     assert [code for code, _ in results] == [0] * world, results
     return rows_of(folder)
 
 
-def test_a_run_leaves_a_critics_metrics(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_run_leaves_a_critics_metrics(pool, arithmetic, tmp_path):
     rows = run(pool, 1, tmp_path, arithmetic, "train.steps=3")
     assert [row["step"] for row in rows] == list(range(1, 13))  # 3 rollouts of 16 samples, mini-batches of 8, 2 epochs
     firsts = [row for row in rows if "critic/loss" in row]
@@ -37,7 +37,7 @@ def test_a_run_leaves_a_critics_metrics(pool, arithmetic, tmp_path):  # noqa: F8
     assert all(row["skip/samples_dropped"] == 0 and row["step_kind"] == "REAL" for row in rows)
 
 
-def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):  # noqa: F811
+def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):
     """Of the policy and of the critic, apart and together; weights to rounding, which AdamW amplifies (test_train.py)."""
     layouts = [
         (1, ()), (2, ("parallel.tensor=2",)), (2, ("parallel.pipeline=2", "critic.parallel.pipeline=1", "critic.parallel.tensor=2")),
@@ -55,7 +55,7 @@ def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):  # noqa: 
 
 
 @pytest.mark.parametrize("layout", [("parallel.pipeline=2", "critic.parallel.pipeline=1"), ("optimizer.distributed=true", *KL)])
-def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, layout):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
         run(pool, 2, folder, arithmetic, *SAVED, *layout, f"train.steps={steps}")
@@ -66,7 +66,7 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, lay
     assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(parts)]
 
 
-def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):
     rows = run(pool, 2, tmp_path, arithmetic, "train.steps=3", "critic.warmup_steps=2", "critic.init=policy", "warmup.steps=1")
     rl = [row for row in rows if row["phase"] == "rl"]
     held, trained = rl[:8], rl[8:]
@@ -76,7 +76,7 @@ def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):  # noqa:
     assert all(row["train/applied"] == 1 and row["train/grad_norm"] > 0 for row in trained)
 
 
-def test_an_adaptive_coefficient_waits_for_the_policy(pool, arithmetic, tmp_path):  # noqa: F811
+def test_an_adaptive_coefficient_waits_for_the_policy(pool, arithmetic, tmp_path):
     """The KL in the reward of a held rollout is that of a policy that has not moved: it moves no coefficient."""
     adaptive = (*KL, "reference.controller=adaptive", "reference.kl_horizon=50", "reference.kl_target=1e-9", "critic.warmup_steps=2")
     rows = [row for row in run(pool, 1, tmp_path, arithmetic, *adaptive, "train.steps=5") if row["phase"] == "rl"]
@@ -85,7 +85,7 @@ def test_an_adaptive_coefficient_waits_for_the_policy(pool, arithmetic, tmp_path
     assert all("reward/kl_penalty" in rows[4 * k] for k in range(5)) and rows[0]["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-4)
 
 
-def test_a_folder_of_a_policy_alone_is_named_or_set_aside(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_folder_of_a_policy_alone_is_named_or_set_aside(pool, arithmetic, tmp_path):
     saved = arguments(arithmetic, tmp_path, *SAVED, "train.steps=1")
     assert pool.run(1, command_line, saved, timeout_s=60)[0][0] == 0
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *SAVED, *PPO), timeout_s=60)
@@ -94,7 +94,7 @@ def test_a_folder_of_a_policy_alone_is_named_or_set_aside(pool, arithmetic, tmp_
     assert whole_checkpoints(tmp_path / "checkpoints" / "critic") == [0, 1] and (tmp_path / "checkpoints.1").is_dir()
 
 
-def test_a_critic_that_cannot_read_the_policys_tokens_is_named(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_critic_that_cannot_read_the_policys_tokens_is_named(pool, arithmetic, tmp_path):
     """A vocabulary below the policy's, or a context below a prompt's and its response's."""
     for name, value, said in (
         ("vocab_size", 3, "a vocabulary of 3"),

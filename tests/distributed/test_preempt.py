@@ -17,20 +17,20 @@ import pytest
 from megatron_rl.checkpoint.folder import name_of, verify, whole_checkpoints
 from megatron_rl.train import EXIT_PREEMPTED
 from tests.distributed.environment import worker_environment
-from tests.distributed.kill_study import BOUND_S, Attempt, same_tensors
+from tests.distributed.kill_study import BOUND_S, same_tensors
 from tests.distributed.test_checkpoint import tensors_of
 from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import ROOT, arguments, arithmetic, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import ROOT, arguments, rows_of
 
 ROLLOUTS, SIGNALLED_AFTER = 8, 2  # rows of the metrics: the run is in its second rollout or later
 GIVEN = ("checkpoint.save_every=1000", f"train.steps={ROLLOUTS}", "optimizer.schedule=cosine", "metrics.progress=false")
 
 
 @pytest.fixture(scope="module")
-def whole(arithmetic, tmp_path_factory) -> pathlib.Path:  # noqa: F811
+def whole(nursery, arithmetic, tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("whole")
-    with Attempt(arguments(arithmetic, folder / "run", *GIVEN), folder, "whole") as attempt:
-        assert attempt.wait() == (0, 0), attempt.said()
+    with nursery.ranks(2, arguments(arithmetic, folder / "run", *GIVEN), folder / "ranks") as ranks:
+        assert ranks.wait(BOUND_S) == [0, 0], ranks.said()
     return folder / "run"
 
 
@@ -57,25 +57,25 @@ def assert_same_end(whole: pathlib.Path, other: pathlib.Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, (0, 1)), (signal.SIGUSR1, (1,)), (signal.SIGTERM, (0,))])
-def test_a_signal_to_any_rank_saves_and_the_same_command_goes_on(arithmetic, whole, tmp_path, number, ranks):  # noqa: F811
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGTERM, (0, 1)), (signal.SIGUSR1, (1,)), (signal.SIGTERM, (0,))])
+def test_a_signal_to_any_rank_saves_and_the_same_command_goes_on(nursery, arithmetic, whole, tmp_path, number, told):
     run_dir = tmp_path / "run"
     command = arguments(arithmetic, run_dir, *GIVEN)
-    with Attempt(command, tmp_path, "first") as attempt:
-        wait_for_rows(run_dir, attempt.runs)
-        for rank in ranks:
-            attempt.ranks[rank].send_signal(number)
-        assert attempt.wait() == (EXIT_PREEMPTED, EXIT_PREEMPTED) == (75, 75), attempt.said()
-        assert all(f"rank {rank}: {signal.Signals(number).name}: the step in progress is finished" in attempt.said() for rank in ranks)
+    with nursery.ranks(2, command, tmp_path / "first") as ranks:
+        wait_for_rows(run_dir, ranks.run)
+        for rank in told:
+            ranks.forks[rank].send_signal(number)
+        assert ranks.wait(BOUND_S) == [EXIT_PREEMPTED, EXIT_PREEMPTED] == [75, 75], ranks.said()
+        assert all(f"rank {rank}: {signal.Signals(number).name}: the step in progress is finished" in ranks.said() for rank in told)
     assert_saved(run_dir)
-    with Attempt(command, tmp_path, "second") as attempt:
-        assert attempt.wait() == (0, 0), attempt.said()
+    with nursery.ranks(2, command, tmp_path / "second") as ranks:
+        assert ranks.wait(BOUND_S) == [0, 0], ranks.said()
     assert_same_end(whole, run_dir)
 
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_under_torchrun_a_signal_to_the_launcher_does_the_same(arithmetic, whole, tmp_path):  # noqa: F811
+def test_under_torchrun_a_signal_to_the_launcher_does_the_same(arithmetic, whole, tmp_path):
     """The launcher passes on what it is told to handle, and ends with a code of its own."""
     run_dir = tmp_path / "run"
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.signal import signal_rule
-from tests.distributed.test_train import arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import command_line, rows_of
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -40,7 +40,7 @@ def overrides_of(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_path, name):  # noqa: F811
+def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_path, name):
     given = [
         "--config", str(RECIPES / f"{name}.yaml"), "--run-dir", str(tmp_path), f"model.hf_path={arithmetic / 'model'}",
         f"data.train={arithmetic / 'train.jsonl'}", *overrides_of(name),

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl import train
 from megatron_rl.config import load_config
 from megatron_rl.simulate.workload import read_trace
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of
 from tools import simulate_cluster
 
 GDPO = ("advantage.estimator=gdpo", "reward.functions=[tests.reward_functions:parity,arithmetic]", "reward.weights=[1.0,0.5]")
@@ -22,7 +22,7 @@ GDPO = ("advantage.estimator=gdpo", "reward.functions=[tests.reward_functions:pa
     [(2, ("parallel.pipeline=2", "warmup.steps=2")), (1, ()), (2, GDPO)],
     ids=["PP2 after a warm-up", "one process, twice", "DP2, two functions"],
 )
-def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsys, world, extra):  # noqa: F811
+def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsys, world, extra):
     """Tokens and share without signal of each rollout to the last digit; a second run in the folder starts both files anew."""
     run_dir = tmp_path / "run"
     for _ in range(1 if extra else 2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.test_resume import SAVED, state_of, timeless, weights_of_last
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of
 
 START, TARGET, HORIZON = 0.05, 1e-4, 200
 KL = (f"loss.kl_coefficient={START}", "skip.mode=approximate", "optimizer.lr=1e-3", "reference.refresh_every=2")
@@ -20,7 +20,7 @@ def end_of(pool, given: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("layout", "placement"), [("parallel.pipeline=1", "host"), ("parallel.tensor=2", "device")])
-def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, tmp_path, layout, placement):  # noqa: F811
+def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, tmp_path, layout, placement):
     """One step per rollout, so that train/kl is the rollout's KL. Just after a renewal it is rounding: β falls by the whole clip."""
     given = (*ADAPTIVE, layout, f"reference.placement={placement}", "train.samples_per_mini_batch=null", "train.steps=6")
     end_of(pool, arguments(arithmetic, tmp_path, *given))
@@ -35,7 +35,7 @@ def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, t
     assert len({row["train/kl_coefficient"] for row in rows}) == 6
 
 
-def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference(pool, arithmetic, tmp_path):
     end_of(pool, arguments(arithmetic, tmp_path / "kl", *KL, "warmup.steps=1"))
     end_of(pool, arguments(arithmetic, tmp_path / "none"))
     rows = rows_of(tmp_path / "kl")
@@ -45,7 +45,7 @@ def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference
         assert "train/entropy" in row or row["step_kind"] == "GHOST"
 
 
-def test_both_placements_train_the_same_run(pool, arithmetic, tmp_path):  # noqa: F811
+def test_both_placements_train_the_same_run(pool, arithmetic, tmp_path):
     """Several steps a rollout, two epochs; rows and weights to the bit."""
     found = {}
     for placement in ("host", "device"):
@@ -66,7 +66,7 @@ PARTS = {
 
 
 @pytest.fixture(scope="module")
-def whole(pool, arithmetic, tmp_path_factory):  # noqa: F811
+def whole(pool, arithmetic, tmp_path_factory):
     """The undisturbed run, by layout: made once."""
     found = {}
 
@@ -81,7 +81,7 @@ def whole(pool, arithmetic, tmp_path_factory):  # noqa: F811
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=1", "parallel.pipeline=2"], ids=["DP2", "PP2"])
 @pytest.mark.parametrize("name", PARTS)
-def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, tmp_path, whole, name, layout):  # noqa: F811
+def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, tmp_path, whole, name, layout):
     """Ended after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has moved."""
     for steps, placement in zip((3, 5), PARTS[name], strict=True):
         given = (*SAVED, *ADAPTIVE, layout, f"reference.placement={placement}", f"train.steps={steps}")
@@ -94,7 +94,7 @@ def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, t
     assert states[0] == START and len(set(states)) > 3 and states[5] == state_of(undisturbed, 5)["reference"]["coefficient"]
 
 
-def test_a_run_without_a_reference_cannot_go_on_with_one(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_run_without_a_reference_cannot_go_on_with_one(pool, arithmetic, tmp_path):
     end_of(pool, arguments(arithmetic, tmp_path, *SAVED, "train.steps=1"))
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *SAVED, *KL, "train.steps=2"), timeout_s=120)
     assert all(code == 1 and "needs the reference policy, and the checkpoint was taken without one" in said for code, said in results), (
@@ -102,7 +102,7 @@ def test_a_run_without_a_reference_cannot_go_on_with_one(pool, arithmetic, tmp_p
     )
 
 
-def test_kl_in_the_reward_says_that_its_passes_drop_nothing(pool, arithmetic, tmp_path):  # noqa: F811
+def test_kl_in_the_reward_says_that_its_passes_drop_nothing(pool, arithmetic, tmp_path):
     """Under skip.mode=exact; the KL is measured there too, and β written."""
     given = arguments(arithmetic, tmp_path, f"loss.kl_coefficient={START}", "reference.kl_in=reward")
     results = pool.run(2, command_line, given, timeout_s=120)
@@ -112,7 +112,7 @@ def test_kl_in_the_reward_says_that_its_passes_drop_nothing(pool, arithmetic, tm
     assert all(row["train/kl_coefficient"] == START for row in rows) and any("train/kl" in row for row in rows)
 
 
-def test_what_does_not_go_together_is_refused_before_weights_are_read(pool, arithmetic, tmp_path):  # noqa: F811
+def test_what_does_not_go_together_is_refused_before_weights_are_read(pool, arithmetic, tmp_path):
     given = arguments(arithmetic, tmp_path, "reference.kl_in=reward", "loss.kl_estimator=unbiased", "loss.kl_coefficient=0.1")
     ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
     assert code == 2 and "loss.kl_estimator=k3" in said and "Traceback" not in said, said

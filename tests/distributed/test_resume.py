@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of
 
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null")
 RUNS = {
@@ -25,7 +25,7 @@ def timeless(row: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, name):  # noqa: F811
+def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, name):
     """Ended after two rollouts of four. With ``plan.calibrate`` plans follow measured times: equal to rounding, not to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):

@@ -7,7 +7,7 @@ import pathlib
 
 import torch
 
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 FUNCTIONS = ("reward.functions=[tests.reward_functions:parity,math_verify]", "reward.weights=[1.0,0.5]", "reward.on_error=zero")
 
@@ -25,7 +25,7 @@ def run_and_count(rank: int, world: int, given: list[str]) -> tuple[int, str, in
     return code, said, left
 
 
-def test_a_run_with_workers_equals_one_without(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_run_with_workers_equals_one_without(pool, arithmetic, tmp_path):
     """DP2: rewards of every rollout and the last weights, to the bit; and no worker is left."""
     rewards, weights = [], []
     for num_workers in (0, 2):

@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import pathlib
-import shutil
-import sys
 
 import pytest
 import torch
@@ -24,21 +22,6 @@ def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         code = main(arguments)
     return code, said.getvalue()
-
-
-def prepare_inputs(folder: pathlib.Path, *, hidden: int, layers: int, heads: int, intermediate: int) -> pathlib.Path:
-    """Data, tokenizer and a model of the quickstart's kind."""
-    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
-    import prepare
-
-    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv-heads": heads, "intermediate": intermediate, "test-rows": 20}
-    assert prepare.main(["--out", str(folder), *(part for name, value in sizes.items() for part in (f"--{name}", str(value)))]) in (0, None)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def arithmetic(tmp_path_factory) -> pathlib.Path:
-    return prepare_inputs(tmp_path_factory.mktemp("arithmetic"), hidden=64, layers=2, heads=2, intermediate=96)
 
 
 def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:
@@ -103,25 +86,6 @@ def test_another_layout_trains_the_same_run(pool, arithmetic, tmp_path):
     for other in weights[1:]:
         # AdamW amplifies the summation order where gradients are near zero; 4 steps at lr 1e-4.
         assert (other - weights[0]).norm() / weights[0].norm() < 1e-5
-
-
-@pytest.fixture(scope="session")
-def mixture(arithmetic, tmp_path_factory) -> pathlib.Path:
-    """The same data and tokenizer, and a Qwen3-MoE of four experts as Hugging Face saves it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
-
-    folder = tmp_path_factory.mktemp("mixture")
-    shutil.copytree(arithmetic, folder, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-        intermediate_size=96, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True,
-        max_position_embeddings=1024, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    return folder
 
 
 @pytest.mark.parametrize("layout", ["parallel.expert=2", pytest.param("parallel.context=2", marks=pytest.mark.long)])

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.environment import Step
 from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 from tests.pairwise import quick
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
@@ -48,7 +48,7 @@ def end_of(pool, ranks: int, given: list[str]) -> None:
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
-def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):
     """The same episodes, rewards and turns; weights to rounding. Again on the same layout: to the bit."""
     world, degrees = LAYOUTS[layout]
     found = []
@@ -66,7 +66,7 @@ def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout): 
     assert difference / math.sqrt(sum((weights[name].double() ** 2).sum().item() for name in weights)) < 1e-5
 
 
-def test_skip_equals_dense(pool, arithmetic, tmp_path):  # noqa: F811
+def test_skip_equals_dense(pool, arithmetic, tmp_path):
     """To the bit where nothing is repacked, with importance weights, and what has loss is what was sampled."""
     cut = ("plan.repack=false", "plan.samples_per_microbatch=2", "correction.mode=token_mask", "correction.cap=1.5")
     for mode in ("exact", "off"):
@@ -79,7 +79,7 @@ def test_skip_equals_dense(pool, arithmetic, tmp_path):  # noqa: F811
     assert all(sum(line["loss_tokens"]) < sum(line["response_tokens"]) for line in trace)
 
 
-def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
     """What a checkpoint holds of rollouts ahead and of replayed groups has its masks and its environment's rewards."""
     given = (
         *TURNS, "checkpoint.save_every=1", "checkpoint.keep_last=null", "rollout.producer.mode=streaming", "rollout.producer.depth=1",
@@ -106,7 +106,7 @@ CHAT = (
 )
 
 
-def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):
     """Prompts and imitated episodes as messages, observations by the template: as a plain template that writes the same."""
     shutil.copytree(arithmetic / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(CHAT)
@@ -132,7 +132,7 @@ def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):  # noqa: F811
     assert [row["rollout/turns_mean"] > 1.1 for row in logged if "rollout/turns_mean" in row] == [True] * 2
 
 
-def test_evaluation_has_environments_too(pool, arithmetic, tmp_path):  # noqa: F811
+def test_evaluation_has_environments_too(pool, arithmetic, tmp_path):
     given = (*TURNS, f"eval.path={arithmetic / 'test.jsonl'}", "eval.temperature=0.7", "eval.samples_per_prompt=2")
     end_of(pool, 1, arguments(arithmetic, tmp_path, *given))
     (first, last) = [row for row in rows_of(tmp_path) if any(key.startswith("eval/") for key in row)]
@@ -140,7 +140,7 @@ def test_evaluation_has_environments_too(pool, arithmetic, tmp_path):  # noqa: F
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("fail", 1), ("drop", 0)])
-def test_an_environment_that_fails_ends_the_run_or_costs_its_group(pool, arithmetic, tmp_path, on_error, code):  # noqa: F811
+def test_an_environment_that_fails_ends_the_run_or_costs_its_group(pool, arithmetic, tmp_path, on_error, code):
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]
     data = tmp_path / "train.jsonl"
     broken = next(row for row in rows if row["prompt"] == "7+5=")
@@ -159,7 +159,7 @@ def test_an_environment_that_fails_ends_the_run_or_costs_its_group(pool, arithme
         assert first["reward/excluded"] == 4.0
 
 
-def test_relations_that_cannot_work_are_refused(pool, arithmetic, tmp_path):  # noqa: F811
+def test_relations_that_cannot_work_are_refused(pool, arithmetic, tmp_path):
     for extra, words in (
         (("environment.name=null",), "environment.name is null; name one"),
         (("environment.deadline_s=60",), "environment.deadline_s=60 must be below run.deadline_s=60"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.test_train import prepare_inputs
+from tests.distributed.inputs import prepare_inputs
 from tests.patience import patient
 
 BOUND_S = patient(240.0)

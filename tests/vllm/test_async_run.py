@@ -13,7 +13,7 @@ import torch
 
 from tests.distributed.test_async import trained_prompts
 from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of, weights_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 pytestmark = pytest.mark.vllm
 VLLM = (
@@ -32,7 +32,7 @@ def firsts_of(run_dir: pathlib.Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tmp_path, layout):  # noqa: F811
+def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tmp_path, layout):
     """The same prompts, samples and weights, to the bit. An engine batches what it has, so its log-probs may round otherwise: those of
     the trainer are trained on, and tokens are drawn by seeds of their own."""
     world, degrees = LAYOUTS[layout]
@@ -82,7 +82,7 @@ def engines_of(driver: int) -> list[int]:
     return found
 
 
-def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmetic, tmp_path):  # noqa: F811
+def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmetic, tmp_path):
     """Killed during the second and the third rollout's time: what it owed is asked again, every rollout is trained, no prompt twice."""
     done: list[int] = []
     killer = threading.Thread(target=kill_engines, args=(nursery.process.pid, tmp_path, 2, done), daemon=True)
@@ -96,7 +96,7 @@ def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmeti
     assert len(prompts) == len(set(prompts)) == 40
 
 
-def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):  # noqa: F811
+def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):
     """DP2, two rollouts ahead, weights sent while engines generate: every prompt trained once, nothing older than the depth allows."""
     extra = ("rollout.producer.mode=prefetch", "rollout.producer.depth=2", "weight_sync.in_flight=true", "correction.mode=token_truncate")
     given = arguments(arithmetic, tmp_path, *VLLM, *extra, "train.steps=5", "rollout.max_response_tokens=32")

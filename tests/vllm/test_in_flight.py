@@ -17,7 +17,7 @@ from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.replica import UPDATING
 from megatron_rl.rollout.server_replica import ANSWER_S as CONTROL_S
 from megatron_rl.types import Prompt, Rollout
-from tests.patience import patient
+from tests.patience import patient, until
 from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, model_folder, reference_logprobs, start_bench
 from tests.vllm.test_server import KEY, Served
 
@@ -27,7 +27,7 @@ PROMPTS = make_prompts(*range(3, 63, 3))
 SAMPLES = 4
 FEW = 4  # of each kind are compared with Hugging Face
 LONG = ("rollout.max_response_tokens=200", "rollout.request_s=200", "weight_sync.in_flight=true")
-ANSWER_S = patient(200.0)
+ANSWER_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def flying(inputs, tmp_path_factory) -> Iterator[Bench]:
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True)
     started = start_bench(folder, root / "run", *LONG, "rollout.vllm={max_num_seqs: 4}")
     started.engine._stop_ids = ()  # all answers have their full length
-    started.versions, started.call_s = itertools.count(0), None
+    started.versions = itertools.count(0)
     try:
         started.engine.recover(())
         yield started
@@ -57,7 +57,7 @@ def flying_server(inputs, tmp_path_factory) -> Iterator[Bench]:
             servers = [f"rollout.servers=[{served.urls[0]}]", "rollout.api_key_env=KEY_OF_THE_TESTS"]
             started = start_bench(folder, root / "run", *LONG, "rollout.vllm={}", *servers)
         started.engine._stop_ids = ()
-        started.versions, started.call_s = itertools.count(0), None
+        started.versions = itertools.count(0)
         started.engine.recover(())
         yield started
         started.engine.close()
@@ -65,20 +65,9 @@ def flying_server(inputs, tmp_path_factory) -> Iterator[Bench]:
         served.end()
 
 
-# A busy server answers a pause late: on a small model the requests of that moment are often over, and then such a test fails for nothing.
 @pytest.fixture(params=["process", pytest.param("server", marks=pytest.mark.long)])
 def either(request) -> Bench:
     return request.getfixturevalue("flying" if request.param == "process" else "flying_server")
-
-
-def undisturbed_s(bench: Bench) -> float:
-    """What a call of all prompts takes, measured once for each engine."""
-    if bench.call_s is None:
-        bench.engine.generate(PROMPTS, SAMPLES)  # the first one warms up
-        started = time.monotonic()
-        bench.engine.generate(PROMPTS, SAMPLES)
-        bench.call_s = time.monotonic() - started
-    return bench.call_s
 
 
 def prompts_of(bench: Bench, times: int) -> list[Prompt]:
@@ -94,7 +83,7 @@ class Call:
     ) -> None:
         self.prompts = prompts = prompts_of(bench, times)[:few]
         self.told: list[tuple[int, list[Rollout]]] = []
-        self.waits, self.whole_s = 0, undisturbed_s(bench) * len(prompts) * samples / (len(PROMPTS) * SAMPLES)
+        self.waits = 0
         self._result: Future[list[Rollout]] = Future()
 
         def finish(index: int, rollouts: list[Rollout]) -> None:
@@ -106,17 +95,16 @@ class Call:
             except BaseException as error:  # noqa: BLE001 (``result`` raises it)
                 self._result.set_exception(error)
 
-        self.started = time.monotonic()
         threading.Thread(target=run, daemon=True).start()
 
     def wait_for_the_middle(self) -> None:
-        """A third of what an undisturbed call takes is over, or the next third: whichever requests run then are in their middle."""
+        """A third of the prompts has its answers, or the next third: other requests run then, and others wait."""
         self.waits += 1
-        time.sleep(max(0.0, self.started + self.waits * self.whole_s / 3 - time.monotonic()))
+        assert until(lambda: self._result.done() or 3 * len(self.told) >= self.waits * len(self.prompts), ANSWER_S)
         assert not self._result.done(), "the call was over before its middle"
 
     def result(self) -> list[Rollout]:
-        return self._result.result(ANSWER_S)
+        return self._result.result(patient(ANSWER_S))
 
 
 def spans(rollout: Rollout) -> Iterator[tuple[int, slice]]:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.distributed.test_train import ROOT, arguments, arithmetic, command_line, mixture, rows_of  # noqa: F401 (fixtures)
+from tests.distributed.test_train import ROOT, arguments, command_line, rows_of
 
 pytestmark = pytest.mark.vllm
 VLLM = (
@@ -43,13 +43,13 @@ def check_rows(run_dir: pathlib.Path, engines: int) -> None:
     ],
     ids=["PP2, one engine", "TP2, by broadcast", "DP2, two engines, buckets of 10 kB", "TP2, merged adapters"],
 )
-def test_log_probs_equal_the_trainers_after_every_sync(pool, arithmetic, tmp_path, layout, engines):  # noqa: F811
+def test_log_probs_equal_the_trainers_after_every_sync(pool, arithmetic, tmp_path, layout, engines):
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *VLLM, *layout), timeout_s=180)
     assert [code for code, _ in results] == [0, 0], results
     check_rows(tmp_path, engines)
 
 
-def test_a_mixture_under_expert_parallelism(pool, mixture, tmp_path):  # noqa: F811
+def test_a_mixture_under_expert_parallelism(pool, mixture, tmp_path):
     """Experts of 48, which vLLM pads to 64 on a CPU."""
     given = arguments(mixture, tmp_path, *VLLM, "parallel.expert=2", "rollout.num_engines=1")
     results = pool.run(2, command_line, given, timeout_s=180)
@@ -57,7 +57,7 @@ def test_a_mixture_under_expert_parallelism(pool, mixture, tmp_path):  # noqa: F
     check_rows(tmp_path, 1)
 
 
-def test_weights_that_did_not_move_are_not_sent(pool, arithmetic, tmp_path):  # noqa: F811
+def test_weights_that_did_not_move_are_not_sent(pool, arithmetic, tmp_path):
     extra = ["reward.functions=[tests.reward_functions:constant]", "skip.ghost=freeze"]
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *VLLM, *extra), timeout_s=180)
     assert code == 0, said
@@ -66,7 +66,7 @@ def test_weights_that_did_not_move_are_not_sent(pool, arithmetic, tmp_path):  # 
     assert sum("perf/weight_sync_bytes" in row for row in rows) == 1 and "weights sent 1 times" in said
 
 
-def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic, tmp_path):  # noqa: F811
+def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic, tmp_path):
     """The trainer at another temperature than the engine would be: the guard sees every sample of it."""
     extra = ["rollout.max_logprob_gap=1e-12"]
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *VLLM, *extra), timeout_s=180)

@@ -30,7 +30,7 @@ from megatron_rl.rollout.dispatch import dispatch
 from megatron_rl.rollout.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.rollout.server_connection import Server
 from megatron_rl.rollout.server_replica import ServerReplica
-from tests.distributed.test_train import prepare_inputs
+from tests.distributed.inputs import prepare_inputs
 from tests.misbehaving_server import unused_port
 from tests.patience import patient
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.test_train import ROOT, arguments, arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of
 from tests.vllm.test_run import GAP, VLLM
 from tests.vllm.test_server import KEY, START_S, Served, wait_for
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def two_servers(arithmetic, tmp_path_factory) -> Iterator[Served]:  # noqa: F811
+def two_servers(arithmetic, tmp_path_factory) -> Iterator[Served]:
     served = Served(arithmetic / "model", tmp_path_factory.mktemp("servers"))
     try:
         yield served
@@ -39,7 +39,7 @@ def train(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("channel", ["shared_memory", "broadcast"])
-def test_a_run_on_two_servers_and_two_clients(pool, arithmetic, two_servers, tmp_path, channel):  # noqa: F811
+def test_a_run_on_two_servers_and_two_clients(pool, arithmetic, two_servers, tmp_path, channel):
     """DP=2: both ranks ask both servers, rank 0 sends the weights."""
     extra = ("parallel.pipeline=1", f"weight_sync.channel={channel}", "run.deadline_s=300")
     results = pool.run(2, train, given(two_servers, arithmetic, tmp_path, *extra), timeout_s=280)
@@ -49,7 +49,7 @@ def test_a_run_on_two_servers_and_two_clients(pool, arithmetic, two_servers, tmp
     assert KEY not in (tmp_path / "config.yaml").read_text() and KEY not in "".join(said for _, said in results)
 
 
-def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, arithmetic, two_servers, tmp_path):  # noqa: F811
+def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, arithmetic, two_servers, tmp_path):
     """kill -9 of an engine after the second rollout: the other goes on alone, the restarted one is sent weights and asked again."""
     extra = ("parallel.pipeline=1", "train.steps=90", "run.deadline_s=300", "optimizer.lr=1e-5")
     starts, killed = len(two_servers.starts(1)), threading.Event()
@@ -75,7 +75,7 @@ def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, ar
     assert load_file(next(tmp_path.glob("checkpoints/*/hf/model.safetensors")))
 
 
-def test_no_server_says_how_to_start_one(pool, arithmetic, tmp_path):  # noqa: F811
+def test_no_server_says_how_to_start_one(pool, arithmetic, tmp_path):
     nobody = ("rollout.servers=[http://127.0.0.1:9]", "rollout.start_s=3")
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *VLLM, *nobody), timeout_s=60)
     assert code == 1 and "connection refused" in said and "python -m vllm.entrypoints.openai.api_server --model" in said, said

@@ -16,7 +16,7 @@ from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from tests.distributed.test_train import arguments, arithmetic, command_line, rows_of  # noqa: F401 (a fixture)
+from tests.distributed.test_train import arguments, command_line, rows_of
 from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
@@ -75,7 +75,7 @@ def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(bench) -> None:
     assert max(gaps) < LOGPROB_TOLERANCE and environment > 50
 
 
-def test_a_whole_run(pool, arithmetic, tmp_path) -> None:  # noqa: F811
+def test_a_whole_run(pool, arithmetic, tmp_path) -> None:
     """DP2, an engine each: the trainer's log-probs are the engine's on every sampled token, turn after turn."""
     given = arguments(
         arithmetic, tmp_path, "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60",
