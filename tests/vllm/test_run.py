@@ -73,7 +73,7 @@ def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic,
     assert code == 1 and "rollout.max_logprob_gap=1e-12" in said and "nats per token" in said, said
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=150)
 def test_the_quickstart_reaches_the_same_reward(tmp_path):
     """As tests/test_quickstart.py, with rollouts by vLLM."""
     environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -18,6 +18,7 @@ from megatron_rl.rollout.process_replica import ProcessReplica
 from megatron_rl.rollout.replica import RequestRefused
 from megatron_rl.weights.channel import SEGMENT_PREFIX, Tally
 from megatron_rl.weights.sync import WeightSync
+from tests.patience import HANG_S, patient
 from tests.vllm.rig import CPU, DEADLINE_S, LOGPROB_TOLERANCE, Bench, make_prompts, segments, segments_kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
@@ -264,7 +265,7 @@ def test_an_engine_killed_or_stopped_in_mid_sync_is_lost_in_bounded_time(bench, 
     took = time.monotonic() - started
     print(f"{channel}, {number.name}: {took:.1f} s, {report.failed}")
     assert name in report.failed and set(report.lost) == {name}
-    assert took < 5 * deadline_s + 12.0  # some answers, each with its deadline, and the wait for a dead process's exit code
+    assert took < patient(HANG_S)  # some answers, each with its deadline, and the wait for a dead process's exit code
     assert bench.engine.lost == [name] and bench.engine.weight_version == NO_WEIGHTS
     bench.engine.recover(bench.engine.lost)  # kills what is left of it
     assert bench.pid != pid and not pathlib.Path(f"/proc/{pid}").exists()
