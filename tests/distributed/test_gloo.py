@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import torch
 import torch.distributed as dist
 
-import megatron_rl.platform  # noqa: F401 (replaces the manager)
+import megatron_rl.platform  # noqa: F401 (replaces the manager, and gives groups their device)
 from tests.distributed.pool import Pool
 
 SIZES = 8, 640, 12_544, 31, 4096
+GROUPS = 8
 ROUNDS = 300  # gloo's own coalesced all-gather corrupts the heap about once in 3000 rounds
 
 
@@ -43,3 +46,21 @@ def collectives_together(rank: int, world: int) -> list[bool]:
 def test_coalesced_collectives_equal_the_single_ones(pool: Pool) -> None:
     for equal in pool.run(2, collectives_together, timeout_s=60):
         assert len(equal) == 3 * len(SIZES) * ROUNDS and all(equal)
+
+
+def groups_on_one_device(rank: int, world: int) -> tuple[int, list[float]]:
+    """Sums over groups of the same ranks, which one rank starts in the order of the groups and the other against it."""
+    groups = [dist.new_group() for _ in range(GROUPS)]
+    given = [torch.full((SIZES[1],), float(10 * index + rank)) for index in range(GROUPS)]
+    order = range(GROUPS) if rank == 0 else reversed(range(GROUPS))
+    for work in [dist.all_reduce(given[index], group=groups[index], async_op=True) for index in order]:
+        work.wait()
+    assert all((x == x[0]).all() for x in given)
+    loops = [path for path in pathlib.Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == "gloo_tcp_loop"]
+    return len(loops), [float(x[0]) for x in given]
+
+
+def test_groups_share_a_device_and_nothing_else(pool: Pool) -> None:
+    """One thread for all of them; torch's own way is one for each, which wakes a hundred times a second."""
+    for loops, sums in pool.run(2, groups_on_one_device, timeout_s=60):
+        assert loops == 1 and sums == [20.0 * index + 1.0 for index in range(GROUPS)]
