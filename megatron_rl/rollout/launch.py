@@ -150,6 +150,11 @@ def _on_cpu(config: Config) -> dict[str, object]:
     return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, _longest(config))}
 
 
+def usable_cores() -> int:
+    """Count the cores that this process may run on: a scheduler or a container may have left it a part of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _process(config: Config, seat: Seat, device: torch.device) -> ProcessReplica:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -163,7 +168,7 @@ def _process(config: Config, seat: Seat, device: torch.device) -> ProcessReplica
         devices = names[seat.local_rank : seat.local_rank + config.rollout.tensor_parallel]
     else:
         engines_here = max(1, (config.rollout.num_engines or seat.world_size) * seat.local_world_size // seat.world_size)
-        threads = max(1, (os.cpu_count() or 1) // engines_here)
+        threads = max(1, usable_cores() // engines_here)
     log_path = config.run.path / "engines" / f"vllm_{seat.rank}.log"
     return ProcessReplica(engine_arguments(config, device), engine_environment(os.environ, devices, threads), log_path)
 

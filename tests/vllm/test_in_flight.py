@@ -54,7 +54,8 @@ def flying_server(inputs, tmp_path_factory) -> Iterator[Bench]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KEY_OF_THE_TESTS", KEY)
-            servers = [f"rollout.servers=[{served.urls[0]}]", "rollout.api_key_env=KEY_OF_THE_TESTS"]
+            # A server with few requests at a time is not far ahead of what has been told of it, and hears of a pause soon.
+            servers = [f"rollout.servers=[{served.urls[0]}]", "rollout.api_key_env=KEY_OF_THE_TESTS", "rollout.max_requests=4"]
             started = start_bench(folder, root / "run", *LONG, "rollout.vllm={}", *servers)
         started.engine._stop_ids = ()
         started.versions = itertools.count(0)

@@ -70,7 +70,7 @@ class Served:
         ]  # fmt: skip
         environment = {
             **os.environ, "KEY_OF_THE_TESTS": KEY, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         with open(self.log, "w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
