@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -176,3 +178,14 @@ def test_sleeping_needs_a_shared_gpu():
     assert not shares_device(config_of("rollout.servers=[http://a:1]"), torch.device("cuda"))
     with pytest.raises(ConfigError, match="rollout.sleep=always needs a GPU"):
         shares_device(config_of("rollout.sleep=always"), CPU)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not say which cores a process may use")
+def test_the_cores_counted_are_those_that_this_process_may_use():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert launch.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert launch.usable_cores() == len(before)
