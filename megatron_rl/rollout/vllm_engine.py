@@ -35,7 +35,8 @@ from megatron_rl.weights.sync import WeightSync
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # for a server that others stand in for
 SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
-MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError")
+# The last is oneDNN's on a CPU, for a kernel that found no memory for itself.
+MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError", "could not create a primitive")
 
 
 class VllmEngine:

@@ -34,13 +34,14 @@ CPU = torch.device("cpu")
 CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
-def model_folder(source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool) -> pathlib.Path:
+def model_folder(source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool, intermediate: int = 96) -> pathlib.Path:
     """config.json and tokenizer, no weights: they come by sync. source: a folder with a tokenizer."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json"))
     vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
     CONFIGS[family](
         vocab_size=vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        intermediate_size=96, tie_word_embeddings=tied, max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        intermediate_size=intermediate, tie_word_embeddings=tied, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=0, pad_token_id=1,
         dtype="float32", architectures=[AutoModelForCausalLM._model_mapping[CONFIGS[family]].__name__],
     ).save_pretrained(folder)  # fmt: skip
     return folder

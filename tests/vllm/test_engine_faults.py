@@ -49,12 +49,13 @@ SEED = 21
 
 @pytest.fixture(scope="module")
 def own(inputs, tmp_path_factory) -> Iterator[Bench]:
-    """An engine for these tests alone, whose calls last for some seconds: long answers, few at a time."""
+    """An engine for these tests alone, whose calls last for some seconds: long answers, few at a time, by layers so wide that each step
+    needs a block of a megabyte, which the system is asked for and not the heap."""
     root = tmp_path_factory.mktemp("faults")
-    folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True)
+    folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True, intermediate=8192)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", "16384")  # glibc asks the system for every larger block, so that a limit is met at once
-        started = start_bench(folder, root / "run", "rollout.max_response_tokens=200", "rollout.vllm={max_num_seqs: 16}")
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "16384")  # glibc asks the system for larger blocks, so that a limit is met at once
+        started = start_bench(folder, root / "run", "rollout.max_response_tokens=60", "rollout.vllm={max_num_seqs: 16}")
     started.engine._stop_ids = ()  # all answers have their full length
     try:
         started.engine.recover(())
