@@ -12,7 +12,7 @@ SCHEDULE = (
         becomes="if mini_batch.silent_ranks and microbatches:",
         fault="a rank without micro-batches does not join the parameter gather",
         tests=(
-            "tests/distributed/test_overlap.py::test_every_pattern_of_empty_ranks_equals_the_run_without_overlap[PP1-overlap_param_gather]",
+            "tests/distributed/test_overlap.py::test_every_pair_of_patterns_of_empty_ranks_equals_the_run_without_overlap",
         ),
     ),
     Mutant(
