@@ -130,12 +130,26 @@ def end(process: subprocess.Popen, grace_s: float = 30.0) -> None:
 
 
 def require_sound(folder: pathlib.Path, mutants: Sequence[Mutant], timeout_s: float) -> float:
-    """Runs every test that is named, once, without a fault; returns the seconds. Raises Unusable where one does not pass."""
+    """Runs every test that is named, once, without a fault; returns the seconds. Raises Unusable where one does not pass, or is not run."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
+    if absent := sorted(set(tests) - of_make_test(folder, tests)):
+        raise Unusable(f"`make test` runs none of {', '.join(absent)}; name tests that it runs, without `long`")
     outcome = run_tests(folder, tests, timeout_s * len(tests), stop_at_first=False)
     if outcome.code != 0:
         raise Unusable(f"the tests named do not all pass without a fault ({describe(outcome)}):\n{outcome.tail}")
     return outcome.seconds
+
+
+def of_make_test(folder: pathlib.Path, tests: Sequence[str]) -> set[str]:
+    """Returns those of the names, each a test with its parameters or without, of which `make test` runs a case."""
+    files = sorted({test.partition("::")[0] for test in tests})
+    command = [sys.executable, "-m", "pytest", *files, "--collect-only", "-q", "-m", MARKS, "-p", "no:cacheprovider", "--rootdir=."]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    cases = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode or not cases:
+        raise Unusable(f"the tests named cannot be collected: {(done.stdout + done.stderr)[-2000:]}")
+    return {test for test in tests if any(case == test or case.startswith((f"{test}[", f"{test}::")) for case in cases)}
 
 
 def describe(outcome: Outcome) -> str:
