@@ -32,7 +32,7 @@ def pool(nursery: Nursery) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory) -> pathlib.Path:
-    """A folder with data, tokenizer and a model of two layers, which no test writes to."""
+    """Make a folder with data, tokenizer and a model of two layers, which no test writes to."""
     from tests.distributed.inputs import prepare_inputs
 
     return prepare_inputs(tmp_path_factory.mktemp("arithmetic"), hidden=64, layers=2, heads=2, intermediate=96)
@@ -40,7 +40,7 @@ def arithmetic(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def mixture(arithmetic, tmp_path_factory) -> pathlib.Path:
-    """The same with a mixture of experts as the model."""
+    """Make the same with a mixture of experts as the model."""
     from tests.distributed.inputs import prepare_mixture
 
     return prepare_mixture(arithmetic, tmp_path_factory.mktemp("mixture"))

@@ -30,30 +30,38 @@ BOUND_S = patient(600.0)  # a run takes 6 to 15 s on two idle cores; no collecti
 
 def launch(nursery: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
     """(largest exit code of the ranks, what --json wrote, output) of the tool; nothing of it is left running."""
-    tiny_config(family, layers=8, vocab_size=1001).save_pretrained(folder / "model")
-    out = folder / "out.json"
-    given = [f"model.hf_path={folder / 'model'}", "run.deadline_s=120", "--json", str(out), *arguments]
+    given = prepare(family, folder, *arguments)
     with nursery.ranks(world, given, folder / "ranks", function=FILE, given=[str(TOOL)]) as ranks:
         codes = ranks.wait(BOUND_S)
         assert None not in codes, ranks.said()
-        return max(codes), json.loads(out.read_text()) if out.exists() else {}, ranks.said()
+        return max(codes), answer(folder), ranks.said()
+
+
+def prepare(family: str, folder: pathlib.Path, *arguments: str) -> list[str]:
+    """Write the model; return the tool's arguments."""
+    tiny_config(family, layers=8, vocab_size=1001).save_pretrained(folder / "model")
+    return [f"model.hf_path={folder / 'model'}", "run.deadline_s=120", "--json", str(folder / "out.json"), *arguments]
+
+
+def answer(folder: pathlib.Path) -> dict:
+    """Read what --json wrote; {} where it wrote nothing."""
+    out = folder / "out.json"
+    return json.loads(out.read_text()) if out.exists() else {}
 
 
 def launch_by_torchrun(_: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
     """The same by the command that docs/verify-topology.md gives."""
-    tiny_config(family, layers=8, vocab_size=1001).save_pretrained(folder / "model")
-    out = folder / "out.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command += [str(TOOL), f"model.hf_path={folder / 'model'}", "run.deadline_s=120", "--json", str(out)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), str(TOOL)]
+    command += prepare(family, folder, *arguments)
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen(
-            [*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=worker_environment(), start_new_session=True, cwd=folder
+            command, stdout=log, stderr=subprocess.STDOUT, env=worker_environment(), start_new_session=True, cwd=folder
         )
         try:
             code = process.wait(BOUND_S)
         finally:
             end(process)
-    return code, json.loads(out.read_text()) if out.exists() else {}, (folder / "log.txt").read_text()
+    return code, answer(folder), (folder / "log.txt").read_text()
 
 
 def end(process: subprocess.Popen) -> None:

@@ -1,4 +1,4 @@
-"""What the runs of the tests start from: data, tokenizer and a tiny model, made as the quickstart makes them."""
+"""Makes the data, tokenizer and tiny models that the runs of the tests start from, as the quickstart does."""
 
 from __future__ import annotations
 

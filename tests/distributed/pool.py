@@ -39,7 +39,7 @@ LOADED = 5.0  # tests say what a task takes at most on two free cores; with as m
 GRACE_S = 30.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
 LEAVE_S = 120.0
 STACKS_S = 10.0  # until a hung rank has written where it stands; one that is stopped never does
-MOST_THREADS = 400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps gloo's threads awake too
+MOST_THREADS = 400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps two threads of each
 STACK_ENDS = "in <module>"  # of the main thread, which faulthandler writes last
 SHOWN_CHARS = 6000  # of each rank's output, from its end
 

@@ -25,7 +25,7 @@ from megatron_rl.rollout.launch import engine_arguments
 from megatron_rl.rollout.process_replica import ProcessReplica, engine_environment
 from megatron_rl.rollout.replica import GenerateRequest, ReplicaLost
 from megatron_rl.types import EngineError, Score
-from tests.patience import HANG_S, patient
+from tests.patience import HANG_S, patient, until
 from tests.vllm.rig import (
     CPU,
     LOGPROB_TOLERANCE,
@@ -182,7 +182,7 @@ def test_an_engine_killed_between_two_calls_is_replaced_by_the_next_sync(own, dr
     pid = own.pid
     kill(pid)
     own.replica._process.wait(patient(HANG_S))
-    wait_for(lambda: own.engine.weight_version == NO_WEIGHTS)
+    assert until(lambda: own.engine.weight_version == NO_WEIGHTS)
     assert driver.produce() == quiet and own.pid != pid
 
 
@@ -268,13 +268,6 @@ def test_a_signal_for_the_rank_does_not_end_its_engine(own, driver, quiet, numbe
     assert own.pid == pid
 
 
-def wait_for(condition: Callable[[], bool], bound_s: float = HANG_S) -> None:
-    ends_at = time.monotonic() + patient(bound_s)
-    while not condition():
-        assert time.monotonic() < ends_at, f"not within {bound_s} s"
-        time.sleep(0.02)
-
-
 def alive(pid: int) -> bool:
     """A zombie, whom nobody has waited for, is not."""
     try:
@@ -314,7 +307,7 @@ def test_a_rank_killed_takes_its_engine_along(own, tmp_path, ready):
         rank.wait(patient(HANG_S))
         rank.stdout.close()
         watchdog.cancel()
-    wait_for(lambda: not alive(pid))
+    assert until(lambda: not alive(pid))
 
 
 @pytest.mark.parametrize(

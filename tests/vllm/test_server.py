@@ -32,7 +32,7 @@ from megatron_rl.rollout.server_connection import Server
 from megatron_rl.rollout.server_replica import ServerReplica
 from tests.distributed.inputs import prepare_inputs
 from tests.misbehaving_server import unused_port
-from tests.patience import patient
+from tests.patience import patient, until
 
 pytestmark = pytest.mark.vllm
 
@@ -240,10 +240,7 @@ def test_without_the_key_only_health_answers(served, replica):
 
 
 def wait_for(what: str, condition, bound_s: float = 60.0) -> None:
-    ends_at = time.monotonic() + patient(bound_s)
-    while not condition():
-        assert time.monotonic() < ends_at, f"{what} did not come within {bound_s} s"
-        time.sleep(0.05)
+    assert until(condition, bound_s), f"{what} did not come within {bound_s} s"
 
 
 def test_an_aborted_request_is_aborted_in_the_engine(served, replica):
