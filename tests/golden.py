@@ -1,0 +1,122 @@
+"""Records five short runs in full precision, and compares two records to the bit: for a change that is not about numbers.
+
+    python -m tests.golden record runs/golden.json        # about three minutes on two cores
+    python -m tests.golden compare before.json after.json
+
+Bits belong to one host, one torch and one Megatron-Core: record both on the same machine, before the change and after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from safetensors.torch import load_file
+
+from tests.distributed.environment import worker_environment
+from tests.distributed.inputs import ROOT, prepare_inputs, prepare_mixture
+
+BOUND_S = 1200  # a run that hangs ends here
+COMMON = (
+    "run.deadline_s=120", "parallel.pipeline=1", "warmup.steps=2", "train.steps=4", "train.prompts_per_step=8",
+    "train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4", "train.epochs_per_rollout=2", "train.export_last=true",
+    "optimizer.schedule=constant", "reward.functions=[tests.reward_functions:parity]", "metrics.progress=false",
+)  # fmt: skip
+RUNS: dict[str, tuple[str, ...]] = {
+    "GRPO, PP2, skip": ("parallel.pipeline=2", "skip.mode=exact"),
+    "PPO with a critic, DP2": (
+        "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "critic.warmup_steps=1", "rollout.samples_per_prompt=2",
+        "reward.functions=[tests.reward_functions:graded]", "loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3",
+    ),
+    "LoRA, TP2, KL in the loss": (
+        "parallel.tensor=2", "lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3", "loss.kl_coefficient=0.01", "skip.mode=approximate",
+    ),
+    "prefetch, replay, DP2": (
+        "rollout.producer.mode=prefetch", "rollout.producer.depth=1", "rollout.producer.min_groups=3", "correction.mode=token_truncate",
+        "replay.size=16", "reroll.max_groups=2", "train.steps=6",
+    ),
+    "Qwen3-MoE, EP2": ("parallel.expert=2",),
+}  # fmt: skip
+KEPT = ("train/loss", "train/grad_norm", "train/entropy", "reward/mean", "critic/loss", "critic/grad_norm", "skip/samples_dropped")
+
+
+def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
+    """Train one run on two processes; return its rows, floats as hexadecimal text, and the checksum of its last weights."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_rl.train",
+        "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(folder),
+        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", *COMMON, *RUNS[name],
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=worker_environment(), capture_output=True, text=True, timeout=BOUND_S, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [{key: float(row[key]).hex() for key in KEPT if key in row} | {"kind": row["step_kind"]} for row in rows]
+    return {"steps": steps, "weights": weights_checksum(folder)}
+
+
+def weights_checksum(folder: pathlib.Path) -> str:
+    """SHA-256 over names and bytes of the last exported policy's tensors, in the order of their names."""
+    last = max((folder / "checkpoints").glob("step_*/hf*"), key=lambda path: (int(path.parent.name.removeprefix("step_")), path.name))
+    digest = hashlib.sha256()
+    for path in sorted(last.glob("*.safetensors")):
+        for name, tensor in sorted(load_file(path).items()):
+            digest.update(name.encode() + tensor.contiguous().view(-1).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def record(out: pathlib.Path) -> None:
+    """Run all five and write their record as JSON."""
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        root = pathlib.Path(scratch)
+        plain = prepare_inputs(root / "arithmetic", hidden=64, layers=2, heads=2, intermediate=96)
+        mixture = prepare_mixture(plain, root / "mixture")
+        for number, name in enumerate(RUNS):
+            found[name] = record_run(name, root / f"run{number}", mixture if "MoE" in name else plain)
+            print_row(name, found[name])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def print_row(name: str, run: dict) -> None:
+    """Print a run's last step and checksum, and how many steps of each kind it took."""
+    kinds = [step["kind"] for step in run["steps"]]
+    last = {key: float.fromhex(value) for key, value in run["steps"][-1].items() if key != "kind"}
+    print(f"{name}: {len(kinds)} steps, {kinds.count('GHOST')} ghosts, last {last}, weights {run['weights'][:16]}", flush=True)
+
+
+def compare(before: pathlib.Path, after: pathlib.Path) -> int:
+    """Print where two records differ; return 0 where they are equal in every bit, else 1."""
+    one, two = json.loads(before.read_text()), json.loads(after.read_text())
+    differing = [name for name in one | two if one.get(name) != two.get(name)]
+    for name in differing:
+        steps = zip(one.get(name, {}).get("steps", ()), two.get(name, {}).get("steps", ()), strict=False)
+        first = next((number for number, (x, y) in enumerate(steps, start=1) if x != y), None)
+        print(f"{name}: differs, first in step {first}" if first else f"{name}: differs in its weights, its number of steps or its being there")
+    if not differing:
+        print(f"{len(one)} runs, equal in every bit")
+    return int(bool(differing))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("record").add_argument("out", type=pathlib.Path)
+    comparison = commands.add_parser("compare")
+    comparison.add_argument("before", type=pathlib.Path)
+    comparison.add_argument("after", type=pathlib.Path)
+    given = parser.parse_args()
+    if given.command == "compare":
+        return compare(given.before, given.after)
+    record(given.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
