@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_rl.versions import MEGATRON_BELOW, MEGATRON_LEAST, older
+from megatron_rl.distributed.versions import MEGATRON_BELOW, MEGATRON_LEAST, older
 
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 

@@ -5,50 +5,25 @@ torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import logging
-import os
-import sys
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import numpy as np
 
-from megatron_rl.advantage import loss_inputs, reduction_weights
-from megatron_rl.config import Config, load_config
-from megatron_rl.metrics import skip_metrics
-from megatron_rl.plan import plan_steps
-from megatron_rl.relations import check_relations
-from megatron_rl.signal import has_signal
-from megatron_rl.simulate.command import add_arguments, simulate_job
-from megatron_rl.types import (
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    EpisodeError,
-    LockstepError,
-    LossInputs,
-    NonFiniteGradient,
-    NoSignalError,
-    PeerError,
-    RewardError,
-    StepPlan,
-)
-
-log = logging.getLogger("megatron_rl")
-EXIT_CONFIG, EXIT_FAILED = 2, 1
-EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: all is saved, start the same command again
+from megatron_rl import cli
+from megatron_rl.algorithm.advantage import loss_inputs, reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.config import Config
+from megatron_rl.observability.metrics import skip_metrics
+from megatron_rl.planning.plan import plan_steps
+from megatron_rl.types import LossInputs, StepPlan
 
 
 def train(config: Config) -> bool:
     """A whole run: supervised warm-up where asked for, then RL; or what a checkpoint has left of it. Whether it came to its end: a
     preempted one has saved all and is to be started again. Raises ConfigError before any weight is read."""
-    from megatron_rl.critic.bridge import holds_critic, joined
-    from megatron_rl.critic.service import serve
-    from megatron_rl.run import open_run
+    from megatron_rl.critic.link import holds_critic, joined
+    from megatron_rl.critic.server import serve
+    from megatron_rl.trainer.trainer import open_run
 
     if holds_critic(config):
         return serve(config)
@@ -160,91 +135,10 @@ def samples_of(plan: StepPlan, num_samples: int) -> np.ndarray:
     return runs
 
 
-class _Stderr(logging.Handler):
-    """Writes to whatever sys.stderr is at that moment: while the live bar is up, rich's proxy, which prints above it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
-
-
-def _quiet_logs(is_main: bool) -> None:
-    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_Stderr()])
-    for name in ("megatron.core", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
-
-
-def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.train",
-        description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
-        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml train.steps=100",
-    )
-    parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
-    parser.add_argument("--run-dir", help="folder of the run instead of runs/<run.name>")
-    parser.add_argument("--dry-run", action="store_true", help="print what the job would take, join no world, and end")
-    add_arguments(parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)"))
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    given = parser.parse_intermixed_args(arguments)
-    config = load_config(given.config, given.overrides)
-    if given.run_dir:
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=given.run_dir))
-    return config, given
-
-
-def _stages_import(is_main: bool) -> bool:
-    """Imports Megatron-Core and all that needs it; where that fails, says what is wrong and how to mend it."""
-    try:
-        import megatron_rl.run  # noqa: F401
-    except (ImportError, FileNotFoundError, AttributeError) as error:  # half-installed packages raise the latter two
-        from megatron_rl.doctor import explain_import_error
-
-        if is_main:
-            print(explain_import_error(error), file=sys.stderr)
-        return False
-    return True
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    is_main = os.environ.get("RANK", "0") == "0"
-    _quiet_logs(is_main)
-    try:
-        config, given = _parse(arguments)
-        check_relations(config)
-        if not _stages_import(is_main):
-            return EXIT_FAILED
-        if given.dry_run:
-            if is_main:
-                simulate_job(config, given)
-            return 0
-        return 0 if train(config) else EXIT_PREEMPTED
-    except (ConfigError, FileNotFoundError) as error:
-        if is_main:
-            print(f"megatron_rl: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except (CheckpointError, EngineError, EpisodeError, LockstepError, NonFiniteGradient, NoSignalError, PeerError, RewardError) as error:
-        print(f"megatron_rl: {error}", file=sys.stderr)
-        return EXIT_FAILED
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process with ``code``, at once: after a failure the run's process groups are still up and closing them could wait for a
-    rank that is gone; and at interpreter exit gloo's threads may abort, which would replace the exit code, that of a success too."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def command_line() -> NoReturn:
-    """``python -m megatron_rl.train``: main, whose unforeseen errors end the process as its foreseen ones do."""
-    try:
-        code = main()
-    except Exception:  # noqa: BLE001 (printed whole, and the process ends)
-        traceback.print_exc()
-        code = EXIT_FAILED
-    leave(code)
+    """Run the command line and return its exit code (cli.main)."""
+    return cli.main(train, arguments)
 
 
 if __name__ == "__main__":
-    command_line()
+    cli.end_process(main)

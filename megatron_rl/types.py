@@ -14,42 +14,6 @@ from enum import Enum
 import numpy as np
 
 
-class ConfigError(ValueError):
-    """A setting that cannot work: the message names the key, the value and the way out."""
-
-
-class LockstepError(RuntimeError):
-    """Ranks disagree on what to run next; raised on every rank, naming who differs and in what."""
-
-
-class NonFiniteGradient(RuntimeError):
-    """The global gradient norm is not finite and ``optimizer.on_nonfinite=fail``; raised on every rank."""
-
-
-class RewardError(RuntimeError):
-    """A reward function failed on a sample; the message carries the sample's id and the traceback."""
-
-
-class EpisodeError(RuntimeError):
-    """An environment failed, or took too long, on a sample; the message carries the sample's id, the turn and the traceback."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged, of another model or format, or that could not be written; the message names the file."""
-
-
-class PeerError(RuntimeError):
-    """Another rank stopped; the message carries its rank and its error."""
-
-
-class EngineError(RuntimeError):
-    """An inference engine answers, and wrongly: the message names the engine, the request and both numbers."""
-
-
-class NoSignalError(RuntimeError):
-    """Dynamic sampling found no signal for every group of a batch, and ``rollout.dynamic_sampling.on_exhausted=fail``."""
-
-
 class StepKind(Enum):
     """REAL runs forward, backward, reduction and optimizer; GHOST has no sample with signal and runs the optimizer alone."""
 
@@ -236,7 +200,7 @@ class LossInputs:
     """What the policy's loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
 
     advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None ·
-    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (loss/correction.py) · token_advantages: flat,
+    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (algorithm/importance.py) · token_advantages: flat,
     weight · advantage of each token in place of its sample's (``gae``), or None · kl_coefficient: of the KL to the reference in the loss,
     or None for ``loss.kl_coefficient``; 0 measures the KL and trains nothing on it.
     """
@@ -383,7 +347,7 @@ class StepPlan:
 class StepResult:
     """What one optimizer step did. Sums are over all ranks; nothing is divided yet.
 
-    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), metrics.py divides them last.
+    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), observability/metrics.py divides them last.
     """
 
     kind: StepKind

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.reward import Reward
-from megatron_rl.reward.process import WorkerProcess
-from megatron_rl.reward.work import Task
+from megatron_rl.reward.task_queue import Task
+from megatron_rl.reward.worker_handle import WorkerProcess
 from megatron_rl.types import Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
 from tests.worker_rewards import never_ends

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.admission import Start, admit
 from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.staleness import Start, admit
 
 SMALL = st.integers(0, 6)
 

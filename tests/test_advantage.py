@@ -1,4 +1,4 @@
-"""advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop over its formula."""
+"""algorithm/advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop over its formula."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.advantage import advantages, may_have_advantage, reduction_weights
+from megatron_rl.algorithm.advantage import advantages, may_have_advantage, reduction_weights
+from megatron_rl.algorithm.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
 from megatron_rl.config import GROUP_ESTIMATORS, REDUCTIONS
-from megatron_rl.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
 from megatron_rl.types import BatchFacts
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
@@ -76,7 +76,7 @@ def make_facts(groups, loss_tokens) -> BatchFacts:
 
 
 def assert_invariants(case: Case, estimator: str) -> None:
-    """Every numbered invariant of advantage.py on one batch."""
+    """Every numbered invariant of algorithm/advantage.py on one batch."""
     found = case.run(estimator)
     centres = case.whiten == "center_and_scale" and estimator in ("gdpo", "reinforce_plus_plus")
     columns = case.by_function.T if estimator == "gdpo" else case.rewards[None]

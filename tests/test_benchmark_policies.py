@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.cost import CostModel, StageCost
-from megatron_rl.plan import PlanRules, split_mini_batches
-from megatron_rl.trained_model import Batch
+from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.planning.cost import CostModel, StageCost
+from megatron_rl.planning.plan import PlanRules, split_mini_batches
 from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind, StepPlan
 from tests.distributed.pool import Pool
 from tests.distributed.rig import open_rig, ragged_advantages, sizes

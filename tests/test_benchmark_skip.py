@@ -20,8 +20,8 @@ import benchmark_plan  # noqa: E402
 import benchmark_skip  # noqa: E402
 from benchmark_skip_table import plan_clock, without_overhead  # noqa: E402
 
-from megatron_rl.cost import CostModel, StageCost  # noqa: E402
-from megatron_rl.plan import PlanRules, plan_steps  # noqa: E402
+from megatron_rl.planning.cost import CostModel, StageCost  # noqa: E402
+from megatron_rl.planning.plan import PlanRules, plan_steps  # noqa: E402
 
 pytestmark = pytest.mark.process
 

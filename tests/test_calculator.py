@@ -11,7 +11,8 @@ import pytest
 
 from megatron_rl.environment import Step
 from megatron_rl.environment.calculator import MAX_EXPRESSION, Calculator, evaluate
-from megatron_rl.types import ConfigError, Prompt
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Prompt
 from tests.patience import HANG_S, patient
 
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.weights import channel
-from megatron_rl.weights.channel import SEGMENT_PREFIX, Segment, Tally
+from megatron_rl.rollout.weight_sync import transport
+from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, Segment, Tally
 from tests.patience import HANG_S, patient
 
 pytestmark = pytest.mark.process
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.process
 ROOT = pathlib.Path(__file__).parents[1]
 OWNER = """
 import sys
-from megatron_rl.weights import channel
+from megatron_rl.rollout.weight_sync import transport
 import pathlib
-channel.segment_folders = lambda: (pathlib.Path(sys.argv[1]),)
-segment = channel.Segment(4096)
+transport.segment_folders = lambda: (pathlib.Path(sys.argv[1]),)
+segment = transport.Segment(4096)
 print(segment.path, flush=True)
 sys.stdin.read()
 """
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> pathlib.Path:
-    monkeypatch.setattr(channel, "segment_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(transport, "segment_folders", lambda: (tmp_path,))
     return tmp_path
 
 
@@ -92,19 +92,19 @@ def test_broadcast_brings_the_bytes_to_every_rank():
     import threading
     from datetime import timedelta
 
-    listener = channel.listen("127.0.0.1")
+    listener = transport.listen("127.0.0.1")
     address, port = listener.getsockname()
     sent, got = torch.arange(100_000, dtype=torch.int32).view(torch.uint8), []
 
     def join() -> None:
-        group = channel.join_group(address, port, 1, 2, "gloo", timedelta(seconds=patient(HANG_S)))
-        got.append(channel.receive(group, sent.numel(), torch.device("cpu")))
+        group = transport.join_group(address, port, 1, 2, "gloo", timedelta(seconds=patient(HANG_S)))
+        got.append(transport.receive(group, sent.numel(), torch.device("cpu")))
         group.shutdown()
 
     worker = threading.Thread(target=join)
     worker.start()
-    group = channel.open_group(listener, 2, "gloo", timedelta(seconds=patient(HANG_S)))
-    channel.broadcast(group, sent)
+    group = transport.open_group(listener, 2, "gloo", timedelta(seconds=patient(HANG_S)))
+    transport.broadcast(group, sent)
     worker.join(patient(HANG_S))
     group.shutdown()
     assert torch.equal(got[0], sent)

@@ -56,15 +56,15 @@ def test_the_page_names_every_mutant_and_its_file() -> None:
 
 SMALL = {
     "megatron_rl/__init__.py": "",  # without it an installed package of this name would be found first
-    "megatron_rl/noise.py": "def double(x):\n    y = 2 * x\n    return y\n",
-    "tests/test_small.py": "from megatron_rl.noise import double\n\n\ndef test_one():\n    assert double(2) == 4\n\n\n"
+    "megatron_rl/algorithm/noise.py": "def double(x):\n    y = 2 * x\n    return y\n",
+    "tests/test_small.py": "from megatron_rl.algorithm.noise import double\n\n\ndef test_one():\n    assert double(2) == 4\n\n\n"
     "def test_positive():\n    assert double(2) > 0\n\n\ndef test_broken():\n    assert double(2) == 5\n",
 }
 
 
 def fault(name: str, becomes: str, *tests: str) -> Mutant:
     return Mutant(
-        name=name, file="megatron_rl/noise.py", line="y = 2 * x", becomes=becomes, fault="a wrong factor",
+        name=name, file="megatron_rl/algorithm/noise.py", line="y = 2 * x", becomes=becomes, fault="a wrong factor",
         tests=tuple(f"tests/test_small.py{x}" for x in tests),
     )  # fmt: skip
 
@@ -98,8 +98,8 @@ def test_a_kill_a_survivor_and_an_error_are_told_apart(tree: pathlib.Path, tmp_p
     assert found[0]["by"] == "tests/test_small.py::test_one"
     printed = capsys.readouterr().out
     assert "KILLED by tests/test_small.py::test_one" in printed and "1 of 3 killed" in printed
-    assert "| `seen` | `noise.py` | a wrong factor | `test_small.py::test_one` |" in page.read_text()
-    assert (tree / "megatron_rl/noise.py").read_text() == SMALL["megatron_rl/noise.py"]
+    assert "| `seen` | `algorithm/noise.py` | a wrong factor | `test_small.py::test_one` |" in page.read_text()
+    assert (tree / "megatron_rl/algorithm/noise.py").read_text() == SMALL["megatron_rl/algorithm/noise.py"]
 
 
 def test_the_whole_suite_is_asked_about_a_survivor(tree: pathlib.Path, capsys) -> None:
@@ -116,9 +116,9 @@ def test_what_cannot_be_judged_is_said(tree: pathlib.Path, capsys) -> None:
         (fault("known", "y = 3 * x", "::test_one"), ["--only", "unknown"], 2, "--only unknown names no mutant"),
     ):
         assert check_mutants.main(only, mutants=[mutant], root=tree) == code and words in capsys.readouterr().err
-    (tree / "megatron_rl/noise.py").write_text("def double(x):\n    return 2 * x\n")
+    (tree / "megatron_rl/algorithm/noise.py").write_text("def double(x):\n    return 2 * x\n")
     assert check_mutants.main([], mutants=[fault("gone", "y = 3 * x", "::test_one")], root=tree) == 1
-    assert "gone: the line occurs 0 times in megatron_rl/noise.py" in capsys.readouterr().err
+    assert "gone: the line occurs 0 times in megatron_rl/algorithm/noise.py" in capsys.readouterr().err
 
 
 def test_tests_that_do_not_end_are_no_kill(tree: pathlib.Path) -> None:

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.folder import (
     verify,
     whole_checkpoints,
 )
-from megatron_rl.types import CheckpointError
+from megatron_rl.errors import CheckpointError
 
 FILES = {".metadata": b"plans", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"tensors" * 99, "state.json": b'{"rollouts": 4}\n'}
 

@@ -54,15 +54,15 @@ class Recording:
 
 def save_and_load(rank: int, world: int, root: str, family: str, *given: str) -> tuple[list, list]:
     """What ``.metadata`` and the other ranks' plans name, in a save after a step and a load."""
-    from megatron_rl.checkpoint import policy
+    from megatron_rl.checkpoint import model_state
     from tests.distributed.test_checkpoint import SHARDED, open_like, sizes, take_steps
 
     between = Recording(PlanUnpickler)
     with open_like((*sizes(1, 1), *SHARDED, *given), family) as rig:
         take_steps(rig, 1)
-        path = policy.save(rig.backend, pathlib.Path(root), 1, {"state.json": "{}"}).finish()
+        path = model_state.save(rig.backend, pathlib.Path(root), 1, {"state.json": "{}"}).finish()
         on_disk = Recording(MetadataUnpickler)
-        policy.load(rig.backend, path, policy.numbers(rig.backend), policy.identity(rig.backend))
+        model_state.load(rig.backend, path, model_state.numbers(rig.backend), model_state.identity(rig.backend))
     return on_disk.end(), between.end()
 
 
@@ -129,12 +129,12 @@ def test_what_is_no_pickle_is_refused(tmp_path, content):
 def load_poisoned(rank: int, world: int, root: str, ran: str) -> str:
     """A checkpoint whose metadata, of allowed classes alone, says that a weight is an object, and whose object is a call. The object's
     entry has the weight's size, which Megatron-Core compares first. Without ``guarded`` the call runs (0.16.1)."""
-    from megatron_rl.checkpoint import policy
+    from megatron_rl.checkpoint import model_state
     from tests.distributed.test_checkpoint import PLAIN, open_like, sizes
 
     with open_like((*sizes(1, 1), *PLAIN), "llama") as rig:
-        path = policy.save(rig.backend, pathlib.Path(root), 1, {}).finish()
-        kept, model = policy.numbers(rig.backend), policy.identity(rig.backend)
+        path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
         with (path / ".metadata").open("rb") as file:
             metadata = pickle.load(file)
         torch.save(Planted(pathlib.Path(ran)), path / "planted.distcp")
@@ -147,7 +147,7 @@ def load_poisoned(rank: int, world: int, root: str, ran: str) -> str:
         check_pickle(path / ".metadata")
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         try:
-            policy.load(rig.backend, path, kept, model)
+            model_state.load(rig.backend, path, kept, model)
         except Exception as error:  # noqa: BLE001 (the test looks at it)
             return f"{type(error).__name__}: {error}"
         finally:

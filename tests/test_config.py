@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from megatron_rl.config import Config, config_to_yaml, load_config
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -112,7 +112,7 @@ def test_the_documentation_lists_every_key_and_no_other():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_a_valid_config(path):
-    from megatron_rl.signal import signal_rule
+    from megatron_rl.algorithm.signal import signal_rule
 
     config = load_config(path)
     signal_rule(config)

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.conversation import Observations, check_messages
-from megatron_rl.types import ConfigError
+from megatron_rl.data.chat import Observations, check_messages
+from megatron_rl.errors import ConfigError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

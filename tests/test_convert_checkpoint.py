@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoint import convert
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
-from megatron_rl.types import ConfigError
-from megatron_rl.weights import convert
+from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from megatron_rl.errors import ConfigError
 from megatron_rl.weights.shards import Planned, ShardWriter
-from megatron_rl.weights.torch_dist import TorchDistReader, TorchDistWriter
 from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, tiny_config, tiny_model
 

@@ -1,4 +1,4 @@
-"""loss/correction.py: every mode against a loop over tokens, what a mask leaves of signal and of denominators, and what is refused."""
+"""algorithm/importance.py: every mode against a loop over tokens, what a mask leaves of signal and of denominators, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.algorithm.importance import correction_metrics, importance_weights
+from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CORRECTIONS, CorrectionConfig, load_config
-from megatron_rl.loss.correction import correction_metrics, importance_weights
-from megatron_rl.signal import has_signal
-from megatron_rl.types import Advantages, ConfigError, LossInputs
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Advantages, LossInputs
 from tests.reference import make_samples
 from tests.test_packing import run_pack
 

@@ -1,4 +1,4 @@
-"""cost.py: its invariants under Hypothesis, fits against what generated them, and the closed form against timeline.py's clock."""
+"""planning/cost.py: its invariants under Hypothesis, fits against what generated them, and the closed form against planning/timeline.py's clock."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.cost import MOST_MICROBATCHES, NUM_SUMS, CostFit, CostModel, StageCost, _nonnegative, measured, plan_seconds, prior
-from megatron_rl.plan import PlanRules, plan_steps
-from megatron_rl.timeline import simulate
+from megatron_rl.planning.cost import (
+    MOST_MICROBATCHES,
+    NUM_SUMS,
+    CostFit,
+    CostModel,
+    StageCost,
+    _nonnegative,
+    measured,
+    plan_seconds,
+    prior,
+)
+from megatron_rl.planning.plan import PlanRules, plan_steps
+from megatron_rl.planning.timeline import simulate
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 PRIOR = prior(stages=2, virtual=1, overhead_tokens=256, square_share=1e-3, head_layers=1.5, layers_per_stage=6.0)

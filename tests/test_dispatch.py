@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.dispatch import Dispatched, dispatch
-from megatron_rl.rollout.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
-from megatron_rl.types import EngineError
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.vllm.dispatch import Dispatched, dispatch
+from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from tests.patience import HANG_S, patient
 
 LONG_S = patient(10 * HANG_S)  # a deadline that nothing here meets

@@ -138,12 +138,12 @@ def test_requirements_are_those_of_setup_py() -> None:
     assert f"megatron-core>={doctor.REQUIRED['megatron-core']},<{doctor.MEGATRON_BELOW}" in (ROOT / "setup.py").read_text()
 
 
-@pytest.mark.parametrize("file", ["doctor.py", "versions.py"])
+@pytest.mark.parametrize("file", ["doctor.py", "distributed/versions.py"])
 def test_only_the_standard_library_is_imported_at_module_level(file: str) -> None:
     tree = ast.parse((ROOT / "megatron_rl" / file).read_text())
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in names - {"megatron_rl.versions"}} <= set(sys.stdlib_module_names)
+    assert {name.split(".")[0] for name in names - {"megatron_rl.distributed.versions"}} <= set(sys.stdlib_module_names)
 
 
 # ------------------------------------------------------------- the real command, on breakage planted ahead of site-packages
@@ -252,7 +252,7 @@ def test_a_release_of_megatron_core_outside_the_range_stops_the_start(tmp_path: 
     planted = plant(tmp_path / "planted", packages={}, metadata={"megatron-core": version})
     (tmp_path / "config.json").write_text("{}")
     trainer = ["-m", "megatron_rl.train", f"model.hf_path={tmp_path}", "reward.functions=[arithmetic]"]
-    command = trainer if entry == "trainer" else ["-c", "import megatron_rl.backend"]
+    command = trainer if entry == "trainer" else ["-c", "import megatron_rl.backend.backend"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(planted), str(pathlib.Path(__file__).parents[1])])}
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=patient(600), check=False, cwd=tmp_path

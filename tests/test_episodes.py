@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import EnvironmentConfig, load_config
-from megatron_rl.conversation import Observations
+from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
+from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.episodes import Episodes, with_episodes
-from megatron_rl.types import ConfigError, EpisodeError, Prompt, Rollout
+from megatron_rl.rollout.multi_turn import Episodes, with_episodes
+from megatron_rl.types import Prompt, Rollout
 from tests.patience import HANG_S, patient
 from tests.test_conversation import CHATML, STRICT, tokenizer_of
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron_rl.config import EnvironmentConfig, RolloutConfig
-from megatron_rl.conversation import Observations
+from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
-from megatron_rl.rollout.episodes import Episodes
-from megatron_rl.rollout.producer import Group, to_sample
-from megatron_rl.rollout.saved import SavedGroup, pack_groups, unpack_groups
+from megatron_rl.rollout.multi_turn import Episodes
+from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.worker import Group, to_sample
 from megatron_rl.types import Prompt, Rollout, Score
 from tests.test_transformers_engine import TEMPERATURE, VOCAB, _model, _tokenizer
 

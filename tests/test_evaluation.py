@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import load_config
-from megatron_rl.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
-from megatron_rl.prompts import PromptSource
-from megatron_rl.rollout.producer import Job
-from megatron_rl.types import ConfigError, Prompt, Rollout, Score
+from megatron_rl.data.prompt_dataset import PromptSource
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.worker import Job
+from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
+from megatron_rl.types import Prompt, Rollout, Score
 from tests.test_transformers_engine import _tokenizer
 
 

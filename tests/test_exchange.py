@@ -1,4 +1,4 @@
-"""Checks exchange.py without a world: which ranks need which rows, and that a row comes off the wire as it was put on it."""
+"""Checks backend/batch_exchange.py without a world: which ranks need which rows, and that a row comes off the wire as it was put on it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_rl.exchange import _decode, _encode, _row_words, needed_rows
-from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
-from megatron_rl.topology import Topology
+from megatron_rl.backend.batch_exchange import _decode, _encode, _row_words, needed_rows
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.types import BatchFacts, Sample
 
 ONE = {field.name: None if field.name.endswith("_group") else int(field.name.endswith("_size")) for field in dataclasses.fields(Topology)}

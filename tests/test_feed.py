@@ -1,4 +1,4 @@
-"""Checks feed.py and intake.py without a world: the age of groups, which are replayed, and which log-probs are known already."""
+"""Checks rollout/queue.py and rollout/training_batch.py without a world: the age of groups, which are replayed, and which log-probs are known already."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.backend import LogProbs
+from megatron_rl.backend.backend import LogProbs
 from megatron_rl.config import load_config
-from megatron_rl.feed import Feed
-from megatron_rl.intake import Passed, Scored, merge_passes
-from megatron_rl.rollout.producer import Group
-from megatron_rl.rollout.replay import Entry
+from megatron_rl.rollout.queue import Feed
+from megatron_rl.rollout.replay_buffer import Entry
+from megatron_rl.rollout.training_batch import Passed, Scored, merge_passes
+from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 
 SAMPLES = 2

@@ -1,4 +1,4 @@
-"""gae.py: every invariant under Hypothesis; the recursion against a sum per token written from the paper; whitening against numpy."""
+"""algorithm/gae.py: every invariant under Hypothesis; the recursion against a sum per token written from the paper; whitening against numpy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl import gae
-from megatron_rl.gae import generalised_advantages, token_rewards, whiten_tokens
+from megatron_rl.algorithm import gae
+from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whiten_tokens
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -66,7 +66,7 @@ def naive_advantages(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_invariants(case: Case) -> None:
-    """Every numbered invariant of gae.py on one batch; 7 and 8 have tests of their own below."""
+    """Every numbered invariant of algorithm/gae.py on one batch; 7 and 8 have tests of their own below."""
     advantages, returns = case.run()
     mask = case.mask
     assert np.array_equal(advantages[~mask], np.zeros((~mask).sum())) and np.array_equal(returns[~mask], np.zeros((~mask).sum()))  # 1

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import load_config
-from megatron_rl.metrics import read_metrics
+from megatron_rl.observability.metrics import read_metrics
 from tests.distributed.environment import worker_environment
 from tests.patience import patient
 

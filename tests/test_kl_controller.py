@@ -1,4 +1,4 @@
-"""loss/kl_controller.py against its recursion, one update at a time."""
+"""algorithm/kl_controller.py against its recursion, one update at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_rl.loss.kl_controller import KLCoefficient
+from megatron_rl.algorithm.kl_controller import KLCoefficient
 
 
 def naive_coefficient(value: float, target: float, horizon: int, measured: list[tuple[float, int]]) -> float:

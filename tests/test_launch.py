@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
-from megatron_rl.child import RANK_VARIABLES
 from megatron_rl.config import Config, load_config
-from megatron_rl.rollout import launch
-from megatron_rl.rollout.launch import Place, Seat, engine_arguments, place_of, shares_device
-from megatron_rl.rollout.process_replica import engine_environment
-from megatron_rl.types import ConfigError
+from megatron_rl.distributed.child_process import RANK_VARIABLES
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout import build
+from megatron_rl.rollout.build import Place, Seat, engine_arguments, place_of, shares_device
+from megatron_rl.rollout.vllm.process_replica import engine_environment
 
 CPU = torch.device("cpu")
 
@@ -158,18 +158,18 @@ def test_a_setting_that_cannot_work_is_refused(overrides, words):
 
 def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
     with pytest.raises(ConfigError, match="weight_sync.channel=cuda_ipc needs engines of the run's own.*this run is on cpu"):
-        launch._channel(config_of("weight_sync.channel=cuda_ipc"), CPU)
-    assert launch._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
-    assert launch._channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
+        build._channel(config_of("weight_sync.channel=cuda_ipc"), CPU)
+    assert build._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
+    assert build._channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
     here, elsewhere = ('rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000"))
-    assert launch._channel(config_of(here), CPU) == "shared_memory" and launch._channel(config_of(elsewhere), CPU) == "broadcast"
+    assert build._channel(config_of(here), CPU) == "shared_memory" and build._channel(config_of(elsewhere), CPU) == "broadcast"
 
 
 def test_without_vllm_an_engine_of_ones_own_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     seat = Seat(rank=0, world_size=1, local_rank=0, local_world_size=1)
     with pytest.raises(ConfigError, match="not installed here; pip install 'megatron_rl\\[vllm\\]'.*rollout.servers"):
-        launch._process(config_of(), seat, CPU)
+        build._process(config_of(), seat, CPU)
 
 
 def test_sleeping_needs_a_shared_gpu():
@@ -185,7 +185,7 @@ def test_the_cores_counted_are_those_that_this_process_may_use():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert launch.usable_cores() == 1
+        assert build.usable_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
-    assert launch.usable_cores() == len(before)
+    assert build.usable_cores() == len(before)

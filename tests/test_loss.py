@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl.algorithm.kl import kl_per_token
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.policy_loss import cispo, dro, gspo, importance_sampling, policy_term, ppo, reinforce
+from megatron_rl.algorithm.sft_loss import cross_entropy
 from megatron_rl.config import POLICIES, LossConfig
-from megatron_rl.loss.cross_entropy import cross_entropy
-from megatron_rl.loss.kl import kl_per_token
-from megatron_rl.loss.objective import Objective
-from megatron_rl.loss.policy import cispo, dro, gspo, importance_sampling, policy_term, ppo, reinforce
 
 # Both sides run in double; what differs is the order of a few operations on numbers below 100.
 DOUBLE = {"rtol": 1e-12, "atol": 1e-13}
@@ -161,7 +161,7 @@ def test_zero_advantage_gives_exactly_zero_gradient(name: str, dtype: torch.dtyp
 
 
 def test_dro_trains_at_zero_advantage() -> None:
-    """The reason why signal.py refuses it under skip.mode=exact."""
+    """The reason why algorithm/signal.py refuses it under skip.mode=exact."""
     _, gradient = run_term(CONFIGS["dro"], make_tokens(), advantages=torch.zeros(60, dtype=torch.float64))
     assert (gradient != 0).all()
 

@@ -1,4 +1,4 @@
-"""metrics.py: sums are divided last, rows survive the file and back, nothing of an earlier run is lost."""
+"""observability/metrics.py: sums are divided last, rows survive the file and back, nothing of an earlier run is lost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import MetricsConfig
-from megatron_rl.metrics import MetricsWriter, add_sums, divide, duration, read_metrics, skip_metrics, step_metrics, summarize
-from megatron_rl.types import BatchFacts, ConfigError, MiniBatchPlan, StepKind, StepResult
+from megatron_rl.errors import ConfigError
+from megatron_rl.observability.metrics import (
+    MetricsWriter,
+    add_sums,
+    divide,
+    duration,
+    read_metrics,
+    skip_metrics,
+    step_metrics,
+    summarize,
+)
+from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind, StepResult
 
 OFF = MetricsConfig(progress=False)
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import LoraConfig, load_config
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.build import model_shape
-from megatron_rl.types import ConfigError
 from tests.adapted import adapt
 from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
 

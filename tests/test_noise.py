@@ -1,4 +1,4 @@
-"""noise.py: every invariant under Hypothesis, the distribution, and a run whose first steps have noise, on several layouts."""
+"""algorithm/noise.py: every invariant under Hypothesis, the distribution, and a run whose first steps have noise, on several layouts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.algorithm.noise import standard_normal, with_noise
 from megatron_rl.config import load_config
-from megatron_rl.noise import standard_normal, with_noise
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
@@ -21,7 +21,7 @@ HIGHEST = 8.3  # of 52 random bits: the inverse at 2^-53 is −8.21
 
 
 def assert_invariants(advantages: np.ndarray, signal: np.ndarray, ids: list[str], std: float, seed: int) -> None:
-    """Every numbered invariant of noise.py on one batch."""
+    """Every numbered invariant of algorithm/noise.py on one batch."""
     given_advantages = advantages.copy()
     found = with_noise(advantages, signal, ids, std=std, seed=seed)
 

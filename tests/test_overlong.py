@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.advantage import reduction_weights
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import load_config
-from megatron_rl.intake import Scored, plain_advantages, reward_metrics
-from megatron_rl.relations import check_overlong
+from megatron_rl.errors import ConfigError
 from megatron_rl.reward.overlong import overlong_shape
-from megatron_rl.rollout.producer import Group
-from megatron_rl.signal import has_signal
-from megatron_rl.types import BatchFacts, ConfigError, Prompt, Rollout, Score
+from megatron_rl.rollout.training_batch import Scored, plain_advantages, reward_metrics
+from megatron_rl.rollout.worker import Group
+from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
+from megatron_rl.validate import check_overlong
 from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
 
 SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)

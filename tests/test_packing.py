@@ -1,4 +1,4 @@
-"""packing.py and model/attention.py: sequences laid end to end see nothing of another, and each loss token is where it says."""
+"""backend/packing.py and model/attention.py: sequences laid end to end see nothing of another, and each loss token is where it says."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.backend.packing import PackedAhead, pack_microbatch
 from megatron_rl.model import attention
 from megatron_rl.model.attention import ContextShard, PackedSequences, TorchAttention, context_positions, pack
-from megatron_rl.packing import PackedAhead, pack_microbatch
 from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 from tests.reference import make_samples
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
+from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS
-from megatron_rl.optimizer import REFUSED_OPTIMIZER_FIELDS
-from megatron_rl.passthrough import resolve_fields
-from megatron_rl.types import ConfigError
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip

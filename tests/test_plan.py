@@ -1,4 +1,4 @@
-"""plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches against brute force."""
+"""planning/plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches against brute force."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import load_config
-from megatron_rl.cost import CostModel, StageCost
-from megatron_rl.plan import PlanRules, _balance, padded_lengths, plan_rules, plan_steps, split_mini_batches
-from megatron_rl.timeline import simulate
-from megatron_rl.types import ConfigError, MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.errors import ConfigError
+from megatron_rl.planning.cost import CostModel, StageCost
+from megatron_rl.planning.plan import PlanRules, _balance, padded_lengths, plan_rules, plan_steps, split_mini_batches
+from megatron_rl.planning.timeline import simulate
+from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
 
 
 def pipeline(stages: int, *, overhead: float = 256.0, square: float = 0.0, last: float = 1.0) -> CostModel:
@@ -105,7 +106,7 @@ def assert_lockstep(plan: MiniBatchPlan, rules: PlanRules, padded: np.ndarray) -
 
 
 def assert_invariants(plan: StepPlan, case: Case) -> None:
-    """Every numbered invariant of plan.py on one plan."""
+    """Every numbered invariant of planning/plan.py on one plan."""
     mini_batches, rules = case.mini_batches, case.rules
     if case.merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
@@ -319,7 +320,7 @@ def test_pipeline_takes_the_best_number_under_the_cap() -> None:
 
 
 def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
-    """The planner's order against the order of the samples, on timeline.py's clock: shorter in the mean on every pipeline."""
+    """The planner's order against the order of the samples, on planning/timeline.py's clock: shorter in the mean on every pipeline."""
     for stages, cap, spread in ((2, 4096, 0.6), (4, 4096, 0.6), (4, 2048, 0.9), (8, 2048, 0.6)):
         saved = []
         for seed in range(20):

@@ -1,11 +1,11 @@
-"""plan.py under lockstep: ranks that share experts run equally many micro-batches, by finer cuts first and fillers last."""
+"""planning/plan.py under lockstep: ranks that share experts run equally many micro-batches, by finer cuts first and fillers last."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron_rl.plan import PlanRules, padded_lengths, plan_steps
+from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
 from megatron_rl.types import MiniBatchPlan, StepKind
 from tests.test_plan import assert_lockstep
 

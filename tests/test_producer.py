@@ -17,14 +17,15 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.clock import Clock
 from megatron_rl.config import ProducerConfig, load_config
-from megatron_rl.feed import Feed
-from megatron_rl.generation import Generation
-from megatron_rl.rollout import producer as producer_module
+from megatron_rl.errors import EngineError
+from megatron_rl.observability.timer import Clock
+from megatron_rl.rollout import worker as producer_module
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.producer import Job, Producer
-from megatron_rl.types import EngineError, Prompt, Rollout, Score
+from megatron_rl.rollout.manager import Generation
+from megatron_rl.rollout.queue import Feed
+from megatron_rl.rollout.worker import Job, Producer
+from megatron_rl.types import Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
 
 SAMPLES, BOUND_S = 2, patient(10 * HANG_S)  # longer than any wait for an end

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.advantage import loss_inputs
+from megatron_rl.algorithm.advantage import loss_inputs
+from megatron_rl.algorithm.signal import has_signal, signal_rule
 from megatron_rl.config import REDUCTIONS, Config, load_config
-from megatron_rl.plan import PlanRules, plan_steps, split_mini_batches
-from megatron_rl.signal import has_signal, signal_rule
-from megatron_rl.steps import steps_per_rollout
-from megatron_rl.types import Advantages, BatchFacts, ConfigError, StepKind, StepPlan
+from megatron_rl.config.num_steps import steps_per_rollout
+from megatron_rl.errors import ConfigError
+from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
+from megatron_rl.types import Advantages, BatchFacts, StepKind, StepPlan
 from tests.reference import token_weight
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.

@@ -1,4 +1,4 @@
-"""progress.py: plain and sparse in a log, live on a terminal, silent where it is off."""
+"""observability/progress_bar.py: plain and sparse in a log, live on a terminal, silent where it is off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from megatron_rl.progress import Progress
+from megatron_rl.observability.progress_bar import Progress
 
 
 class Clock:

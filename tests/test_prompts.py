@@ -1,4 +1,4 @@
-"""prompts.py: what a bad dataset says, and that the order is a function of (seed, epoch) that can be resumed."""
+"""data/prompt_dataset.py: what a bad dataset says, and that the order is a function of (seed, epoch) that can be resumed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.prompts import PromptSource, load_rows
-from megatron_rl.types import ConfigError
+from megatron_rl.data.prompt_dataset import PromptSource, load_rows
+from megatron_rl.errors import ConfigError
 
 
 class LetterTokenizer:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config import Config, LossConfig, ReferenceConfig, check_reference, load_config
-from megatron_rl.loss.kl import kl_per_token
-from megatron_rl.loss.objective import Objective
-from megatron_rl.reference import Reference, penalty
-from megatron_rl.signal import coupling_terms, signal_rule
-from megatron_rl.types import CheckpointError, ConfigError, StepKind, StepResult
+from megatron_rl.algorithm.kl import kl_per_token, penalty
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.signal import coupling_terms, signal_rule
+from megatron_rl.config import Config, LossConfig, ReferenceConfig, load_config
+from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.trainer.reference_policy import Reference
+from megatron_rl.types import StepKind, StepResult
+from megatron_rl.validate import check_reference
 
 ADAPTIVE = ("loss.kl_coefficient=0.2", "reference.controller=adaptive", "reference.kl_target=0.1", "reference.kl_horizon=200")
 

@@ -1,4 +1,4 @@
-"""rollout/replay.py: every invariant under Hypothesis against a plain list that is sorted anew each time, and draws against their odds."""
+"""rollout/replay_buffer.py: every invariant under Hypothesis against a plain list that is sorted anew each time, and draws against their odds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import ReplayConfig
-from megatron_rl.rollout import replay
-from megatron_rl.rollout.replay import Entry, ReplayBuffer, group_scores
+from megatron_rl.rollout import replay_buffer
+from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
 from tests.patience import patient
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
@@ -103,7 +103,7 @@ def through_json(buffer: ReplayBuffer, config: ReplayConfig, seed: int) -> Repla
 
 
 def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, object]]) -> None:
-    """Every numbered invariant of replay.py, after each operation of a history."""
+    """Every numbered invariant of replay_buffer.py, after each operation of a history."""
     buffer, model = ReplayBuffer(config, seed), Model(config=config, seed=seed, held=[])
     for name, value in steps:
         before = buffer.entries
@@ -197,7 +197,7 @@ def test_the_next_of_a_draw_is_in_proportion_to_what_is_left() -> None:
 @pytest.mark.parametrize(("uniform", "key"), [(0.0, "a"), (0.5 - 2**-53, "a"), (0.5, "b"), (1 - 2**-53, "b")])
 def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key has its own end of the line and not the next one's; one that vanishes beside the others is not drawn before them."""
-    monkeypatch.setattr(replay, "_uniforms", lambda seed, rollout, count: [uniform] * count)
+    monkeypatch.setattr(replay_buffer, "_uniforms", lambda seed, rollout, count: [uniform] * count)
     buffer = ReplayBuffer(ReplayConfig(size=4), 0)
     buffer.add([Entry(key="a", score=1e300, version=0), Entry(key="b", score=1e300, version=0), Entry(key="c", score=5e-324, version=0)])
     drawn = buffer.draw(3, rollout=0)
@@ -319,7 +319,7 @@ def test_an_infinite_reward_reaches_the_error_that_names_its_group(bad: float) -
 
 def test_neither_file_needs_torch() -> None:
     code = (
-        "import sys, megatron_rl.rollout.replay, megatron_rl.rollout.reroll; print([m for m in ('torch', 'megatron') if m in sys.modules])"
+        "import sys, megatron_rl.rollout.replay_buffer, megatron_rl.rollout.reroll_buffer; print([m for m in ('torch', 'megatron') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True)
     assert done.stdout.strip() == "[]"

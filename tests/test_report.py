@@ -1,4 +1,4 @@
-"""report.py and plot.py: one self-contained page, well-formed, every series that the run has, a word on those it lacks."""
+"""observability/report.py and observability/svg.py: one self-contained page, well-formed, every series that the run has, a word on those it lacks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import MetricsConfig
-from megatron_rl.metrics import MetricsWriter
-from megatron_rl.plot import Frame, Series, line_plot, linear_axis, running_mean, short, ticks_between
-from megatron_rl.report import write_report
+from megatron_rl.observability.metrics import MetricsWriter
+from megatron_rl.observability.report import write_report
+from megatron_rl.observability.svg import Frame, Series, line_plot, linear_axis, running_mean, short, ticks_between
 from tests.patience import patient
 
 TITLES = (
@@ -206,7 +206,7 @@ def test_a_run_that_died_in_its_warmup(tmp_path):
 
 def test_command_line(tmp_path):
     write_run(tmp_path, num_steps=12)
-    command = [sys.executable, "-m", "megatron_rl.report"]
+    command = [sys.executable, "-m", "megatron_rl.observability.report"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=patient(600))
     assert done.returncode == 0 and (tmp_path / "report.html").exists(), done.stderr
     lost = subprocess.run([*command, str(tmp_path / "x")], capture_output=True, text=True, timeout=patient(600))

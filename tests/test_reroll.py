@@ -1,4 +1,4 @@
-"""rollout/reroll.py: every invariant under Hypothesis against a plain list, and failed groups against a loop."""
+"""rollout/reroll_buffer.py: every invariant under Hypothesis against a plain list, and failed groups against a loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import RerollConfig
-from megatron_rl.rollout.reroll import RerollBuffer, failed_groups
+from megatron_rl.rollout.reroll_buffer import RerollBuffer, failed_groups
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)

@@ -12,9 +12,10 @@ import pytest
 
 import megatron_rl.reward.math as math_module
 from megatron_rl.config import RewardConfig
+from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward import Reward
 from megatron_rl.reward.math import math_verify
-from megatron_rl.types import ConfigError, Prompt, RewardError, Rollout, Score
+from megatron_rl.types import Prompt, Rollout, Score
 from tests.patience import HANG_S, patient
 
 

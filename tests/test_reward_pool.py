@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_rl.config import RewardConfig
+from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward import pool as pool_module
-from megatron_rl.reward.messages import Inbox, encode, is_json
-from megatron_rl.types import ConfigError, RewardError, Rollout
+from megatron_rl.reward.wire import Inbox, encode, is_json
+from megatron_rl.types import Rollout
 from tests.patience import HANG_S, patient, until
 from tests.reward_rig import HERE, OnlyEndless, groups_of, is_alive, reward_of, totals
 

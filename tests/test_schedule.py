@@ -1,4 +1,4 @@
-"""Checks the measurements of schedule.py without a world, against loops over sequences, chunks and runs."""
+"""Checks the measurements of backend/schedule.py without a world, against loops over sequences, chunks and runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_rl.cost import NUM_SUMS
-from megatron_rl.packing import PackedMicroBatch
-from megatron_rl.schedule import StageLaps, _Run, measured_sums
+from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.backend.schedule import StageLaps, _Run, measured_sums
+from megatron_rl.planning.cost import NUM_SUMS
 
 
 def microbatch(*lengths: int) -> PackedMicroBatch:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
+from megatron_rl.cli import EXIT_CONFIG, EXIT_PREEMPTED
 from megatron_rl.config import load_config
-from megatron_rl.critic.bridge import holds_critic, local_policy_ranks
-from megatron_rl.train import EXIT_CONFIG, EXIT_PREEMPTED, main
-from megatron_rl.types import ConfigError
+from megatron_rl.critic.link import holds_critic, local_policy_ranks
+from megatron_rl.errors import ConfigError
+from megatron_rl.train import main
 from tests.distributed.nursery import Nursery
 from tests.distributed.test_ppo import PPO
 from tests.distributed.test_resume import SAVED, timeless, weights_of_last

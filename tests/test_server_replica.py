@@ -10,13 +10,13 @@ import threading
 import numpy as np
 import pytest
 
-from megatron_rl.rollout import server_replica
-from megatron_rl.rollout.dispatch import dispatch
+from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.replica import GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
-from megatron_rl.rollout.server_guard import Guard
-from megatron_rl.rollout.server_replica import ServerReplica
-from megatron_rl.types import ConfigError, EngineError
+from megatron_rl.rollout.vllm import server_replica
+from megatron_rl.rollout.vllm.auth_middleware import Guard
+from megatron_rl.rollout.vllm.dispatch import dispatch
+from megatron_rl.rollout.vllm.replica import GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.misbehaving_server import DESCRIPTION, FAULTS, Answer, fake_vllm, generate, in_turn, unused_port
 from tests.patience import HANG_S, patient, until
 
@@ -204,7 +204,7 @@ def test_nothing_listens_says_how_to_start_a_server():
     told = str(raised.value)
     assert f"http://127.0.0.1:{port} was not ready in 0.3 s" in told and "connection refused" in told
     command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model 'my model' --host 127.0.0.1"
-    assert f"{command} --port {port} --worker-extension-cls megatron_rl.weights.receiver.Receiver" in told
+    assert f"{command} --port {port} --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver" in told
 
 
 def other(**changes) -> dict:
@@ -222,7 +222,7 @@ START = {
     "no receiver": (
         {"collective_rpc": Answer(500, {"error": {"message": "Worker failed, no attribute 'describe'"}})},
         RequestRefused,
-        "cannot take weights .*--worker-extension-cls megatron_rl.weights.receiver.Receiver",
+        "cannot take weights .*--worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver",
     ),
     "workers differ": ({"collective_rpc": {"results": [DESCRIPTION, DESCRIPTION | {"vocab_size": 65}]}}, RequestRefused, "disagree"),
     "no results": ({"collective_rpc": {}}, ReplicaLost, "without 'results'"),

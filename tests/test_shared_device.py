@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import load_config
-from megatron_rl.generation import Generation
+from megatron_rl.rollout.colocation import SharedDevice, Turn
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.replica import ReplicaFacts, ReplicaLost
-from megatron_rl.rollout.shared_device import SharedDevice, Turn
-from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.manager import Generation
+from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost
+from megatron_rl.rollout.weight_sync.sender import WeightSync
 from megatron_rl.types import Prompt, Rollout, Score
-from megatron_rl.weights.sync import WeightSync
 
 PROMPTS = [Prompt(prompt_id=f"{index}@0", text="", token_ids=(5, 6), columns={}) for index in range(3)]
 TO_WEIGHTS = ["offload", "wake weights"]

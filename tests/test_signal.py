@@ -1,4 +1,4 @@
-"""signal.py: what may be dropped, and every setting under which dropping is not exact."""
+"""algorithm/signal.py: what may be dropped, and every setting under which dropping is not exact."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.policy_loss import policy_term
+from megatron_rl.algorithm.signal import (
+    COUPLING_FIELDS,
+    UNCOUNTED_FIELDS,
+    coupling_terms,
+    has_signal,
+    refuse_uncounted_losses,
+    signal_rule,
+)
 from megatron_rl.config import Config, LossConfig, MegatronConfig, SkipConfig
-from megatron_rl.loss.policy import policy_term
-from megatron_rl.signal import COUPLING_FIELDS, UNCOUNTED_FIELDS, coupling_terms, has_signal, refuse_uncounted_losses, signal_rule
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 from tests.test_advantage import make_facts
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -52,7 +59,7 @@ REFUSED = [
 
 
 def assert_invariants(values: np.ndarray, tokens: np.ndarray, epsilon: float) -> None:
-    """Every numbered invariant of signal.py; the fourth is ``test_exact_refuses``, over settings."""
+    """Every numbered invariant of algorithm/signal.py; the fourth is ``test_exact_refuses``, over settings."""
     found = has_signal(values, tokens, advantage_epsilon=epsilon)
     assert np.array_equal(found, has_signal(values.copy(), tokens.copy(), advantage_epsilon=epsilon))  # 1: of these alone
     assert np.array_equal(found, has_signal(-values, tokens, advantage_epsilon=epsilon))  # 1: not of a sign, so not of a sum
@@ -81,7 +88,7 @@ def test_every_coupling_field_is_tested() -> None:
 
 def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
     """A renamed field would let a coupled run pass; a default that couples must be one that model/build.py overrides."""
-    from megatron_rl import platform  # noqa: F401  (before megatron.core)
+    from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 
     from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -149,7 +156,7 @@ def test_neutral_values_of_uncounted_losses_are_accepted(name: str) -> None:
 
 def test_the_library_refuses_uncounted_losses_too() -> None:
     """A user of MegatronBackend alone passes no ``signal_rule``; nothing is joined or built before the refusal."""
-    from megatron_rl.backend import MegatronBackend
+    from megatron_rl.backend.backend import MegatronBackend
 
     with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01 is refused in every skip.mode"):
         MegatronBackend(make_config("off", transformer={"moe_aux_loss_coeff": 0.01}))

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl import train
+from megatron_rl import cli, train
 from megatron_rl.config import load_config
-from megatron_rl.cost import CostModel, StageCost
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import model_shape
-from megatron_rl.plan import plan_rules
-from megatron_rl.simulate.degrees import degrees_of, world_size
-from megatron_rl.simulate.forecast import Job, forecast
-from megatron_rl.simulate.machine import Costs, Machine, load_coefficients, machine_costs, stated_machine
-from megatron_rl.simulate.memory import kept_elements, stage_memory, stage_parameters
-from megatron_rl.simulate.picture import picture
-from megatron_rl.simulate.workload import Workload, append_trace, draw, read_trace
-from megatron_rl.types import ConfigError
+from megatron_rl.planning.cost import CostModel, StageCost
+from megatron_rl.planning.plan import plan_rules
+from megatron_rl.simulator.degrees import degrees_of, world_size
+from megatron_rl.simulator.forecast import Job, forecast
+from megatron_rl.simulator.machine import Costs, Machine, load_coefficients, machine_costs, stated_machine
+from megatron_rl.simulator.memory import kept_elements, stage_memory, stage_parameters
+from megatron_rl.simulator.picture import picture
+from megatron_rl.simulator.workload import Workload, append_trace, draw, read_trace
 from tests.distributed.rig import DEFAULTS, layers_of, open_rig, ragged_advantages
 from tests.patience import patient
 from tests.reference import tiny_config
@@ -364,7 +364,7 @@ def test_a_dry_run_of_training_joins_nothing(arguments, capsys, monkeypatch) -> 
 def test_what_cannot_work_is_said_as_training_says_it(arguments, more, message, capsys, monkeypatch) -> None:
     for name in ("WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
         monkeypatch.delenv(name, raising=False)
-    assert train.main([*arguments, "--dry-run", *more]) == train.EXIT_CONFIG
+    assert train.main([*arguments, "--dry-run", *more]) == cli.EXIT_CONFIG
     assert message in capsys.readouterr().err
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.rollout.server_command import example, server_command, server_environment
-from megatron_rl.rollout.supervisor import check_exposure, is_loopback, split_devices, visible_devices
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.vllm.server_command import example, server_command, server_environment
+from megatron_rl.rollout.vllm.supervisor import check_exposure, is_loopback, split_devices, visible_devices
 from tests.misbehaving_server import unused_port
 from tests.patience import HANG_S, patient, until
 

@@ -1,4 +1,4 @@
-"""timeline.py: its invariants under Hypothesis, an independent longest-path reference, and Megatron-Core's own tables."""
+"""planning/timeline.py: its invariants under Hypothesis, an independent longest-path reference, and Megatron-Core's own tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.timeline import Timeline, rank_order, schedule_table, simulate, warmup_forwards
+from megatron_rl.planning.timeline import Timeline, rank_order, schedule_table, simulate, warmup_forwards
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
@@ -80,7 +80,7 @@ def test_equal_times_take_what_the_paper_says(layout, forward, backward) -> None
 
 
 def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: int) -> float:
-    """The longest path through a graph that is written down from the schedule's words, not from timeline.py's loop."""
+    """The longest path through a graph that is written down from the schedule's words, not from planning/timeline.py's loop."""
     stages, microbatches = forward_s.shape
     virtual = stages // pipeline
     before: dict[tuple, tuple] = {}
@@ -122,7 +122,7 @@ def test_makespan_equals_the_longest_path(layout, seed) -> None:
 def test_tables_are_megatrons() -> None:
     """schedule_table and warmup_forwards against the installed Megatron-Core's own functions."""
 
-    import megatron_rl.platform  # noqa: F401 (presents the host before Megatron-Core is imported)
+    import megatron_rl.distributed.platform  # noqa: F401 (presents the host before Megatron-Core is imported)
 
     from megatron.core.pipeline_parallel import schedules  # isort: skip
 

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import DataConfig
-from megatron_rl.prompts import PromptSource, load_rows
-from megatron_rl.types import ConfigError
+from megatron_rl.data.prompt_dataset import PromptSource, load_rows
+from megatron_rl.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

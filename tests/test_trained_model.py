@@ -1,4 +1,4 @@
-"""Checks trained_model.py without a model: which plans merge, and which measurements reach the fitted costs."""
+"""Checks backend/trainable_model.py without a model: which plans merge, and which measurements reach the fitted costs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.backend.optimizer import StepOutcome
+from megatron_rl.backend.schedule import StageLaps
+from megatron_rl.backend.trainable_model import Batch, TrainedModel
 from megatron_rl.config import load_config
-from megatron_rl.cost import NUM_SUMS, CostFit, CostModel, StageCost
-from megatron_rl.optimizer import StepOutcome
-from megatron_rl.plan import PlanRules
-from megatron_rl.schedule import StageLaps
-from megatron_rl.trained_model import Batch, TrainedModel
+from megatron_rl.planning.cost import NUM_SUMS, CostFit, CostModel, StageCost
+from megatron_rl.planning.plan import PlanRules
 from megatron_rl.types import StepKind
 from tests.test_advantage import make_facts
 

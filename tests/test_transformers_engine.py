@@ -23,9 +23,10 @@ from transformers import (
 )
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import sample_seed
 from megatron_rl.rollout.transformers_engine import TransformersEngine, _draw
-from megatron_rl.types import ConfigError, Prompt
+from megatron_rl.types import Prompt
 
 VOCAB = ["<eos>", "<pad>", *"0123456789+-=*/ abcd"]
 EOS = 0

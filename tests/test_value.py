@@ -1,11 +1,11 @@
-"""loss/value.py against its equation, token by token and case by case, in double precision."""
+"""algorithm/value_loss.py against its equation, token by token and case by case, in double precision."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_rl.loss.value import value_loss
+from megatron_rl.algorithm.value_loss import value_loss
 
 # Both sides in double; what differs is the order of a few operations on numbers below 100.
 DOUBLE = {"rtol": 1e-12, "atol": 1e-13}

@@ -44,7 +44,7 @@ from verify_topology_thin import (
 from verify_topology_verdict import judge
 
 from megatron_rl.config import load_config
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 OVERLAPS = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
 SP = ("parallel.tensor=2", "parallel.sequence_parallel=true")

@@ -1,4 +1,4 @@
-"""Checks weights/sync.py over shared memory, with engines that read each bucket late: every tensor arrives bit by bit, or no version."""
+"""Checks rollout/weight_sync/sender.py over shared memory, with engines that read each bucket late: every tensor arrives bit by bit, or no version."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.replica import WeightReceipt
-from megatron_rl.weights.channel import Tally
+from megatron_rl.rollout.vllm.replica import WeightReceipt
+from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.transport import Tally
 from megatron_rl.weights.checksum import Checksum
-from megatron_rl.weights.sync import WeightSync
 
 VERSION = 7
 

@@ -122,7 +122,7 @@ def group_size(completions, **columns):
 
 
 def rank_variables(completions, **columns):
-    from megatron_rl.child import RANK_VARIABLES
+    from megatron_rl.distributed.child_process import RANK_VARIABLES
 
     return [float(sum(name in os.environ for name in RANK_VARIABLES))] * len(completions)
 

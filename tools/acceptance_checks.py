@@ -20,14 +20,14 @@ from acceptance_cells import HIDDEN, LAYERS, Cell
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/reference.py
 
-from megatron_rl import topology
-from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import MegatronBackend
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import load_config
-from megatron_rl.exchange import gather_json
-from megatron_rl.platform import HOST
-from megatron_rl.signal import has_signal
-from megatron_rl.trained_model import Batch
+from megatron_rl.distributed import topology
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
 from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan
 from megatron_rl.weights.export import export_weights
 from tests.reference import make_samples, reference_gradient, reference_logprobs, relative_error, tiny_model

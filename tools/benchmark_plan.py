@@ -16,8 +16,8 @@ import time
 
 import numpy as np
 
-from megatron_rl.cost import prior
-from megatron_rl.plan import PlanRules, plan_steps
+from megatron_rl.planning.cost import prior
+from megatron_rl.planning.plan import PlanRules, plan_steps
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

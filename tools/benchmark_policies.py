@@ -99,7 +99,7 @@ def make_rollouts(backend, given: argparse.Namespace, share: float) -> list:
     import benchmark_policies_run as run
     import numpy as np
 
-    from megatron_rl.plan import split_mini_batches
+    from megatron_rl.planning.plan import split_mini_batches
 
     count = given.groups * given.group_size
     members = split_mini_batches(np.arange(count), count // given.mini_batches)

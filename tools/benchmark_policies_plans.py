@@ -36,7 +36,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_rl.plan import PlanRules, padded_lengths, plan_steps
+from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
 from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
 
 Policy = Callable[[list[np.ndarray], np.ndarray, np.ndarray, PlanRules], StepPlan]

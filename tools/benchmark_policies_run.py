@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from benchmark_policies_plans import POLICIES
 
-from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import MegatronBackend
-from megatron_rl.cost import plan_seconds
-from megatron_rl.exchange import gather_json
-from megatron_rl.plan import PlanRules, padded_lengths
-from megatron_rl.signal import has_signal
-from megatron_rl.trained_model import Batch
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.planning.cost import plan_seconds
+from megatron_rl.planning.plan import PlanRules, padded_lengths
 from megatron_rl.types import LossInputs, StepKind, StepPlan
 
 REDUCTION = "token_mean"

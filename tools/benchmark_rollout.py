@@ -71,7 +71,7 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
     from transformers import AutoConfig, AutoTokenizer
 
     from megatron_rl.config import load_config
-    from megatron_rl.rollout.launch import Seat, build_engine, place_of
+    from megatron_rl.rollout.build import Seat, build_engine, place_of
 
     config = load_config(None, [
         f"model.hf_path={model}", f"rollout.engine={kind}", f"data.max_prompt_tokens={given.prompt_tokens}",
@@ -96,7 +96,7 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
 def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path) -> list[dict]:
     import torch
 
-    from megatron_rl.weights.sync import WeightSync
+    from megatron_rl.rollout.weight_sync.sender import WeightSync
 
     engine, weights = open_engine(given, model, folder, "vllm")
     rows = []

@@ -5,13 +5,13 @@
 
 The update phase runs from zeroing the gradients to the end of the parameter gather; the whole phase has the pass for old log-probs before
 it. The ideal is dense tokens over surviving tokens; the planned ideal is what the dense plan takes over what the skip's plan takes when a
-micro-batch costs nothing but its tokens, on timeline.py's clock: the pipeline's bubble and uneven ranks are in both, its fixed costs in
+micro-batch costs nothing but its tokens, on planning/timeline.py's clock: the pipeline's bubble and uneven ranks are in both, its fixed costs in
 neither. The fixed part f is the optimizer step (reduction, norm, AdamW, gather) over the dense update: with it no skip can pass
 ideal / (1 + f · (ideal − 1)), which at 75 % is a share of 1 / (1 + 3f). At 100 % there is no ideal: the ghost step is set against an
 optimizer step. The spread is the standard deviation of measured over predicted seconds, over their mean, among batches and repeats; on
 the virtual clock also among micro-batches.
 
-With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are measured and laid on timeline.py's
+With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are measured and laid on planning/timeline.py's
 clock, and no optimizer step runs.
 """
 
@@ -70,7 +70,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def build_backend(given: argparse.Namespace):
     from transformers import AutoConfig, Qwen2Config
 
-    from megatron_rl.backend import MegatronBackend
+    from megatron_rl.backend.backend import MegatronBackend
     from megatron_rl.config import load_config
 
     hf_config = (
@@ -125,7 +125,7 @@ def update(backend, batch, mini_batch, fingerprint: bytes, inputs) -> tuple[floa
     """Seconds of one whole update, and of its optimizer step."""
     import torch.distributed as dist
 
-    from megatron_rl.platform import HOST
+    from megatron_rl.distributed.platform import HOST
 
     dist.barrier()
     HOST.synchronize()
@@ -146,7 +146,7 @@ def logprob_pass(backend, batch, plan) -> float:
     """Seconds of the pass for old log-probs."""
     import torch.distributed as dist
 
-    from megatron_rl.platform import HOST
+    from megatron_rl.distributed.platform import HOST
 
     dist.barrier()
     HOST.synchronize()
@@ -172,8 +172,8 @@ class Case:
 
 
 def make_case(backend, batch, share: float, given: argparse.Namespace) -> Case:
-    from megatron_rl.advantage import reduction_weights
-    from megatron_rl.signal import has_signal
+    from megatron_rl.algorithm.advantage import reduction_weights
+    from megatron_rl.algorithm.signal import has_signal
     from megatron_rl.types import LossInputs
 
     values = make_advantages(share, given)
@@ -242,7 +242,7 @@ def calibrate(backend, batches: list, given: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
-    from megatron_rl import schedule
+    from megatron_rl.backend import schedule
 
     if given.virtual_clock:
         schedule.HOST_CLOCK = time.thread_time  # autograd's backward runs in the thread that called it, on the CPU

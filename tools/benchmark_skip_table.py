@@ -1,4 +1,4 @@
-"""What benchmark_skip.py makes of its measurements: predicted times on timeline.py's clock, shares of the ideals, the table."""
+"""What benchmark_skip.py makes of its measurements: predicted times on planning/timeline.py's clock, shares of the ideals, the table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import statistics
 import numpy as np
 import torch
 
-from megatron_rl.cost import CostModel
-from megatron_rl.plan import padded_lengths
-from megatron_rl.timeline import simulate
+from megatron_rl.planning.cost import CostModel
+from megatron_rl.planning.plan import padded_lengths
+from megatron_rl.planning.timeline import simulate
 from megatron_rl.types import MiniBatchPlan
 
 

@@ -102,7 +102,7 @@ def build_backend(model, given: argparse.Namespace):
     """MegatronBackend over copies of the model's weights; --fault weight doubles one weight of its first norm."""
     import copy
 
-    from megatron_rl.backend import MegatronBackend
+    from megatron_rl.backend.backend import MegatronBackend
     from megatron_rl.config import load_config
     from megatron_rl.weights.fused import file_tensors
 
@@ -122,8 +122,8 @@ class OurUpdate:
     def __init__(self, backend, batch, values, *, fault: str | None):
         import numpy as np
 
-        from megatron_rl.advantage import reduction_weights
-        from megatron_rl.signal import has_signal
+        from megatron_rl.algorithm.advantage import reduction_weights
+        from megatron_rl.algorithm.signal import has_signal
         from megatron_rl.types import LossInputs
 
         self.backend, self.batch, self.rules = backend, batch, backend.rules

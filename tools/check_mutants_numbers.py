@@ -7,7 +7,7 @@ from check_mutants_table import Mutant
 ADVANTAGE = (
     Mutant(
         name="denominator-after-the-drop",
-        file="megatron_rl/advantage.py",
+        file="megatron_rl/algorithm/advantage.py",
         line='counted = members if config.loss.denominator == "original" or config.skip.mode == "off" else members[signal[members]]',
         becomes="counted = members[signal[members]]",
         fault="denominators are counted after the drop, whatever `loss.denominator` says",
@@ -15,7 +15,7 @@ ADVANTAGE = (
     ),
     Mutant(
         name="sequence-mean-counts-the-masked",
-        file="megatron_rl/advantage.py",
+        file="megatron_rl/algorithm/advantage.py",
         line="weights[present] = 1.0 / (samples * tokens[present])",
         becomes="weights[present] = 1.0 / (len(counted) * tokens[present])",
         fault="`sequence_mean` divides by samples without a loss token too",
@@ -23,7 +23,7 @@ ADVANTAGE = (
     ),
     Mutant(
         name="prompt-mean-counts-the-masked",
-        file="megatron_rl/advantage.py",
+        file="megatron_rl/algorithm/advantage.py",
         line="weights[present] = 1.0 / ((group_tokens > 0).sum() * group_tokens[index[present]])",
         becomes="weights[present] = 1.0 / (len(group_tokens) * group_tokens[index[present]])",
         fault="`prompt_mean` divides by prompts of other mini-batches and by masked ones too",
@@ -31,7 +31,7 @@ ADVANTAGE = (
     ),
     Mutant(
         name="gdpo-takes-the-excluded",
-        file="megatron_rl/advantage.py",
+        file="megatron_rl/algorithm/advantage.py",
         line="applied = seen.included & ~np.isnan(column)",
         becomes="applied = ~np.isnan(column)",
         fault="a sample taken out of its group stays in `gdpo`'s means",
@@ -39,7 +39,7 @@ ADVANTAGE = (
     ),
     Mutant(
         name="gae-dead-by-its-group",
-        file="megatron_rl/advantage.py",
+        file="megatron_rl/algorithm/advantage.py",
         line='if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):',
         becomes='if whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo"):',
         fault="under `gae` a group of equal rewards is taken for one without signal",
@@ -50,7 +50,7 @@ ADVANTAGE = (
 ESTIMATORS = (
     Mutant(
         name="grpo-biased-deviation",
-        file="megatron_rl/estimators.py",
+        file="megatron_rl/algorithm/estimators.py",
         line="spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts - 1, 1))[rewards.group] + epsilon",
         becomes="spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts, 1))[rewards.group] + epsilon",
         fault="`grpo` divides the squares by n, not n − 1",
@@ -58,7 +58,7 @@ ESTIMATORS = (
     ),
     Mutant(
         name="mean-over-the-excluded",
-        file="megatron_rl/estimators.py",
+        file="megatron_rl/algorithm/estimators.py",
         line="mean = rewards.per_group(values) / np.maximum(rewards.counts, 1)",
         becomes="mean = rewards.per_group(values) / np.maximum(np.bincount(rewards.group), 1)",
         fault="a group's mean counts excluded samples as rewards of 0",
@@ -66,7 +66,7 @@ ESTIMATORS = (
     ),
     Mutant(
         name="batch-std-over-the-excluded",
-        file="megatron_rl/estimators.py",
+        file="megatron_rl/algorithm/estimators.py",
         line="values = centred[rewards.included]",
         becomes="values = centred",
         fault="the batch's spread counts excluded samples as zeros",
@@ -74,7 +74,7 @@ ESTIMATORS = (
     ),
     Mutant(
         name="rloo-without-its-factor",
-        file="megatron_rl/estimators.py",
+        file="megatron_rl/algorithm/estimators.py",
         line="return np.where(count > 1, dr_grpo(rewards) * count / np.maximum(count - 1, 1), 0.0)",
         becomes="return np.where(count > 1, dr_grpo(rewards), 0.0)",
         fault="`rloo`'s baseline holds the sample itself",
@@ -82,7 +82,7 @@ ESTIMATORS = (
     ),
     Mutant(
         name="whitening-biased-deviation",
-        file="megatron_rl/estimators.py",
+        file="megatron_rl/algorithm/estimators.py",
         line="spread = np.sqrt((counted * (values - mean) ** 2).sum() / (total - 1)) + epsilon",
         becomes="spread = np.sqrt((counted * (values - mean) ** 2).sum() / total) + epsilon",
         fault="whitening divides the squares by n, not n − 1",
@@ -93,7 +93,7 @@ ESTIMATORS = (
 GAE = (
     Mutant(
         name="gae-runs-into-the-next-sample",
-        file="megatron_rl/gae.py",
+        file="megatron_rl/algorithm/gae.py",
         line="following[last[counts > 0]] = 0.0",
         becomes="",
         fault="a sample's last token is bootstrapped from the next sample's first value",
@@ -101,7 +101,7 @@ GAE = (
     ),
     Mutant(
         name="gae-lambda-without-gamma",
-        file="megatron_rl/gae.py",
+        file="megatron_rl/algorithm/gae.py",
         line="compact = _discounted_sums(rewards + gamma * following - baseline, counts, gamma * lam)",
         becomes="compact = _discounted_sums(rewards + gamma * following - baseline, counts, lam)",
         fault="the recursion decays by λ, not γλ",
@@ -109,7 +109,7 @@ GAE = (
     ),
     Mutant(
         name="kl-penalty-added",
-        file="megatron_rl/gae.py",
+        file="megatron_rl/algorithm/gae.py",
         line="rewards[places] = -np.asarray(token_penalties, dtype=np.float64)[places]",
         becomes="rewards[places] = np.asarray(token_penalties, dtype=np.float64)[places]",
         fault="the KL penalty of a token is a reward",
@@ -120,7 +120,7 @@ GAE = (
 LOSS = (
     Mutant(
         name="gspo-single-token",
-        file="megatron_rl/loss/policy.py",
+        file="megatron_rl/algorithm/policy_loss.py",
         line="mean = (total / count.clamp(min=1)).exp()[sequences]",
         becomes="mean = (total / count.clamp(min=2)).exp()[sequences]",
         fault="`gspo` takes a response of one token for one of two",
@@ -128,7 +128,7 @@ LOSS = (
     ),
     Mutant(
         name="clip-sides-swapped",
-        file="megatron_rl/loss/policy.py",
+        file="megatron_rl/algorithm/policy_loss.py",
         line="low, high = 1 - config.clip_low, 1 + config.clip_high",
         becomes="low, high = 1 - config.clip_high, 1 + config.clip_low",
         fault="`clip_low` bounds from above and `clip_high` from below",
@@ -136,7 +136,7 @@ LOSS = (
     ),
     Mutant(
         name="dual-clip-of-either-sign",
-        file="megatron_rl/loss/policy.py",
+        file="megatron_rl/algorithm/policy_loss.py",
         line="objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)",
         becomes="objective = torch.maximum(objective, floor)",
         fault="the dual clip bounds positive advantages too",
@@ -144,7 +144,7 @@ LOSS = (
     ),
     Mutant(
         name="cispo-differentiates-its-clip",
-        file="megatron_rl/loss/policy.py",
+        file="megatron_rl/algorithm/policy_loss.py",
         line="bounded = ratio.detach().clamp(low, high)",
         becomes="bounded = ratio.clamp(low, high)",
         fault="`cispo`'s clipped ratio carries gradient",
@@ -152,7 +152,7 @@ LOSS = (
     ),
     Mutant(
         name="kl-without-its-weight",
-        file="megatron_rl/loss/objective.py",
+        file="megatron_rl/algorithm/objective.py",
         line="loss = loss + coefficient * (tokens.weights * per_token).sum()",
         becomes="loss = loss + coefficient * per_token.sum()",
         fault="the KL in the loss is not weighted by the reduction",
@@ -160,7 +160,7 @@ LOSS = (
     ),
     Mutant(
         name="dro-against-the-trainer",
-        file="megatron_rl/loss/objective.py",
+        file="megatron_rl/algorithm/objective.py",
         line='behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro\'s quadratic is against μ (semantics §7)',
         becomes="behaviour = old",
         fault="`dro`'s quadratic is against π_old, not the engine's policy",
@@ -168,7 +168,7 @@ LOSS = (
     ),
     Mutant(
         name="unbiased-kl-ratio-detached",
-        file="megatron_rl/loss/kl.py",
+        file="megatron_rl/algorithm/kl.py",
         line="return (logprobs - old_logprobs).exp() * (d.exp() - d - 1)",
         becomes="return (logprobs - old_logprobs).detach().exp() * (d.exp() - d - 1)",
         fault="the ratio of the unbiased KL carries no gradient",
@@ -176,7 +176,7 @@ LOSS = (
     ),
     Mutant(
         name="kl-controller-one-sided",
-        file="megatron_rl/loss/kl_controller.py",
+        file="megatron_rl/algorithm/kl_controller.py",
         line="error = min(max(kl / self.target - 1.0, -0.2), 0.2)",
         becomes="error = min(kl / self.target - 1.0, 0.2)",
         fault="the controller's error is clipped from above alone",
@@ -184,7 +184,7 @@ LOSS = (
     ),
     Mutant(
         name="value-clip-takes-the-smaller",
-        file="megatron_rl/loss/value.py",
+        file="megatron_rl/algorithm/value_loss.py",
         line="return ValueTerm(loss=0.5 * (weights * torch.maximum(error, bounded)).sum(), clipped=(bounded > error).detach())",
         becomes="return ValueTerm(loss=0.5 * (weights * torch.minimum(error, bounded)).sum(), clipped=(bounded > error).detach())",
         fault="the critic takes the smaller of the two errors",
@@ -192,7 +192,7 @@ LOSS = (
     ),
     Mutant(
         name="correction-forgets-its-floor",
-        file="megatron_rl/loss/correction.py",
+        file="megatron_rl/algorithm/importance.py",
         line="outside = (ratio > config.cap) | (ratio < low)",
         becomes="outside = ratio > config.cap",
         fault="a mask keeps importance weights below its floor",
@@ -200,7 +200,7 @@ LOSS = (
     ),
     Mutant(
         name="geometric-mean-over-the-masked",
-        file="megatron_rl/loss/correction.py",
+        file="megatron_rl/algorithm/importance.py",
         line="mean = total / np.maximum(tokens, 1)",
         becomes="mean = total / response_tokens",
         fault="the geometric ratio's mean counts tokens without loss",
@@ -208,7 +208,7 @@ LOSS = (
     ),
     Mutant(
         name="off-policy-mask-wrong-sign",
-        file="megatron_rl/loss/correction.py",
+        file="megatron_rl/algorithm/importance.py",
         line="return (advantages < 0) & (-mean_gap > delta)",
         becomes="return (advantages < 0) & (mean_gap > delta)",
         fault="off-policy masking looks at the gap the other way round",
@@ -219,7 +219,7 @@ LOSS = (
 SIGNAL = (
     Mutant(
         name="signal-of-positive-advantages",
-        file="megatron_rl/signal.py",
+        file="megatron_rl/algorithm/signal.py",
         line="return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)",
         becomes="return (advantages > advantage_epsilon) & (loss_tokens > 0)",
         fault="samples with a negative advantage are dropped",
@@ -227,7 +227,7 @@ SIGNAL = (
     ),
     Mutant(
         name="skip-passes-under-kl-in-reward",
-        file="megatron_rl/signal.py",
+        file="megatron_rl/algorithm/signal.py",
         line="drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,",
         becomes="drops_logprob_passes=drops and config.skip.logprob_passes,",
         fault="log-prob passes drop samples whose advantages are made of these log-probs",
@@ -235,7 +235,7 @@ SIGNAL = (
     ),
     Mutant(
         name="negative-entropy-bonus-is-exact",
-        file="megatron_rl/signal.py",
+        file="megatron_rl/algorithm/signal.py",
         line="if config.loss.entropy_coefficient != 0:",
         becomes="if config.loss.entropy_coefficient > 0:",
         fault="a negative entropy coefficient is let through under `skip.mode=exact`",
@@ -246,7 +246,7 @@ SIGNAL = (
 NOISE = (
     Mutant(
         name="noise-on-the-dead",
-        file="megatron_rl/noise.py",
+        file="megatron_rl/algorithm/noise.py",
         line="for i in np.flatnonzero(signal):",
         becomes="for i in range(len(noisy)):",
         fault="noise brings back samples without signal",
@@ -254,7 +254,7 @@ NOISE = (
     ),
     Mutant(
         name="noise-in-place",
-        file="megatron_rl/noise.py",
+        file="megatron_rl/algorithm/noise.py",
         line="noisy = advantages.astype(np.float64)",
         becomes="noisy = np.asarray(advantages, dtype=np.float64)",
         fault="noise is written into the advantages that were given",
@@ -265,7 +265,7 @@ NOISE = (
 PLAN = (
     Mutant(
         name="plan-cap-one-too-large",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens for b in bins):",
         becomes="if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens + 1 for b in bins):",
         fault="a micro-batch may hold one token above the cap",
@@ -273,7 +273,7 @@ PLAN = (
     ),
     Mutant(
         name="cap-of-the-rules-one-too-large",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch,",
         becomes="data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch + 1,",
         fault="the planner is given one token more than `plan.max_tokens_per_microbatch`",
@@ -281,7 +281,7 @@ PLAN = (
     ),
     Mutant(
         name="long-sample-at-the-cap",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="above = members[padded[members] > rules.max_tokens]",
         becomes="above = members[padded[members] >= rules.max_tokens]",
         fault="a sample of exactly the cap's tokens is refused",
@@ -289,7 +289,7 @@ PLAN = (
     ),
     Mutant(
         name="pads-one-multiple-too-many",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="return -(-lengths // pad_multiple) * pad_multiple",
         becomes="return (lengths // pad_multiple + 1) * pad_multiple",
         fault="a length that is a multiple already is padded by another",
@@ -297,7 +297,7 @@ PLAN = (
     ),
     Mutant(
         name="filler-is-the-longest",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="shortest = run[[np.argmin(padded[run])]] if len(run) else run",
         becomes="shortest = run[[np.argmax(padded[run])]] if len(run) else run",
         fault="fillers run the longest sample",
@@ -305,7 +305,7 @@ PLAN = (
     ),
     Mutant(
         name="lockstep-of-the-shortest-rank",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], rules.lockstep_ranks)",
         becomes="return np.repeat([_rounded_up(most, rules) for most in counts.min(axis=1).tolist()], rules.lockstep_ranks)",
         fault="a block of ranks runs as few micro-batches as its least loaded one",
@@ -313,7 +313,7 @@ PLAN = (
     ),
     Mutant(
         name="fillers-train",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="filler = [i >= len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]",
         becomes="filler = [i > len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]",
         fault="a rank's first filler is trained as a sample of its own",
@@ -321,7 +321,7 @@ PLAN = (
     ),
     Mutant(
         name="plan-drops-without-leave",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="live = members[signal[members]] if drops else members",
         becomes="live = members[signal[members]]",
         fault="samples are dropped where nothing may be dropped",
@@ -329,7 +329,7 @@ PLAN = (
     ),
     Mutant(
         name="layers-of-all-stages",
-        file="megatron_rl/plan.py",
+        file="megatron_rl/planning/plan.py",
         line="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers / stages,",
         becomes="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers,",
         fault="the LM head's cost is weighed against the layers of every stage",
@@ -340,7 +340,7 @@ PLAN = (
 COST = (
     Mutant(
         name="bubble-without-chunks",
-        file="megatron_rl/cost.py",
+        file="megatron_rl/planning/cost.py",
         line="return float(totals[slowest] + (most.sum() - most[slowest]) / self.virtual)",
         becomes="return float(totals[slowest] + (most.sum() - most[slowest]))",
         fault="the bubble is not divided by the interleaved chunks",
@@ -348,7 +348,7 @@ COST = (
     ),
     Mutant(
         name="fit-never-forgets",
-        file="megatron_rl/cost.py",
+        file="megatron_rl/planning/cost.py",
         line="self.sums = self.forget * self.sums + step",
         becomes="self.sums = self.sums + step",
         fault="measurements of long ago weigh as much as the last ones",
@@ -356,7 +356,7 @@ COST = (
     ),
     Mutant(
         name="backward-for-nothing",
-        file="megatron_rl/cost.py",
+        file="megatron_rl/planning/cost.py",
         line="both = 1.0 + row[10] / max(row[9], 1e-300)",
         becomes="both = 1.0",
         fault="fitted costs leave the backward pass out",
@@ -364,7 +364,7 @@ COST = (
     ),
     Mutant(
         name="fitted-by-one-stage",
-        file="megatron_rl/cost.py",
+        file="megatron_rl/planning/cost.py",
         line="return bool((self.sums[:, 0] > 0).all())",
         becomes="return bool((self.sums[:, 0] > 0).any())",
         fault="a fit is believed before every stage was measured",
@@ -372,7 +372,7 @@ COST = (
     ),
     Mutant(
         name="head-of-one-layer",
-        file="megatron_rl/cost.py",
+        file="megatron_rl/planning/cost.py",
         line="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, square=square_share)",
         becomes="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers, square=square_share)",
         fault="the prior of the LM head's cost is not over the layers of its stage",
@@ -380,7 +380,7 @@ COST = (
     ),
     Mutant(
         name="seconds-of-the-quickest-rank",
-        file="megatron_rl/cost.py",
+        file="megatron_rl/planning/cost.py",
         line="return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))",
         becomes="return min(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))",
         fault="a mini-batch is predicted to take as long as its least loaded rank",

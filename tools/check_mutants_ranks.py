@@ -7,7 +7,7 @@ from check_mutants_table import Mutant
 SCHEDULE = (
     Mutant(
         name="silent-ranks-do-not-gather",
-        file="megatron_rl/schedule.py",
+        file="megatron_rl/backend/schedule.py",
         line="if mini_batch.silent_ranks:",
         becomes="if mini_batch.silent_ranks and microbatches:",
         fault="a rank without micro-batches does not join the parameter gather",
@@ -17,7 +17,7 @@ SCHEDULE = (
     ),
     Mutant(
         name="step-outside-the-lockstep",
-        file="megatron_rl/schedule.py",
+        file="megatron_rl/backend/schedule.py",
         line='digest = torch.tensor(list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)',
         becomes='digest = torch.tensor(list(hashlib.sha256(f"{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)',
         fault="ranks at different steps are taken to run the same",
@@ -25,7 +25,7 @@ SCHEDULE = (
     ),
     Mutant(
         name="square-of-the-sum",
-        file="megatron_rl/schedule.py",
+        file="megatron_rl/backend/schedule.py",
         line="squares=np.array([(x**2).sum() for x in lengths]),",
         becomes="squares=np.array([x.sum() ** 2 for x in lengths]),",
         fault="a micro-batch's Σ l² is measured as (Σ l)²",
@@ -33,7 +33,7 @@ SCHEDULE = (
     ),
     Mutant(
         name="first-chunk-measured-alone",
-        file="megatron_rl/schedule.py",
+        file="megatron_rl/backend/schedule.py",
         line="forward_s = np.concatenate([run.forward_s.sum(0) for run in runs])",
         becomes="forward_s = np.concatenate([run.forward_s[0] for run in runs])",
         fault="a stage of several chunks is measured by its first",
@@ -44,7 +44,7 @@ SCHEDULE = (
 OPTIMIZER = (
     Mutant(
         name="frozen-ghost-counts-as-applied",
-        file="megatron_rl/optimizer.py",
+        file="megatron_rl/backend/optimizer.py",
         line='applied = self.ghost == "dense"',
         becomes="applied = True",
         fault="`skip.ghost=freeze` steps all the same",
@@ -52,7 +52,7 @@ OPTIMIZER = (
     ),
     Mutant(
         name="norm-is-not-clipped",
-        file="megatron_rl/optimizer.py",
+        file="megatron_rl/backend/optimizer.py",
         line="self._clip(norm)",
         becomes="",
         fault="the gradient norm is measured and not clipped",
@@ -60,7 +60,7 @@ OPTIMIZER = (
     ),
     Mutant(
         name="reduction-without-tied-embeddings",
-        file="megatron_rl/optimizer.py",
+        file="megatron_rl/backend/optimizer.py",
         line="finalize_model_grads(self.chunks, None)",
         becomes="[chunk.finish_grad_sync() for chunk in self.chunks]",
         fault="gradients of tied embeddings and of sequence-parallel norms are not summed",
@@ -68,7 +68,7 @@ OPTIMIZER = (
     ),
     Mutant(
         name="second-beta-is-the-first",
-        file="megatron_rl/optimizer.py",
+        file="megatron_rl/backend/optimizer.py",
         line="adam_beta2=settings.betas[1], adam_eps=settings.epsilon, clip_grad=settings.clip_grad, bf16=bf16,",
         becomes="adam_beta2=settings.betas[0], adam_eps=settings.epsilon, clip_grad=settings.clip_grad, bf16=bf16,",
         fault="AdamW's second moment decays as its first",
@@ -76,7 +76,7 @@ OPTIMIZER = (
     ),
     Mutant(
         name="warm-up-from-zero",
-        file="megatron_rl/optimizer.py",
+        file="megatron_rl/backend/optimizer.py",
         line="self._megatron, init_lr=lr / (settings.warmup_steps + 1), max_lr=lr, min_lr=min(settings.min_lr, lr),",
         becomes="self._megatron, init_lr=0.0, max_lr=lr, min_lr=min(settings.min_lr, lr),",
         fault="the first step of a warm-up has a learning rate of 0",
@@ -84,7 +84,7 @@ OPTIMIZER = (
     ),
     Mutant(
         name="decay-steps-not-heard",
-        file="megatron_rl/optimizer.py",
+        file="megatron_rl/backend/optimizer.py",
         line="lr_decay_steps=max(settings.decay_steps or total_steps, settings.warmup_steps + 1, 1),",
         becomes="lr_decay_steps=max(total_steps, settings.warmup_steps + 1, 1),",
         fault="the schedule decays over the whole run, whatever `optimizer.decay_steps` says",
@@ -95,7 +95,7 @@ OPTIMIZER = (
 PACKING = (
     Mutant(
         name="predicted-from-itself",
-        file="megatron_rl/packing.py",
+        file="megatron_rl/backend/packing.py",
         line="places = local[starts[slot] + row.prompt_tokens - 1 + chosen]",
         becomes="places = local[starts[slot] + row.prompt_tokens + chosen]",
         fault="a token's log-prob is read at its own position",
@@ -103,7 +103,7 @@ PACKING = (
     ),
     Mutant(
         name="flat-by-slot",
-        file="megatron_rl/packing.py",
+        file="megatron_rl/backend/packing.py",
         line="flat.append(offsets[i] + chosen)",
         becomes="flat.append(offsets[slot] + chosen)",
         fault="a token's old log-prob is another sample's",
@@ -111,7 +111,7 @@ PACKING = (
     ),
     Mutant(
         name="filler-has-loss-tokens",
-        file="megatron_rl/packing.py",
+        file="megatron_rl/backend/packing.py",
         line="chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))",
         becomes="chosen = np.flatnonzero(row.loss_mask)",
         fault="a filler's sample is trained once more",
@@ -119,7 +119,7 @@ PACKING = (
     ),
     Mutant(
         name="engines-log-prob-of-another-token",
-        file="megatron_rl/packing.py",
+        file="megatron_rl/backend/packing.py",
         line="rollout.append(row.logprobs[chosen])",
         becomes="rollout.append(row.logprobs[: len(chosen)])",
         fault="behind a hole in the mask the engine's log-probs are off by the hole",
@@ -165,7 +165,7 @@ LOGPROBS = (
 TRAINED = (
     Mutant(
         name="version-moves-with-every-step",
-        file="megatron_rl/trained_model.py",
+        file="megatron_rl/backend/trainable_model.py",
         line="self.weight_version += int(outcome.applied)",
         becomes="self.weight_version += 1",
         fault="a step that moves nothing counts as a new version of the weights",
@@ -173,7 +173,7 @@ TRAINED = (
     ),
     Mutant(
         name="sums-of-the-last-call",
-        file="megatron_rl/trained_model.py",
+        file="megatron_rl/backend/trainable_model.py",
         line='self._sums += torch.stack([each["sums"] for each in kept]).sum(0).cpu()  # one copy to the host per step',
         becomes='self._sums = torch.stack([each["sums"] for each in kept]).sum(0).cpu()',
         fault="a step's loss is that of its last call alone",
@@ -181,7 +181,7 @@ TRAINED = (
     ),
     Mutant(
         name="merges-where-nothing-is-dropped",
-        file="megatron_rl/trained_model.py",
+        file="megatron_rl/backend/trainable_model.py",
         line='merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"',
         becomes='merge = not whole and self.config.skip.steps == "merge"',
         fault="`skip.steps=merge` merges where nothing is dropped",
@@ -189,7 +189,7 @@ TRAINED = (
     ),
     Mutant(
         name="thrown-away-gradient-still-measured",
-        file="megatron_rl/trained_model.py",
+        file="megatron_rl/backend/trainable_model.py",
         line="self.schedule.forget_measured()",
         becomes="",
         fault="micro-batches whose gradient was thrown away move the fitted costs",
@@ -197,7 +197,7 @@ TRAINED = (
     ),
     Mutant(
         name="every-stage-measured-as-the-first",
-        file="megatron_rl/trained_model.py",
+        file="megatron_rl/backend/trainable_model.py",
         line="measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())",
         becomes="measured[0] = measured_sums(self.schedule.take_laps())",
         fault="all stages' times are fitted as the first one's",

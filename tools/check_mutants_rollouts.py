@@ -7,7 +7,7 @@ from check_mutants_table import Mutant
 FEED = (
     Mutant(
         name="fresh-by-one-sample",
-        file="megatron_rl/feed.py",
+        file="megatron_rl/rollout/queue.py",
         line="return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))",
         becomes="return sorted(set(facts.groups[~stale].tolist()))",
         fault="a group counts as fresh where one of its samples is",
@@ -15,7 +15,7 @@ FEED = (
     ),
     Mutant(
         name="replayed-beside-itself",
-        file="megatron_rl/feed.py",
+        file="megatron_rl/rollout/queue.py",
         line="keys = self.replay.draw(len(dead), rollout=turn, exclude=[prompt.name for prompt in prompts.values()])",
         becomes="keys = self.replay.draw(len(dead), rollout=turn)",
         fault="a group that the batch has itself is replayed beside itself",
@@ -23,7 +23,7 @@ FEED = (
     ),
     Mutant(
         name="remembered-as-its-newest-token",
-        file="megatron_rl/feed.py",
+        file="megatron_rl/rollout/queue.py",
         line="version = int(facts.weight_versions[facts.groups == place].min())",
         becomes="version = int(facts.weight_versions[facts.groups == place].max())",
         fault="a group's age in the replay buffer is that of its newest sample",
@@ -31,7 +31,7 @@ FEED = (
     ),
     Mutant(
         name="passes-of-what-was-replaced",
-        file="megatron_rl/intake.py",
+        file="megatron_rl/rollout/training_batch.py",
         line="if int(part.facts.groups[i]) in unchanged:",
         becomes="if int(part.facts.places[i]) in at:",
         fault="a group that took another's place has the other's old log-probs",
@@ -39,7 +39,7 @@ FEED = (
     ),
     Mutant(
         name="noise-a-step-too-long",
-        file="megatron_rl/intake.py",
+        file="megatron_rl/rollout/training_batch.py",
         line="if not given.noise_std or scored.step >= given.noise_steps:",
         becomes="if not given.noise_std or scored.step > given.noise_steps:",
         fault="the step after the last noisy one has noise",
@@ -47,7 +47,7 @@ FEED = (
     ),
     Mutant(
         name="gdpo-without-the-overlong",
-        file="megatron_rl/intake.py",
+        file="megatron_rl/rollout/training_batch.py",
         line="return np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)",
         becomes="return by_function, weights",
         fault="`gdpo` does not see the overlong punishment",
@@ -55,7 +55,7 @@ FEED = (
     ),
     Mutant(
         name="masked-samples-train",
-        file="megatron_rl/verdict.py",
+        file="megatron_rl/trainer/corrections.py",
         line="return Verdict(weights=weights, signal=left, metrics=metrics)",
         becomes="return Verdict(weights=weights, signal=signal, metrics=metrics)",
         fault="samples whose importance weights are all 0 keep their signal",
@@ -63,7 +63,7 @@ FEED = (
     ),
     Mutant(
         name="replay-a-version-too-short",
-        file="megatron_rl/rollout/replay.py",
+        file="megatron_rl/rollout/replay_buffer.py",
         line="return [] if limit is None else self._remove(lambda entry: version - entry.version > limit)",
         becomes="return [] if limit is None else self._remove(lambda entry: version - entry.version >= limit)",
         fault="replayed groups go a version early",
@@ -71,7 +71,7 @@ FEED = (
     ),
     Mutant(
         name="failed-below-the-threshold",
-        file="megatron_rl/rollout/reroll.py",
+        file="megatron_rl/rollout/reroll_buffer.py",
         line="above = groups[included & (totals > threshold)]",
         becomes="above = groups[included & (totals >= threshold)]",
         fault="a group at the threshold has not failed",
@@ -79,7 +79,7 @@ FEED = (
     ),
     Mutant(
         name="staler-by-one",
-        file="megatron_rl/rollout/admission.py",
+        file="megatron_rl/rollout/staleness.py",
         line="return max_staleness is None or trained + ahead - version <= max_staleness",
         becomes="return max_staleness is None or trained + ahead - version <= max_staleness + 1",
         fault="a rollout is started that will be a version too old",
@@ -90,7 +90,7 @@ FEED = (
 EXCHANGE = (
     Mutant(
         name="rows-for-every-stage",
-        file="megatron_rl/exchange.py",
+        file="megatron_rl/backend/batch_exchange.py",
         line="ends = (0, topology.pipeline_size - 1)",
         becomes="ends = range(topology.pipeline_size)",
         fault="stages in the middle of a pipeline receive rows that they do not read",
@@ -98,7 +98,7 @@ EXCHANGE = (
     ),
     Mutant(
         name="scores-as-they-come",
-        file="megatron_rl/exchange.py",
+        file="megatron_rl/backend/batch_exchange.py",
         line="rows = sorted((row for part in gather_json(local) for row in part), key=lambda row: row[0])",
         becomes="rows = [row for part in gather_json(local) for row in part]",
         fault="rewards stand in the order of the ranks, not of the batch",
@@ -106,7 +106,7 @@ EXCHANGE = (
     ),
     Mutant(
         name="row-without-its-version",
-        file="megatron_rl/exchange.py",
+        file="megatron_rl/backend/batch_exchange.py",
         line="logprobs=logprobs.view(np.float32), routed_experts=experts, weight_version=int(facts.weight_versions[index]),",
         becomes="logprobs=logprobs.view(np.float32), routed_experts=experts,",
         fault="a row that came from another rank has lost its weight version",
@@ -114,7 +114,7 @@ EXCHANGE = (
     ),
     Mutant(
         name="gathered-in-half-precision",
-        file="megatron_rl/exchange.py",
+        file="megatron_rl/backend/batch_exchange.py",
         line="flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(of(local[facts.owner_rows[i]]).astype(np.float32))",
         becomes="flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(of(local[facts.owner_rows[i]]).astype(np.float16))",
         fault="the engine's log-probs are gathered in half precision",
@@ -183,7 +183,7 @@ WEIGHTS = (
     ),
     Mutant(
         name="last-bucket-not-sent",
-        file="megatron_rl/weights/sync.py",
+        file="megatron_rl/rollout/weight_sync/sender.py",
         line="if self.halves[turn] is not None and self.halves[turn].used:",
         becomes="if self.halves[turn] is not None and not self.halves[turn].fits(tensor):",
         fault="the last bucket of a sync is sent where it is full, and else not at all",
@@ -191,7 +191,7 @@ WEIGHTS = (
     ),
     Mutant(
         name="receipt-by-version-alone",
-        file="megatron_rl/weights/sync.py",
+        file="megatron_rl/rollout/weight_sync/sender.py",
         line="if WeightReceipt(**said) != wanted:",
         becomes="if WeightReceipt(**said).version != wanted.version:",
         fault="an engine's receipt is believed whatever its checksum is",
@@ -199,7 +199,7 @@ WEIGHTS = (
     ),
     Mutant(
         name="bucket-of-its-own-checksum-alone",
-        file="megatron_rl/weights/channel.py",
+        file="megatron_rl/rollout/weight_sync/transport.py",
         line='self._digest.update(f"{checksum}/{num_tensors};".encode())',
         becomes='self._digest.update(f"{checksum};".encode())',
         fault="the text over a sync's buckets does not hold how many tensors each had",

@@ -80,8 +80,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
     """(config, shape) of a Hugging Face directory. Raises ConfigError, naming what is missing of a model that no table expresses."""
+    from megatron_rl.errors import ConfigError
     from megatron_rl.model.build import FAMILIES, MISSING, inverse_frequencies, read_shape
-    from megatron_rl.types import ConfigError
 
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json; name a Hugging Face directory")
@@ -120,7 +120,7 @@ def dtype_of(given: argparse.Namespace):
 
 
 def import_command(given: argparse.Namespace) -> tuple[int, dict]:
-    from megatron_rl.weights.convert import Cut, import_folder, import_size
+    from megatron_rl.checkpoint.convert import Cut, import_folder, import_size
     from megatron_rl.weights.export import HuggingFaceReader
 
     _, shape = read_model(given.source, vocab_multiple=given.tp)
@@ -140,11 +140,11 @@ def import_command(given: argparse.Namespace) -> tuple[int, dict]:
 
 
 def export_command(given: argparse.Namespace) -> tuple[int, dict]:
+    from megatron_rl.checkpoint.convert import export_folder, plan_export
     from megatron_rl.checkpoint.folder import MANIFEST, verify
-    from megatron_rl.types import ConfigError
-    from megatron_rl.weights.convert import export_folder, plan_export
-    from megatron_rl.weights.megatron_lm import open_folder
-    from megatron_rl.weights.torch_dist import TorchDistReader
+    from megatron_rl.checkpoint.megatron_lm import open_folder
+    from megatron_rl.checkpoint.torch_dist import TorchDistReader
+    from megatron_rl.errors import ConfigError
 
     source = open_folder(given.source, given.iteration)
     hf = given.hf or source.hf
@@ -177,8 +177,8 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
 def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
     from convert_checkpoint_check import check_logits, compare_folders
 
-    from megatron_rl.weights.convert import Cut, export_folder, import_folder
-    from megatron_rl.weights.megatron_lm import open_folder
+    from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
+    from megatron_rl.checkpoint.megatron_lm import open_folder
 
     config, shape = read_model(given.source, vocab_multiple=given.tp)
     with tempfile.TemporaryDirectory(prefix="convert_checkpoint.", dir=given.work) as work:
@@ -221,8 +221,8 @@ def give_back_freed_memory() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
-    import megatron_rl.platform  # noqa: F401  (before anything of Megatron-Core)
-    from megatron_rl.types import CheckpointError, ConfigError
+    import megatron_rl.distributed.platform  # noqa: F401  (before anything of Megatron-Core)
+    from megatron_rl.errors import CheckpointError, ConfigError
 
     commands = {"import": import_command, "export": export_command, "roundtrip": roundtrip_command, "inspect": inspect_command}
     from convert_checkpoint_bridge import bridge_command, needs_bridge

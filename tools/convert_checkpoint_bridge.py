@@ -32,7 +32,7 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
     """import or export by megatron-bridge. Raises ConfigError where it cannot, saying why and what can be done."""
     import torch
 
-    from megatron_rl.types import ConfigError
+    from megatron_rl.errors import ConfigError
 
     hf = given.source if given.command == "import" else given.hf or given.source / "hf"
     family = family_of(hf)

@@ -8,13 +8,13 @@ import pickle
 from collections import Counter
 from collections.abc import Callable
 
+from megatron_rl.checkpoint.convert import MODEL_KEYS, plan_export, unmapped_tensors
 from megatron_rl.checkpoint.folder import LATEST
-from megatron_rl.types import ConfigError
-from megatron_rl.weights.convert import MODEL_KEYS, plan_export, unmapped_tensors
+from megatron_rl.checkpoint.megatron_lm import MegatronFolder, open_folder, stored_layers
+from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.errors import ConfigError
 from megatron_rl.weights.export import HuggingFaceReader
 from megatron_rl.weights.mapping import hf_size
-from megatron_rl.weights.megatron_lm import MegatronFolder, open_folder, stored_layers
-from megatron_rl.weights.torch_dist import TorchDistReader
 
 ReadModel = Callable[[pathlib.Path], tuple[object, object]]
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),

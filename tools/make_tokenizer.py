@@ -20,8 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from megatron_rl.prompts import load_rows
-from megatron_rl.types import ConfigError
+from megatron_rl.data.prompt_dataset import load_rows
+from megatron_rl.errors import ConfigError
 
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"

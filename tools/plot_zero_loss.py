@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from megatron_rl.plot import HEIGHT, WIDTH, Frame, Series, line_plot
+from megatron_rl.observability.svg import HEIGHT, WIDTH, Frame, Series, line_plot
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 Runs = Mapping[float, Mapping[int, Sequence[dict]]]

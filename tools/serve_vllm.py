@@ -9,7 +9,7 @@ times; all of them end with this process, however it ends. What follows ``--`` g
 Servers listen on 127.0.0.1 unless --host says otherwise; with another host an API key is wanted, in the environment variable that
 --api-key-env names, and it reaches vLLM by environment. vLLM's own check of the key covers /v1, /v2, /inference and /cohere and leaves
 the routes open that replace weights and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics and
-/version. The servers started here run megatron_rl/rollout/server_guard.py on top, which asks for the key on everything but /health.
+/version. The servers started here run megatron_rl/rollout/vllm/auth_middleware.py on top, which asks for the key on everything but /health.
 Nothing is encrypted: the key, the prompts and the completions cross the network as they are, so between hosts that you do not own, put
 TLS or a private network around them. Weights sent by broadcast travel on a port of their own, without a key.
 
@@ -26,8 +26,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from megatron_rl.rollout import server_command, supervisor
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.vllm import server_command, supervisor
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -71,7 +71,7 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
     api_key = os.environ[given.api_key_env] if given.api_key_env else None
     supervisor.check_exposure(given.host, api_key, "--api-key-env", given.allow_no_key)
     devices = supervisor.split_devices(supervisor.visible_devices(os.environ), given.replicas, given.tensor_parallel_size)
-    root = str(pathlib.Path(__file__).resolve().parents[1])  # the servers import megatron_rl.weights.receiver
+    root = str(pathlib.Path(__file__).resolve().parents[1])  # the servers import megatron_rl.rollout.weight_sync.receiver
     found = []
     for index, own_devices in enumerate(devices):
         environment, dropped = server_command.server_environment(os.environ, api_key=api_key, devices=own_devices)

@@ -13,8 +13,8 @@ import pathlib
 import sys
 
 from megatron_rl.config import load_config
-from megatron_rl.simulate.command import add_arguments, simulate_job
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
+from megatron_rl.simulator.command import add_arguments, simulate_job
 
 EXIT_CONFIG = 2
 

@@ -4,8 +4,8 @@
     python tools/simulate_cluster_check.py --measured check.json        # checks again what was measured
 
 Each launch is torchrun with one or two processes of one thread; measured are the dense update and the skip's at each dead share. For
-every launch simulate/machine.py's six rates are fitted by least squares of relative errors to all launches but that one, and its updates
-are predicted by the real planner and the clock of timeline.py. The median of the relative errors is to be at most 15 %: above it the
+every launch simulator/machine.py's six rates are fitted by least squares of relative errors to all launches but that one, and its updates
+are predicted by the real planner and the clock of planning/timeline.py. The median of the relative errors is to be at most 15 %: above it the
 exit code is 1. The table goes to stdout as Markdown, progress to stderr.
 """
 
@@ -27,11 +27,11 @@ import numpy as np
 
 from megatron_rl.config import load_config
 from megatron_rl.model.build import model_shape
-from megatron_rl.plan import plan_rules
-from megatron_rl.simulate.degrees import degrees_of
-from megatron_rl.simulate.forecast import Job, run_plan
-from megatron_rl.simulate.machine import Machine, machine_costs
-from megatron_rl.simulate.workload import Workload
+from megatron_rl.planning.plan import plan_rules
+from megatron_rl.simulator.degrees import degrees_of
+from megatron_rl.simulator.forecast import Job, run_plan
+from megatron_rl.simulator.machine import Machine, machine_costs
+from megatron_rl.simulator.workload import Workload
 from megatron_rl.types import StepPlan
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -68,9 +68,9 @@ def prepare(given: argparse.Namespace) -> Thin:
     """Raises ConfigError, the same on every rank, before any of them joins another."""
     from verify_topology_thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, user_config
 
+    from megatron_rl.algorithm.signal import signal_rule
     from megatron_rl.config import load_config
-    from megatron_rl.signal import signal_rule
-    from megatron_rl.types import ConfigError
+    from megatron_rl.errors import ConfigError
 
     keep = KEEP if given.keep == "all" else tuple(x for x in given.keep.split(",") if x)
     unknown = [x for x in keep if x not in KEEP]
@@ -93,10 +93,10 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     from verify_topology_measure import add_steps, measure_reference, measure_topology, open_bench
     from verify_topology_thin import gradient_config, reference_config, thin_weights
 
-    from megatron_rl import topology
-    from megatron_rl.platform import HOST
-    from megatron_rl.signal import coupling_terms
-    from megatron_rl.watch import open_watch
+    from megatron_rl.algorithm.signal import coupling_terms
+    from megatron_rl.distributed import topology
+    from megatron_rl.distributed.platform import HOST
+    from megatron_rl.distributed.watchdog import open_watch
 
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
@@ -130,7 +130,7 @@ def share_logprobs(bare, main_work):
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.platform import HOST
+    from megatron_rl.distributed.platform import HOST
 
     flat = torch.from_numpy(np.concatenate([s.logprobs for s in main_work.samples])).to(HOST.device)
     dist.broadcast(flat, 0)
@@ -142,7 +142,7 @@ def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
     from verify_topology_report import layout, machine, model_line, show, topology_facts, verdict_line, write_json
     from verify_topology_verdict import judge
 
-    from megatron_rl.signal import coupling_terms
+    from megatron_rl.algorithm.signal import coupling_terms
 
     parallel, facts = thin.config.parallel, found.facts
     microbatches = max(facts["microbatches"])
@@ -173,9 +173,9 @@ def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
 def run(given: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from megatron_rl.exchange import gather_json
-    from megatron_rl.train import EXIT_CONFIG, EXIT_FAILED
-    from megatron_rl.types import ConfigError, LockstepError, NonFiniteGradient, PeerError
+    from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED
+    from megatron_rl.distributed.collectives import gather_json
+    from megatron_rl.errors import ConfigError, LockstepError, NonFiniteGradient, PeerError
 
     is_main = os.environ.get("RANK", "0") == "0"
     try:
@@ -208,8 +208,8 @@ def run(given: argparse.Namespace) -> int:
 def main() -> NoReturn:
     """Ends the process at once, also where all is well: models hold gloo groups in reference cycles, and gloo's threads may abort
     while the interpreter takes itself down, which would replace the exit code."""
-    from megatron_rl.train import EXIT_FAILED
-    from megatron_rl.train import _quiet_logs as quiet_logs
+    from megatron_rl.cli import EXIT_FAILED
+    from megatron_rl.cli import _quiet_logs as quiet_logs
 
     given = parse(None)
     quiet_logs(is_main=os.environ.get("RANK", "0") == "0")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.backend import MegatronBackend
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.rotary import PackedRotary
-from megatron_rl.types import ConfigError
 
 from megatron.core.models.common.embeddings import rope_utils  # isort: skip  (after platform)
 from megatron.core.tensor_parallel import layers as parallel_layers  # isort: skip

@@ -16,16 +16,16 @@ from verify_topology_compare import Measured, Point
 from verify_topology_faults import Fault
 from verify_topology_thin import Work
 
-from megatron_rl import topology
-from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import MegatronBackend
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import Config
-from megatron_rl.exchange import gather_json
-from megatron_rl.platform import HOST
-from megatron_rl.signal import has_signal
-from megatron_rl.trained_model import Batch
+from megatron_rl.distributed import topology
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.watchdog import Watch
 from megatron_rl.types import LossInputs, MiniBatchPlan, Sample
-from megatron_rl.watch import Watch
 
 NUM_STEPS = 3
 

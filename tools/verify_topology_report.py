@@ -15,7 +15,7 @@ import torch
 from verify_topology_verdict import Verdict
 
 from megatron_rl.config import Config, ParallelConfig
-from megatron_rl.platform import HOST
+from megatron_rl.distributed.platform import HOST
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex")
 

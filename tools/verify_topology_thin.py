@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Config, ParallelConfig
-from megatron_rl.types import ConfigError, Sample
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
 HIDDEN, FFN, VOCABULARY, EXPERTS = 64, 96, 128, 4

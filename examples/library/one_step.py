@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 
-from megatron_rl.advantage import advantages, reduction_weights
-from megatron_rl.backend import MegatronBackend
+from megatron_rl.algorithm.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import load_config
-from megatron_rl.signal import has_signal
 from megatron_rl.types import LossInputs, Sample
 
 backend = MegatronBackend(load_config(None, [f"model.hf_path={sys.argv[1]}", "train.samples_per_mini_batch=4", *sys.argv[2:]]))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 from make_model import ModelSizes, add_size_arguments, make_model, sizes_from
 from make_tokenizer import make_tokenizer
 
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

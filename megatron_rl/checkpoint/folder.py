@@ -25,7 +25,7 @@ import re
 import shutil
 from collections.abc import Mapping
 
-from megatron_rl.types import CheckpointError
+from megatron_rl.errors import CheckpointError
 
 FORMAT, VERSION = "megatron_rl", 2
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_iteration.txt"

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.checkpoint.pickled import guarded
-from megatron_rl.platform import HOST
-from megatron_rl.types import CheckpointError
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import CheckpointError
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip

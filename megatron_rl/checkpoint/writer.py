@@ -24,8 +24,8 @@ import torch
 
 from megatron_rl.checkpoint.folder import begin, complete, digest, name_of
 from megatron_rl.checkpoint.pickled import guarded
-from megatron_rl.exchange import gather_json
-from megatron_rl.types import CheckpointError
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.errors import CheckpointError
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip

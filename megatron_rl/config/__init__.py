@@ -3,7 +3,6 @@
 Every error is a ConfigError that names the key, the value and the way out.
 """
 
-from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.critic import CriticConfig, critic_config
 from megatron_rl.config.environment import EnvironmentConfig
@@ -19,7 +18,8 @@ from megatron_rl.config.objective import (
     LossConfig,
     SkipConfig,
 )
-from megatron_rl.config.reference import ReferenceConfig, check_reference
+from megatron_rl.config.reference import ReferenceConfig
+from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.sections import (
     CheckpointConfig,
@@ -71,7 +71,6 @@ __all__ = [
     "TrainConfig",
     "WarmupConfig",
     "WeightSyncConfig",
-    "check_reference",
     "config_to_dict",
     "config_to_yaml",
     "critic_config",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 
 def choose(key: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.checks import at_least, choose
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 CORRECTIONS = (
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask",
@@ -17,7 +17,7 @@ class CorrectionConfig:
     """``old_logprobs``: ``recompute`` by the trainer over the survivors, or the engine's own (``rollout``).
 
     ``mode``: importance weights π_old/μ per token, per sequence (product) or per sequence's geometric mean, kept within ``floor`` and
-    ``cap``: ``truncate`` moves what is outside to the bound, ``mask`` sets it to 0. ``off_policy_delta``: in nats, see loss/correction.py.
+    ``cap``: ``truncate`` moves what is outside to the bound, ``mask`` sets it to 0. ``off_policy_delta``: in nats, see algorithm/importance.py.
     """
 
     old_logprobs: str = "recompute"

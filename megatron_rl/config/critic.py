@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.checks import at_least, choose
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 OWN_SECTIONS = ("parallel", "optimizer")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_rl.config.checks import at_least
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

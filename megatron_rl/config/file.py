@@ -9,7 +9,7 @@ import json
 import pathlib
 
 from megatron_rl.config.sections import Config
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 
 def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.checks import at_least, choose
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

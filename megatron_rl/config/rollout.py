@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import at_least, choose
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 OWNED_ARGUMENTS = {
     "model": "model.hf_path", "tokenizer": "model.tokenizer_path", "skip_tokenizer_init": "token ids travel, never texts",

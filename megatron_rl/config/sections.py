@@ -9,7 +9,6 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.again import ReplayConfig, RerollConfig
 from megatron_rl.config.checks import at_least, choose
 from megatron_rl.config.correction import CorrectionConfig
 from megatron_rl.config.critic import CriticConfig
@@ -18,8 +17,9 @@ from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.objective import AdvantageConfig, LossConfig, SkipConfig
 from megatron_rl.config.reference import ReferenceConfig
+from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

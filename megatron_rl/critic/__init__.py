@@ -1,11 +1,11 @@
-"""PPO's critic: model.py on the ranks that hold it, remote.py and service.py where those are not the policy's (``critic.placement``)."""
+"""PPO's critic: critic/critic.py on the ranks that hold it, critic/client.py and critic/server.py where those are not the policy's (``critic.placement``)."""
 
 from __future__ import annotations
 
 from megatron_rl.config import Config
-from megatron_rl.critic.bridge import Bridge
-from megatron_rl.critic.model import Critic
-from megatron_rl.critic.remote import RemoteCritic
+from megatron_rl.critic.client import RemoteCritic
+from megatron_rl.critic.critic import Critic
+from megatron_rl.critic.link import Bridge
 
 __all__ = ["Critic", "RemoteCritic", "build_critic"]
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from megatron_rl.environment.protocol import Step
-from megatron_rl.types import ConfigError, Prompt
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Prompt
 
 MAX_EXPRESSION = 200  # characters; it bounds the depth of the tree, and with it the size of every number
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.config import EnvironmentConfig
-from megatron_rl.dotted_path import resolve
-from megatron_rl.types import ConfigError, Prompt
+from megatron_rl.config.import_path import resolve
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Prompt
 
 BUILT_IN = {"calculator": "megatron_rl.environment.calculator:Calculator"}
 

@@ -26,11 +26,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_rl import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.config import LoraConfig
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import ModelShape
-from megatron_rl.topology import Topology
-from megatron_rl.types import ConfigError
 from megatron_rl.weights.export import WeightReader
 from megatron_rl.weights.mapping import (
     Entry,

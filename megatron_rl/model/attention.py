@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.platform import send  # (before megatron.core)
+from megatron_rl.distributed.platform import send
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.algorithm.signal import UNCOUNTED_FIELDS
 from megatron_rl.config import Config, LoraConfig
+from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
 from megatron_rl.model.rotary import PackedRotary
-from megatron_rl.passthrough import resolve_fields
-from megatron_rl.platform import HOST
-from megatron_rl.signal import UNCOUNTED_FIELDS
-from megatron_rl.topology import Topology
-from megatron_rl.types import ConfigError
 from megatron_rl.weights.mapping import hf_size, pair_entries, target_entries
 
 from megatron.core.enums import ModelType  # isort: skip
@@ -48,7 +48,7 @@ MISSING = {
     "phi3": "q, k, v in one tensor and gate, up in one, where the tables of weights/mapping.py name each",
 }
 
-_SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and schedule.py reduces once"
+_SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and backend/schedule.py reduces once"
 _SHAPE = "it comes from the Hugging Face config in model.hf_path"
 _SECTION = "it is set by {}"
 _FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -68,7 +68,7 @@ REFUSED_TRANSFORMER_FIELDS = {
         "weights/mapping.py splits the layers evenly over the stages"),
     **dict.fromkeys(
         ("defer_embedding_wgrad_compute", "num_microbatches_with_partial_activation_checkpoints", "hybrid_context_parallel",
-         "overlap_moe_expert_parallel_comm"), "it needs a schedule or a finalize that schedule.py does not run"),
+         "overlap_moe_expert_parallel_comm"), "it needs a schedule or a finalize that backend/schedule.py does not run"),
     "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
     "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
     "virtual_pipeline_model_parallel_size": _SECTION.format("parallel.virtual_pipeline"),
@@ -224,7 +224,7 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
 def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spec: str) -> ModelShape:
     """Reads a Hugging Face config (see FAMILIES); ConfigError names what cannot be expressed or divided.
 
-    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (signal.py), and in transformers too it
+    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (algorithm/signal.py), and in transformers too it
     is added only where ``output_router_logits`` asks for it.
     """
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size)
@@ -280,7 +280,7 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
     """Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
     given = resolve_fields(config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
-    # 0, false and null say that there is none of it (signal.py refuses the rest); Megatron-Core says so by its default alone
+    # 0, false and null say that there is none of it (algorithm/signal.py refuses the rest); Megatron-Core says so by its default alone
     given = {name: value for name, value in given.items() if name not in UNCOUNTED_FIELDS or value}
     for name in ("attention_dropout", "hidden_dropout"):
         if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.distributed.topology import Topology
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.build import build_model
-from megatron_rl.topology import Topology
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 

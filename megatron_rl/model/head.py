@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip

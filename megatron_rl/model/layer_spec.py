@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.distributed.platform import transformer_engine_importable
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
-from megatron_rl.platform import transformer_engine_importable
-from megatron_rl.types import ConfigError
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl import dotted_path
-from megatron_rl.types import ConfigError, Rollout
+from megatron_rl.config import import_path
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Rollout
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
@@ -43,7 +44,7 @@ class _WrongReturn(Exception):
 
 def resolve(name: str) -> RewardFunction:
     """The callable behind a built-in name or ``module:function``. Raises ConfigError with the nearest way out."""
-    function = dotted_path.resolve(name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(ENVIRONMENT,))
+    function = import_path.resolve(name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(ENVIRONMENT,))
     _check_callable(name, function)
     return function
 

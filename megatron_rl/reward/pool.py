@@ -2,7 +2,7 @@
 
 1. Every task carries an id that no other ever has, and a killed worker's socket is closed: a late answer reaches nobody.
 2. A task has one sample's deadline, however many samples it has: one that is hung is known after that time, and what is only slow is
-   scored again a sample at a time (work.py), after which tasks are smaller.
+   scored again a sample at a time (reward/task_queue.py), after which tasks are smaller.
 3. Every wait is one `select` on the workers' sockets, until something comes or the nearest deadline: nothing polls.
 4. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that may kill them,
    and by STARTS in a row that do not get ready.
@@ -19,11 +19,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward.function import Outcome, columns_of
-from megatron_rl.reward.messages import is_json
-from megatron_rl.reward.process import CLOSE_S, START_S, Gone, WorkerProcess
-from megatron_rl.reward.work import Failure, Task, Work
-from megatron_rl.types import ConfigError, RewardError, Rollout
+from megatron_rl.reward.task_queue import Failure, Task, Work
+from megatron_rl.reward.wire import is_json
+from megatron_rl.reward.worker_handle import CLOSE_S, START_S, Gone, WorkerProcess
+from megatron_rl.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Pool:
         self._ids = itertools.count()
         self._in_use = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        # A worker ends with the thread that started it (child.py): one that lives as long as the pool.
+        # A worker ends with the thread that started it (distributed/child_process.py): one that lives as long as the pool.
         self._starter: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
         try:
             while sum(worker.ready for worker in self._workers) < num_workers:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import RewardConfig
+from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward.function import (
     BUILT_IN,
     ENVIRONMENT,
@@ -18,7 +19,7 @@ from megatron_rl.reward.function import (
     resolve,
 )
 from megatron_rl.reward.pool import Pool
-from megatron_rl.types import ConfigError, RewardError, Rollout, Score
+from megatron_rl.types import Rollout, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.types import ConfigError, Prompt, Rollout
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Prompt, Rollout
 
 OnFinished = Callable[[int, list[Rollout]], None]  # a prompt's position in the call, and its whole group by sample_index
 NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_weights

@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
-from megatron_rl.types import ConfigError, Prompt, Rollout
+from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.fused import file_tensors
 
 MAX_EMBEDDED_PARAMETERS = 1_000_000_000

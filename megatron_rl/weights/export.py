@@ -16,10 +16,20 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_rl import platform  # noqa: F401  (before megatron.core)
-from megatron_rl.topology import Topology
-from megatron_rl.types import ConfigError
-from megatron_rl.weights.mapping import TIED_HEAD, Entry, Layout, Shape, hf_parts, hf_size, load_shard, shard_size, stage_entries
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.mapping import (
+    TIED_HEAD,
+    Entry,
+    Layout,
+    Shape,
+    hf_parts,
+    hf_size,
+    load_shard,
+    shard_size,
+    stage_entries,
+)
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
 
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}

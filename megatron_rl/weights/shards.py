@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import torch
 
-from megatron_rl.types import ConfigError
+from megatron_rl.errors import ConfigError
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX = "model.safetensors.index.json"

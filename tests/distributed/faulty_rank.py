@@ -16,8 +16,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_rl import schedule, train
-from megatron_rl.keeper import Keeper
+from megatron_rl import cli, train
+from megatron_rl.backend import schedule
+from megatron_rl.distributed.watchdog_server import Keeper
 from tests.patience import until
 from tests.reward_functions import parity
 
@@ -86,4 +87,4 @@ def main(fault: str, guilty: int) -> NoReturn:
         traceback.print_exc()
         code = 1
     print(f"main returned {code} after {time.monotonic() - started:.1f} s", flush=True)
-    train.leave(code)
+    cli.leave(code)

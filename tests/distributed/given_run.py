@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from megatron_rl.clock import Clock
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.signal import signal_rule
+from megatron_rl.backend.reference_weights import overwrite
 from megatron_rl.config import Config, load_config
-from megatron_rl.intake import Intake
-from megatron_rl.loss.objective import Objective
-from megatron_rl.reference import Reference
-from megatron_rl.reference_weights import overwrite
-from megatron_rl.run import Run
-from megatron_rl.signal import signal_rule
+from megatron_rl.observability.timer import Clock
+from megatron_rl.rollout.training_batch import Intake
 from megatron_rl.train import train_on_rollout
+from megatron_rl.trainer.reference_policy import Reference
+from megatron_rl.trainer.trainer import Run
 from megatron_rl.types import StepPlan, StepResult
 from tests.distributed.rig import DEFAULTS, Rig
 

@@ -33,9 +33,9 @@ from typing import NoReturn
 
 import torch
 
-from megatron_rl import train
+from megatron_rl import cli
 from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
-from megatron_rl.checkpoint.run_state import own_file
+from megatron_rl.checkpoint.manager import own_file
 from tests.distributed import phased_rank
 from tests.distributed.nursery import Nursery, Ranks
 from tests.distributed.phased_rank import STAGES, Note, read_note
@@ -119,7 +119,7 @@ def noted_rank(arguments: list[str]) -> NoReturn:
     notes = pathlib.Path(arguments[0])
     notes.mkdir(parents=True, exist_ok=True)
     note_generation(Note(notes / f"generation.{os.environ['RANK']}"))
-    train.leave(phased_rank.main(arguments))
+    cli.leave(phased_rank.main(arguments))
 
 
 def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *overrides: str) -> list[str]:

@@ -37,10 +37,10 @@ from tests.patience import HANG_S, patient
 START_S = 300.0  # importing takes 8 s; on a loaded host with a cold disk it has taken a minute
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
 IMPORTED = (
-    "megatron_rl.platform",  # before anything of Megatron-Core
-    "megatron_rl.run",
+    "megatron_rl.distributed.platform",  # before anything of Megatron-Core
+    "megatron_rl.trainer.trainer",
     "megatron_rl.train",
-    "megatron_rl.critic.service",
+    "megatron_rl.critic.server",
     "tests.distributed.rig",
     "tensorboard.compat.proto.event_pb2",
     "math_verify",

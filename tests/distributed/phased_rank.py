@@ -70,9 +70,9 @@ def read_note(notes: pathlib.Path, rank: int) -> tuple[str, bool] | None:
 
 def note_stages(note: Note) -> None:
     """The loop's own stages, as it tells them to its watch; rollout and ghost steps are told apart here."""
-    from megatron_rl.optimizer import Optimizer
+    from megatron_rl.backend.optimizer import Optimizer
+    from megatron_rl.distributed.watchdog import Watch
     from megatron_rl.types import StepKind
-    from megatron_rl.watch import Watch
 
     enter, step = Watch._enter, Optimizer.step
 
@@ -94,9 +94,9 @@ def note_stages(note: Note) -> None:
 
 def note_saves(note: Note) -> None:
     """The main thread's share of a save (planning, ending, pruning), and the thread that writes."""
-    from megatron_rl.checkpoint import folder, run_state, writer
+    from megatron_rl.checkpoint import folder, manager, writer
 
-    checkpoints, pending = run_state.Checkpoints, writer.PendingSave
+    checkpoints, pending = manager.Checkpoints, writer.PendingSave
     save, finish, write, sync = checkpoints._save, checkpoints._finish, pending._write, folder._sync
     write_bucket = writer.FileSystemWriterAsync.write_preloaded_data
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megatron_rl import topology
-from megatron_rl.advantage import reduction_weights
-from megatron_rl.backend import MegatronBackend
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import Config, load_config
-from megatron_rl.signal import has_signal
-from megatron_rl.trained_model import Batch
+from megatron_rl.distributed import topology
 from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan, StepResult
 from tests.reference import LAYERS, file_weights, make_samples, near_policy, tiny_model
 
-MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; reference.py's default too
+MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; trainer/reference_policy.py's default too
 DEFAULTS = (
     "plan.max_tokens_per_microbatch=40",
     f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}",

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl import topology
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
+from megatron_rl.distributed import topology
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off, fill_adapters
 from megatron_rl.types import StepKind

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.checkpoint import policy
+from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint.convert import plan_export
+from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.model.build import read_shape
-from megatron_rl.types import CheckpointError, ConfigError
-from megatron_rl.weights.convert import plan_export
-from megatron_rl.weights.torch_dist import TorchDistReader
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, equal_by_name, open_rig, sizes
 from tests.distributed.test_checkpoint import COMMON, take_steps, tensors_of
@@ -38,14 +38,14 @@ def save_and_load(rank: int, world: int, root: str, first: tuple[str, ...], seco
     with open_lora(first, family) as rig:
         rig.backend.keep_reference()
         take_steps(rig, 3)
-        pending = policy.save(rig.backend, folder, 7, {})
-        kept, model = policy.numbers(rig.backend), policy.identity(rig.backend)
+        pending = model_state.save(rig.backend, folder, 7, {})
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
         saved, exported = adapters(rig), rig.weights()
         take_steps(rig, 2, seed=3)
         later = adapters(rig)
         path = pending.finish()
     with open_lora(second, family) as rig:
-        policy.load(rig.backend, path, kept, model)
+        model_state.load(rig.backend, path, kept, model)
         loaded, again = adapters(rig), rig.weights()
         with rig.backend.reference_weights():
             reference = rig.weights()
@@ -105,17 +105,17 @@ def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathl
 def load_elsewhere(rank: int, world: int, root: str) -> dict[str, str]:
     """The words of the refusals: by another rank, other targets, without adapters, and beside other frozen weights."""
     with open_lora((), "llama") as rig:
-        path = policy.save(rig.backend, pathlib.Path(root), 1, {}).finish()
-        kept, model = policy.numbers(rig.backend), policy.identity(rig.backend)
+        path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
     said = {}
     for name, lora in (("rank", ("lora.rank=4", "lora.alpha=5")), ("targets", (*LORA, ATTENTION)), ("full", ())):
         with open_lora((), "llama", lora) as rig, pytest.raises(CheckpointError) as caught:
-            policy.load(rig.backend, path, kept, model)
+            model_state.load(rig.backend, path, kept, model)
         said[name] = str(caught.value)
     with open_lora((), "llama") as rig, pytest.raises(CheckpointError) as caught:
         with torch.no_grad():
             rig.backend.parameters()[0][0, 0] += 1.0
-        policy.load(rig.backend, path, kept, model)
+        model_state.load(rig.backend, path, kept, model)
     return said | {"weights": str(caught.value)}
 
 

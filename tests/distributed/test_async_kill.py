@@ -15,7 +15,7 @@ import time
 import pytest
 
 from megatron_rl.checkpoint.folder import name_of, verify, whole_checkpoints
-from megatron_rl.train import EXIT_PREEMPTED
+from megatron_rl.cli import EXIT_PREEMPTED
 from tests.distributed.kill_study import (
     BOUND_S,
     EPOCH,

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.checkpoint import policy
+from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import verify, whole_checkpoints
-from megatron_rl.types import CheckpointError, StepKind
+from megatron_rl.errors import CheckpointError
+from megatron_rl.types import StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import open_rig, sizes
 from tests.reference import relative_error
@@ -42,16 +43,16 @@ def save_and_load(
         rig.backend.keep_reference()
         if steps:
             take_steps(rig, steps)
-        pending = policy.save(rig.backend, folder, 7, {"state.json": "{}"})
-        kept, model = policy.numbers(rig.backend), policy.identity(rig.backend)
+        pending = model_state.save(rig.backend, folder, 7, {"state.json": "{}"})
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
         saved = rig.weights()
         take_steps(rig, 2, seed=3)  # goes on while the thread writes
         later, rate = rig.weights(), rig.backend.optimizer.learning_rate
         path = pending.finish()
     verify(path)
     with open_like(second, family) as rig:
-        policy.load(rig.backend, path, kept, model)
-        again = policy.numbers(rig.backend)
+        model_state.load(rig.backend, path, kept, model)
+        again = model_state.numbers(rig.backend)
         loaded = rig.weights()
         with rig.backend.reference_weights():
             reference = rig.weights()
@@ -114,11 +115,11 @@ def adam_sums(rank: int, world: int, root: str, first: tuple[str, ...], second: 
     folder = pathlib.Path(root)
     with open_like(first, family) as rig:
         take_steps(rig, 3)
-        path = policy.save(rig.backend, folder, 1, {}).finish()
-        kept, model = policy.numbers(rig.backend), policy.identity(rig.backend)
+        path = model_state.save(rig.backend, folder, 1, {}).finish()
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
     with open_like(second, family) as rig:
-        policy.load(rig.backend, path, kept, model)
-        policy.save(rig.backend, folder, 2, {}).finish()
+        model_state.load(rig.backend, path, kept, model)
+        model_state.save(rig.backend, folder, 2, {}).finish()
     return True
 
 
@@ -146,10 +147,10 @@ def test_adam_is_the_same_to_the_bit_under_another_topology(pool: Pool, tmp_path
 
 def load_other_model(rank: int, world: int, root: str) -> str:
     with open_like(sizes(1, 1), "llama") as rig:
-        path = policy.save(rig.backend, pathlib.Path(root), 1, {}).finish()
-        kept, model = policy.numbers(rig.backend), policy.identity(rig.backend)
+        path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
     with open_like(sizes(1, 1), "qwen2_tied") as rig, pytest.raises(CheckpointError) as caught:
-        policy.load(rig.backend, path, kept, model)
+        model_state.load(rig.backend, path, kept, model)
     return str(caught.value)
 
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from megatron_rl import topology
-from megatron_rl.checkpoint import policy
+from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
+from megatron_rl.checkpoint.megatron_lm import open_folder
+from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.distributed import topology
 from megatron_rl.model.build import read_shape
-from megatron_rl.weights.convert import Cut, export_folder, import_folder
-from megatron_rl.weights.megatron_lm import open_folder
-from megatron_rl.weights.torch_dist import TorchDistReader
 from tests.distributed.pool import Pool
 from tests.distributed.rig import open_rig, ragged_advantages, sizes
 from tests.patience import patient
@@ -153,7 +153,7 @@ def saved_by_training(rank: int, world: int, root: str, topology: tuple[str, ...
     with open_rig("qwen3", *topology, "optimizer.lr=0.01", "model.dtype=bfloat16", samples=8, total_steps=4) as rig:
         rig.backend.keep_reference()
         rig.step(ragged_advantages(8), drops=True)
-        policy.save(rig.backend, pathlib.Path(root), 7, {"state.json": "{}"}).finish()
+        model_state.save(rig.backend, pathlib.Path(root), 7, {"state.json": "{}"}).finish()
         return rig.weights()
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from megatron_rl.signal import has_signal
 from megatron_rl.train import samples_of
+from megatron_rl.trainer.corrections import Verdict, decide
 from megatron_rl.types import Advantages, LossInputs, StepPlan
-from megatron_rl.verdict import Verdict, decide
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.distributed.test_gradient import TOLERANCE

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl import topology
-from megatron_rl.advantage import loss_inputs
-from megatron_rl.backend import MegatronBackend
+from megatron_rl.algorithm.advantage import loss_inputs
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
-from megatron_rl.estimate import critic_estimate
-from megatron_rl.trained_model import Batch
+from megatron_rl.distributed import topology
+from megatron_rl.trainer.advantages import critic_estimate
 from megatron_rl.types import Sample
 from tests.distributed.pool import Pool
 from tests.distributed.rig import DEFAULTS, MAX_RESPONSE_TOKENS

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_rl import exchange, topology
+from megatron_rl.backend import batch_exchange
+from megatron_rl.distributed import topology
 from megatron_rl.types import Sample, Score
 from tests.distributed.pool import Pool
 from tests.reference import make_samples
@@ -56,7 +57,7 @@ def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[li
     samples = with_routing(make_samples(COUNT), routing)
     samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[: len(samples[4].logprobs)]  # bits, not values
     mine = [i for i in range(COUNT) if owner_of(i, world) == rank]
-    facts = exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
+    facts = batch_exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
     in_order = sorted(range(COUNT), key=place)
     found = {
         "order": [facts.sample_ids == tuple(samples[i].sample_id for i in in_order)],
@@ -71,7 +72,7 @@ def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[li
     }
     for need in needs:
         wanted = [np.array(x, dtype=np.int64) for x in need]
-        rows = exchange.bring_rows(facts, [samples[i] for i in mine], wanted, here)
+        rows = batch_exchange.bring_rows(facts, [samples[i] for i in mine], wanted, here)
         found["rows"].append(sorted(rows) == need[rank] and all(same(row, samples[in_order[i]]) for i, row in rows.items()))
     return found
 
@@ -102,7 +103,7 @@ def scores(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
     values[4] = Score(total=None, by_function=(None, None))
     values[7] = Score(total=float("inf"), by_function=(float("inf"), float("nan")))
     mine = [i for i in reversed(range(9)) if owner_of(i, world) == rank]
-    return exchange.gather_scores([values[i] for i in mine], mine, 2)
+    return batch_exchange.gather_scores([values[i] for i in mine], mine, 2)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -119,7 +120,7 @@ def test_scores_arrive_in_order_with_their_gaps(pool: Pool, world: int) -> None:
 def twice_the_same_place(rank: int, world: int) -> str:
     topology.initialize(deadline_s=30)
     try:
-        exchange.gather_facts(make_samples(2), [0, 0], [0, 1])
+        batch_exchange.gather_facts(make_samples(2), [0, 0], [0, 1])
     except ValueError as error:
         return str(error)
     return ""
@@ -138,7 +139,7 @@ def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
         logprobs=np.zeros(3, dtype=np.float32), routed_experts=routed,
     )  # fmt: skip
     try:
-        exchange.gather_facts([sample] if rank + 1 == world else [], [0], [0])
+        batch_exchange.gather_facts([sample] if rank + 1 == world else [], [0], [0])
     except ValueError as error:
         return str(error)
     return ""

@@ -7,7 +7,7 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-import megatron_rl.platform  # noqa: F401 (replaces the manager, and gives groups their device)
+import megatron_rl.distributed.platform  # noqa: F401 (replaces the manager, and gives groups their device)
 from tests.distributed.pool import Pool
 
 SIZES = 8, 640, 12_544, 31, 4096

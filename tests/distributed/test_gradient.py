@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.cost import CostModel, StageCost
+from megatron_rl.planning.cost import CostModel, StageCost
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_rl import watch as watch_module
-from megatron_rl.keeper import Peer, judge
-from megatron_rl.topology import Topology
-from megatron_rl.types import PeerError
-from megatron_rl.watch import Watch, open_watch
+from megatron_rl.distributed import watchdog as watch_module
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.watchdog import Watch, open_watch
+from megatron_rl.distributed.watchdog_server import Peer, judge
+from megatron_rl.errors import PeerError
 from tests.distributed.nursery import Nursery
 from tests.distributed.pool import Pool
 from tests.distributed.test_train import arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl import schedule
+from megatron_rl.backend import schedule
 from tests.distributed.pool import Pool
 from tests.distributed.rig import open_rig, sizes
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl import exchange
-from megatron_rl.types import LockstepError, PeerError, StepKind
+from megatron_rl.distributed import collectives
+from megatron_rl.errors import LockstepError, PeerError
+from megatron_rl.types import StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import open_rig, ragged_advantages, sizes
 
@@ -72,9 +73,9 @@ def test_logprob_passes_are_checked(pool: Pool) -> None:
 
 
 def one_stops(rank: int, world: int, odd: int) -> tuple[str, str]:
-    exchange.raise_together(None)
+    collectives.raise_together(None)
     try:
-        exchange.raise_together(ValueError("planted") if rank == odd else None)
+        collectives.raise_together(ValueError("planted") if rank == odd else None)
     except (ValueError, PeerError) as error:
         return type(error).__name__, str(error)
     return "", ""

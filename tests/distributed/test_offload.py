@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl import offload
-from megatron_rl.checkpoint import policy
-from megatron_rl.offload import Offload
+from megatron_rl.backend import offload
+from megatron_rl.backend.offload import Offload
+from megatron_rl.checkpoint import model_state
 from megatron_rl.types import StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, equal, equal_by_name, open_rig, ragged_advantages, sizes
@@ -238,8 +238,8 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
         rig.step(ADVANTAGES, drops=True)
         plan = rig.plan(ADVANTAGES, drops=True)
         before, weights = rig.optimizer_state(), rig.weights()
-        kept, model, rate = policy.numbers(backend), policy.identity(backend), backend.optimizer.learning_rate
-        saved = policy.save(backend, folder, 7, {"state.json": "{}"}).finish()
+        kept, model, rate = model_state.numbers(backend), model_state.identity(backend), backend.optimizer.learning_rate
+        saved = model_state.save(backend, folder, 7, {"state.json": "{}"}).finish()
         backend.offload()
         said = {
             "forward_backward": refused(lambda: rig.accumulate(ADVANTAGES, plan)),
@@ -248,8 +248,8 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
             "zero_grad": refused(backend.zero_grad),
             "gradient": refused(backend.gradient) if "optimizer.distributed=false" in layout else "restore()",
             "reset_optimizer": refused(lambda: backend.reset_optimizer(total_steps=4)),
-            "save": refused(lambda: policy.save(backend, folder, 8, {"state.json": "{}"})),
-            "load": refused(lambda: policy.load(backend, saved, kept, model)),
+            "save": refused(lambda: model_state.save(backend, folder, 8, {"state.json": "{}"})),
+            "load": refused(lambda: model_state.load(backend, saved, kept, model)),
         }
         found: dict[str, object] = {
             key: "restore()" in message and "bytes" in message for key, message in said.items() if key != "gradient"
@@ -259,7 +259,7 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
         backend.keep_reference()
         with backend.reference_weights():
             found["the reference policy"] = equal_by_name(rig.weights(), weights)
-        found["numbers"] = policy.numbers(backend) == kept | {"has_reference": True} and backend.optimizer.learning_rate == rate
+        found["numbers"] = model_state.numbers(backend) == kept | {"has_reference": True} and backend.optimizer.learning_rate == rate
         backend.restore()
         found["nothing moved"] = equal(rig.optimizer_state(), before) and equal_by_name(rig.weights(), weights)
         rig.accumulate(ADVANTAGES, rig.plan(ADVANTAGES, drops=True))
@@ -284,15 +284,15 @@ def resumed(rank: int, world: int, layout: tuple[str, ...], root: str, really: b
         rig.step(ADVANTAGES, drops=True)
         with offloaded(rig, really):
             pass
-        pending = policy.save(rig.backend, folder, 1 + really, {"state.json": "{}"})
-        kept, model = policy.numbers(rig.backend), policy.identity(rig.backend)
+        pending = model_state.save(rig.backend, folder, 1 + really, {"state.json": "{}"})
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
         with offloaded(rig, really):  # while the thread writes
             found.append(rig.weights())
         rig.step(ADVANTAGES, drops=True)
         found.append(rig.weights())
         path = pending.finish()
     with open_rig("qwen2_tied", *MOVING, *layout, samples=8, total_steps=6) as rig:
-        policy.load(rig.backend, path, kept, model)
+        model_state.load(rig.backend, path, kept, model)
         with offloaded(rig, really):
             found.append(rig.weights())
         rig.step(ADVANTAGES, drops=True)

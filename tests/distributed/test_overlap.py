@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.optimizer import Optimizer
-from megatron_rl.schedule import Schedule
+from megatron_rl.backend.optimizer import Optimizer
+from megatron_rl.backend.schedule import Schedule
 from megatron_rl.types import StepKind
 from tests.distributed.pool import Pool, PoolError
 from tests.distributed.rig import Rig, open_rig, sizes

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.advantage import loss_inputs
-from megatron_rl.signal import has_signal
+from megatron_rl.algorithm.advantage import loss_inputs
+from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.types import Advantages, Sample, StepKind
 from tests.distributed.given_run import GivenRun, fresh_run, train_once
 from tests.distributed.pool import Pool

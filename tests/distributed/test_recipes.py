@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
+from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import load_config
-from megatron_rl.signal import signal_rule
 from tests.distributed.test_train import command_line, rows_of
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl import train
 from megatron_rl.config import load_config
-from megatron_rl.simulate.workload import read_trace
+from megatron_rl.simulator.workload import read_trace
 from tests.distributed.test_train import arguments, command_line, rows_of
 from tools import simulate_cluster
 

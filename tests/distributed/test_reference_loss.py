@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.reference import Reference
+from megatron_rl.trainer.reference_policy import Reference
 from tests.distributed.pool import Pool
 from tests.distributed.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick

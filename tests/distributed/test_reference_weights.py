@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.reference import Reference
-from megatron_rl.reference_weights import HostCopy, SecondModel
+from megatron_rl.backend.reference_weights import HostCopy, SecondModel
+from megatron_rl.trainer.reference_policy import Reference
 from tests.distributed.pool import Pool
 from tests.distributed.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise

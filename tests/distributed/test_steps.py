@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.advantage import advantages as estimate
-from megatron_rl.optimizer import NonFiniteGradient
+from megatron_rl.algorithm.advantage import advantages as estimate
+from megatron_rl.backend.optimizer import NonFiniteGradient
 from megatron_rl.types import Sample, StepKind
 from tests.distributed.pool import Pool
 from tests.distributed.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes

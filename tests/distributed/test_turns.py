@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
-from megatron_rl.rollout.producer import to_sample
-from megatron_rl.signal import has_signal
+from megatron_rl.rollout.worker import to_sample
+from megatron_rl.trainer.corrections import decide
 from megatron_rl.types import Advantages, Prompt, Rollout, Sample
-from megatron_rl.verdict import decide
 from tests.distributed.pool import Pool
 from tests.distributed.rig import MAX_RESPONSE_TOKENS, open_rig, sizes
 from tests.distributed.test_gradient import CP, SP, TOLERANCE

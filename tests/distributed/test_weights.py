@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl import topology
-from megatron_rl.backend import MegatronBackend
+from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import load_config
+from megatron_rl.distributed import topology
 from megatron_rl.weights.export import HuggingFaceReader, load_weights
 from tests.distributed.pool import Pool
 from tests.distributed.rig import DEFAULTS, open_rig, sizes
@@ -32,7 +32,7 @@ SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 def test_device_contexts_work_beside_megatron() -> None:
     """transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave that alone."""
     code = """
-import torch, megatron_rl.platform
+import torch, megatron_rl.distributed.platform
 with torch.device("meta"):
     built = (torch.arange(2), torch.empty(2), torch.ones(2), torch.tensor([1.0]))
 assert all(x.is_meta for x in built), [x.device for x in built]

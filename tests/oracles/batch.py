@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from megatron_rl.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.importance import importance_weights
+from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config import CorrectionConfig, LossConfig
-from megatron_rl.loss.correction import importance_weights
-from megatron_rl.loss.objective import Objective
 from megatron_rl.types import BatchFacts
 
 SEEDS = range(20)

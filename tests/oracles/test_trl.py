@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithm.importance import off_policy
 from megatron_rl.config import CorrectionConfig, LossConfig
-from megatron_rl.loss.correction import off_policy
 from tests.oracles.batch import (
     DOUBLE,
     SEEDS,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithm.kl import kl_per_token
 from megatron_rl.config import CorrectionConfig, LossConfig
-from megatron_rl.loss.kl import kl_per_token
 from tests.oracles.batch import (
     DOUBLE,
     SEEDS,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.gae import generalised_advantages, token_rewards, whiten_tokens
-from megatron_rl.loss.kl import kl_per_token
-from megatron_rl.loss.kl_controller import KLCoefficient
-from megatron_rl.loss.value import value_loss
+from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whiten_tokens
+from megatron_rl.algorithm.kl import kl_per_token
+from megatron_rl.algorithm.kl_controller import KLCoefficient
+from megatron_rl.algorithm.value_loss import value_loss
 from tests.oracles.batch import DOUBLE, SEEDS, Batch, random_batch, token_weights
 from tests.oracles.test_verl import MISSING, REDUCTIONS, WHITENED
 

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from megatron_rl.config import Config, load_config
+from megatron_rl.rollout.build import Seat, build_engine, place_of
 from megatron_rl.rollout.engine import SyncReport
-from megatron_rl.rollout.launch import Seat, build_engine, place_of
-from megatron_rl.rollout.process_replica import ProcessReplica
-from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.vllm.process_replica import ProcessReplica
+from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, segment_folders
 from megatron_rl.types import Prompt, Rollout
-from megatron_rl.weights.channel import SEGMENT_PREFIX, segment_folders
-from megatron_rl.weights.sync import WeightSync
 from tests.patience import patient
 
 # float32 on both sides, other kernels; vLLM's CPU build was within 5e-6 of Hugging Face. It is issue 6's bound.

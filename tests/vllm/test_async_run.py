@@ -73,7 +73,7 @@ def engines_of(driver: int) -> list[int]:
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
-            rank = int(words[-2]) if b"megatron_rl.rollout.vllm_process" in words else 0
+            rank = int(words[-2]) if b"megatron_rl.rollout.vllm.process_main" in words else 0
             parent = int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
         except (OSError, ValueError):
             continue

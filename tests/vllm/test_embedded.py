@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from megatron_rl.weights.sync import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSync
 from tests.vllm.rig import (
     BLOCK_TOKENS,
     CPU,

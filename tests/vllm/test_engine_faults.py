@@ -18,13 +18,14 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.generation import Generation
-from megatron_rl.rollout import process_replica
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.build import engine_arguments
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
-from megatron_rl.rollout.launch import engine_arguments
-from megatron_rl.rollout.process_replica import ProcessReplica, engine_environment
-from megatron_rl.rollout.replica import GenerateRequest, ReplicaLost
-from megatron_rl.types import EngineError, Score
+from megatron_rl.rollout.manager import Generation
+from megatron_rl.rollout.vllm import process_replica
+from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
+from megatron_rl.rollout.vllm.replica import GenerateRequest, ReplicaLost
+from megatron_rl.types import Score
 from tests.patience import HANG_S, patient, until
 from tests.vllm.rig import (
     CPU,

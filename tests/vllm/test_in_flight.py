@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.replica import UPDATING
-from megatron_rl.rollout.server_replica import ANSWER_S as CONTROL_S
+from megatron_rl.rollout.vllm.replica import UPDATING
+from megatron_rl.rollout.vllm.server_replica import ANSWER_S as CONTROL_S
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient, until
 from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, model_folder, reference_logprobs, start_bench

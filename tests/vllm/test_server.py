@@ -26,10 +26,10 @@ if importlib.util.find_spec("vllm") is None:
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rl.rollout.dispatch import dispatch
-from megatron_rl.rollout.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
-from megatron_rl.rollout.server_connection import Server
-from megatron_rl.rollout.server_replica import ServerReplica
+from megatron_rl.rollout.vllm.dispatch import dispatch
+from megatron_rl.rollout.vllm.http import Server
+from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
+from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.distributed.inputs import prepare_inputs
 from tests.misbehaving_server import unused_port
 from tests.patience import patient, until

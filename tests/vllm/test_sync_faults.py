@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.process_replica import ProcessReplica
-from megatron_rl.rollout.replica import RequestRefused
-from megatron_rl.weights.channel import SEGMENT_PREFIX, Tally
-from megatron_rl.weights.sync import WeightSync
+from megatron_rl.rollout.vllm.process_replica import ProcessReplica
+from megatron_rl.rollout.vllm.replica import RequestRefused
+from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, Tally
 from tests.patience import HANG_S, patient
 from tests.vllm.rig import CPU, DEADLINE_S, LOGPROB_TOLERANCE, Bench, make_prompts, segments, segments_kept
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_rl.config import EnvironmentConfig
-from megatron_rl.conversation import Observations
+from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.episodes import Episodes
+from megatron_rl.rollout.multi_turn import Episodes
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from tests.distributed.test_train import arguments, command_line, rows_of
 from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told

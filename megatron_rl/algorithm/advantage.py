@@ -1,0 +1,160 @@
+"""Rewards → advantages, and the token weights of the reduction that are folded into them. Pure: numbers in, numbers out.
+
+Invariants (``assert_invariants`` in tests/test_advantage.py):
+
+1. A group whose included rewards (``gdpo``: each function's) are equal as numbers has advantages of exactly 0.0 (but under
+   ``center_and_scale``).
+2. A sample that is not included has advantage 0.0 and moves no other sample's.
+3. Adding a constant to every reward of a group changes no advantage beyond rounding.
+4. Advantages are finite; a non-finite reward is an error that names the sample.
+5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's advantages are not 0.
+6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
+   not on how they are cut in micro-batches or spread over ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.algorithm.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
+from megatron_rl.config import Config
+from megatron_rl.types import Advantages, BatchFacts, LossInputs, MiniBatchPlan
+
+
+def advantages(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    included: np.ndarray,
+    *,
+    estimator: str,
+    epsilon: float = 1e-6,
+    whiten: str = "scale",
+    rewards_by_function: np.ndarray | None = None,
+    function_weights: tuple[float, ...] = (),
+    loss_tokens: np.ndarray | None = None,
+    sample_ids: tuple[str, ...] = (),
+) -> np.ndarray:
+    """[S] float64 advantages by semantics §6, of one of algorithm/estimators.py.
+
+    rewards [S] float64 · groups [S] int64, the prompt of each · included [S] bool · rewards_by_function [S, F], NaN where a
+    function did not apply (``gdpo``) · loss_tokens [S], the weights of a whitening over tokens (``reinforce_plus_plus``, ``gdpo``).
+    """
+    _require_finite(rewards, included, sample_ids)
+    seen = Rewards(values=rewards, group=np.unique(groups, return_inverse=True)[1].reshape(-1), included=included)
+    match estimator:
+        case "grpo":
+            return grpo(seen, epsilon=epsilon)
+        case "dr_grpo":
+            return dr_grpo(seen)
+        case "batch_std":
+            return batch_std(seen, epsilon=epsilon)
+        case "rloo":
+            return rloo(seen)
+        case "reinforce_plus_plus":
+            return reinforce_plus_plus(seen, tokens=loss_tokens, whiten=whiten, epsilon=epsilon)
+        case "gdpo":
+            columns = _columns(seen, rewards_by_function, sample_ids)
+            weights = function_weights or (1.0,) * len(columns)
+            return gdpo(columns, weights, included, tokens=loss_tokens, whiten=whiten, epsilon=epsilon)
+    raise ValueError(f"advantage.estimator={estimator!r} is not known")
+
+
+def _columns(seen: Rewards, by_function: np.ndarray | None, sample_ids: tuple[str, ...]) -> tuple[Rewards, ...]:
+    """Of each reward function [S, F] what it gave to the samples that it applied to."""
+    if by_function is None:
+        raise ValueError("advantage.estimator=gdpo needs the rewards of each function")
+    found = []
+    for column in by_function.T:
+        applied = seen.included & ~np.isnan(column)
+        _require_finite(column, applied, sample_ids)
+        found.append(Rewards(values=column, group=seen.group, included=applied))
+    return tuple(found)
+
+
+def may_have_advantage(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    included: np.ndarray,
+    *,
+    estimator: str,
+    whiten: str = "scale",
+    rewards_by_function: np.ndarray | None = None,
+    function_weights: tuple[float, ...] = (),
+    sample_ids: tuple[str, ...] = (),
+) -> np.ndarray:
+    """[S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands. Arguments as of `advantages`.
+
+    What is taken over the batch only divides, so a part of a batch says as much as the whole; but ``center_and_scale`` moves every sample,
+    and ``gae`` (algorithm/gae.py) measures each against a critic.
+    """
+    if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
+        return included.copy()
+    values = advantages(
+        rewards, groups, included, estimator="gdpo" if estimator == "gdpo" else "dr_grpo", epsilon=1.0, whiten="scale",
+        rewards_by_function=rewards_by_function, function_weights=function_weights, sample_ids=sample_ids,
+    )  # fmt: skip
+    return values != 0
+
+
+def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple[str, ...]) -> None:
+    bad = np.flatnonzero(included & ~np.isfinite(rewards))
+    if len(bad):
+        name = sample_ids[bad[0]] if sample_ids else f"index {bad[0]}"
+        raise ValueError(
+            f"the reward of sample {name} is {rewards[bad[0]]} ({len(bad)} such in the batch), its group's advantages would be NaN; "
+            "mend the reward function, or take such samples out with reward.on_error=drop"
+        )
+
+
+def reduction_weights(reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int) -> np.ndarray:
+    """[S] float64: the weight of each loss token of each sample, by semantics §1; 0 for samples that are not counted.
+
+    counted: int64 indices of the samples that the denominators are taken over (the whole mini-batch, before the drop; its
+    survivors under ``loss.denominator=kept``). B counts the samples, and P the prompts, that have a loss token.
+
+    Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean`` → 1/200 and 1/1800.
+    """
+    tokens = np.zeros(facts.num_samples)
+    tokens[counted] = facts.loss_tokens[counted]
+    present = tokens > 0
+    weights = np.zeros(facts.num_samples)
+    if not present.any():
+        return weights
+    samples = present.sum()
+    match reduction:
+        case "token_sum":
+            weights[present] = 1.0
+        case "token_mean":
+            weights[present] = 1.0 / tokens.sum()
+        case "sequence_mean":
+            weights[present] = 1.0 / (samples * tokens[present])
+        case "sequence_sum_mean":
+            weights[present] = 1.0 / samples
+        case "sequence_sum_norm":
+            weights[present] = 1.0 / (samples * max_response_tokens)
+        case "prompt_mean":
+            index = np.unique(facts.groups, return_inverse=True)[1].reshape(-1)
+            group_tokens = np.bincount(index, weights=tokens)
+            weights[present] = 1.0 / ((group_tokens > 0).sum() * group_tokens[index[present]])
+        case _:
+            raise ValueError(f"loss.reduction={reduction!r} is not known")
+    return weights
+
+
+def loss_inputs(
+    config: Config, facts: BatchFacts, mini_batch: MiniBatchPlan, advantages: Advantages, signal: np.ndarray, *,
+    old: np.ndarray | None = None, reference: np.ndarray | None = None, importance: np.ndarray | None = None, kl_coefficient: float = 0.0,
+) -> LossInputs:  # fmt: skip
+    """Folds the reduction's weights into the advantages, by the denominators of this mini-batch.
+
+    signal bool [S]: ``loss.denominator=kept`` counts the members that have it, whoever else runs in their micro-batches · old, reference,
+    importance [T] flat: see LossInputs.
+    """
+    members = mini_batch.members
+    counted = members if config.loss.denominator == "original" or config.skip.mode == "off" else members[signal[members]]
+    weights = reduction_weights(config.loss.reduction, facts, counted, max_response_tokens=config.rollout.max_response_tokens)
+    of_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
+    return LossInputs(
+        advantages=advantages.of_sample * weights, weights=weights, old_logprobs=old, reference_logprobs=reference,
+        importance_weights=importance, token_advantages=of_token, kl_coefficient=kl_coefficient,
+    )  # fmt: skip

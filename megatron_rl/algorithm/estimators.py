@@ -1,0 +1,127 @@
+"""Advantage estimators over groups: rewards → one advantage per sample. Pure, each a function of its equation; ``gae`` is in algorithm/gae.py.
+
+Notation of all: r_i the reward of sample i, g its prompt's group, mean_g and std_g over the group's included samples, n_g how many these
+are. Standard deviations are the unbiased ones (n − 1), as TRL's and verl's. Equal rewards of a group give exactly 0.0, whatever the
+rounding of their mean (invariant 1 of algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not included has 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rewards:
+    """values float64 [S] · group int64 [S], each sample's, counted from 0 · included bool [S]: others are in no mean, and may be NaN."""
+
+    values: np.ndarray
+    group: np.ndarray
+    included: np.ndarray
+
+    def per_group(self, values: np.ndarray) -> np.ndarray:
+        """[groups] the sum of values [S] over each group's samples."""
+        return np.bincount(self.group, weights=values, minlength=int(self.group.max(initial=-1)) + 1)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[groups] included samples."""
+        return self.per_group(self.included)
+
+
+def grpo(rewards: Rewards, *, epsilon: float) -> np.ndarray:
+    """A_i = (r_i − mean_g) / (std_g + ε). GRPO: DeepSeekMath, arXiv:2402.03300, § 4.1.2, with an ε.
+
+    Example: one group, r = (1, 0, 0, 1), ε = 0 → (0.866, −0.866, −0.866, 0.866).
+    """
+    centred = dr_grpo(rewards)
+    spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts - 1, 1))[rewards.group] + epsilon
+    return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 0)
+
+
+def dr_grpo(rewards: Rewards) -> np.ndarray:
+    """A_i = r_i − mean_g. Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
+
+    Example: one group, r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5); r = (1, 1, 1, 1) → exactly (0, 0, 0, 0).
+    """
+    group, included = rewards.group, rewards.included
+    values = np.where(included, rewards.values, 0.0)
+    mean = rewards.per_group(values) / np.maximum(rewards.counts, 1)
+    high, low = np.full(len(mean), -np.inf), np.full(len(mean), np.inf)
+    np.maximum.at(high, group[included], values[included])
+    np.minimum.at(low, group[included], values[included])
+    return np.where(included & (high > low)[group], values - mean[group], 0.0)
+
+
+def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
+    """A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε): the group's mean and the batch's spread, as Lite PPO
+    (Liu et al. 2025, arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
+
+    Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), their std 0.408 → (1.225, −1.225, 0, 0).
+    """
+    centred = dr_grpo(rewards)
+    values = centred[rewards.included]
+    spread = (values.std(ddof=1) if len(values) > 1 else 0.0) + epsilon
+    return centred / spread if spread > 0 else centred
+
+
+def rloo(rewards: Rewards) -> np.ndarray:
+    """A_i = r_i − the mean of the group's n_g − 1 others = (r_i − mean_g) · n_g / (n_g − 1). RLOO: Ahmadian et al. 2024,
+    arXiv:2402.14740 (Kool et al. 2019).
+
+    Example: one group, r = (1, 0, 0, 0) → (1, −⅓, −⅓, −⅓).
+    """
+    count = rewards.counts[rewards.group]
+    return np.where(count > 1, dr_grpo(rewards) * count / np.maximum(count - 1, 1), 0.0)
+
+
+def reinforce_plus_plus(rewards: Rewards, *, tokens: np.ndarray | None, whiten: str, epsilon: float) -> np.ndarray:
+    """A_i = whitened(r_i − mean_g) over the batch's loss tokens. REINFORCE++ with a baseline: Hu et al. 2025, arXiv:2501.03262.
+
+    tokens [S]: see ``whitened``.
+
+    Example: one group, r = (1, 0, 0, 1), one token each, ``scale``, ε = 0 → (0.866, −0.866, −0.866, 0.866).
+    """
+    return whitened(dr_grpo(rewards), rewards.included, tokens, whiten, epsilon)
+
+
+def gdpo(
+    columns: tuple[Rewards, ...],
+    weights: tuple[float, ...],
+    included: np.ndarray,
+    *,
+    tokens: np.ndarray | None,
+    whiten: str,
+    epsilon: float,
+) -> np.ndarray:
+    """A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)): each reward function standardised by itself, so that none drowns
+    another. GDPO: Liu et al. 2026, arXiv:2601.05242.
+
+    columns: a Rewards for each function, whose ``included`` are the samples that it applied to · weights: w_f.
+
+    Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both standardise to (0.707, −0.707), their sum
+    (1.414, −1.414), ``scale`` → (0.707, −0.707).
+    """
+    total = np.zeros(len(included))
+    for column, weight in zip(columns, weights, strict=True):
+        total += weight * grpo(column, epsilon=epsilon)
+    return whitened(total, included, tokens, whiten, epsilon)
+
+
+def whitened(values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float) -> np.ndarray:
+    """values [S] over the batch, each sample weighted by its loss tokens (tokens [S]; None: 1 each), divided by std + ε.
+
+    ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` takes it off first; ``none`` changes nothing.
+    """
+    if mode not in ("none", "scale", "center_and_scale"):
+        raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")
+    counted = included.astype(np.float64) if tokens is None else np.where(included, tokens, 0).astype(np.float64)
+    total = counted.sum()
+    if mode == "none" or total <= 1:
+        return values
+    mean = (counted * values).sum() / total
+    spread = np.sqrt((counted * (values - mean) ** 2).sum() / (total - 1)) + epsilon
+    if mode == "center_and_scale":
+        values = np.where(included, values - mean, 0.0)
+    return values / spread if spread > 0 else values

@@ -1,0 +1,128 @@
+"""Rewards and a critic's values per token → advantages and returns per token (PPO). Pure: numbers in, numbers out.
+
+Every array [T] is flat over the batch's response tokens, sample after sample (BatchFacts.response_offsets). Time counts **loss tokens
+alone**: what a tool or the environment wrote is no action of the policy, so that the recursion goes from a loss token to the sample's next
+loss token, however many others stand between, and a hole in the mask neither discounts nor breaks the chain.
+
+Invariants (``assert_invariants`` in tests/test_gae.py):
+
+1. Advantages and returns are exactly 0.0 where the mask is, whatever stands there (NaN too); a sample without a loss token is all 0.
+2. No sample's numbers depend on another sample's, or on where it stands in the batch; whitening alone is over the batch.
+3. Taking the tokens without loss out of the batch leaves the numbers at the others as they are, bit by bit.
+4. returns − advantages = values at loss tokens, to rounding.
+5. ``gamma=lam=1``: returns are the sums of the rewards from the token on, whatever the values are.
+6. ``lam=0``: advantages are one-step errors r_t + γ·V_{t+1} − V_t.
+7. What is not finite at a loss token is an error that names the sample.
+8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither looks at tokens without loss, which come out as 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.algorithm.estimators import whitened
+
+
+def token_rewards(
+    totals: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, token_penalties: np.ndarray | None = None
+) -> np.ndarray:
+    """[T] float64: each sample's total on its last loss token, less the penalty of every loss token; 0 elsewhere.
+
+    totals [S], NaN where a sample is taken out (such a sample has no loss token) · loss_mask bool [T] · response_tokens int64 [S] ·
+    token_penalties [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019, arXiv:1909.08593, eq. 2), or None.
+
+    Example: total 1, mask (T, F, T, F), penalties (0.1, 9, 0.2, 9) → (−0.1, 0, 0.8, 0).
+    """
+    _require_flat(response_tokens, loss_mask=loss_mask, **({} if token_penalties is None else {"token_penalties": token_penalties}))
+    places, counts = _loss_tokens(loss_mask, response_tokens)
+    rewards = np.zeros(len(loss_mask))
+    if token_penalties is not None:
+        rewards[places] = -np.asarray(token_penalties, dtype=np.float64)[places]
+    trained = counts > 0
+    rewards[places[np.cumsum(counts)[trained] - 1]] += np.asarray(totals, dtype=np.float64)[trained]
+    return rewards
+
+
+def generalised_advantages(
+    token_rewards: np.ndarray, values: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, *, gamma: float, lam: float,
+    sample_ids: tuple[str, ...] = (),
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(advantages [T], returns [T]), float64: Schulman et al. 2016, arXiv:1506.02438, eq. 16, as the recursion over loss tokens
+
+        δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γ·λ·A_{t+1},   R_t = A_t + V_t
+
+    where t + 1 is the sample's next loss token. V and A after the last one are 0: an episode ends there. A response that was cut off at
+    ``rollout.max_response_tokens`` ends there as well; nothing is bootstrapped from what it might have gone on to earn.
+
+    token_rewards, values [T] · loss_mask bool [T] · response_tokens int64 [S] · gamma, lam in [0, 1] · sample_ids [S] for messages alone.
+    Raises ValueError, naming a sample, where a reward or a value at a loss token is not finite, and for lengths that do not fit.
+
+    Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8, 0, 0.5), returns (1, 0, 1).
+    """
+    _require_flat(response_tokens, loss_mask=loss_mask, token_rewards=token_rewards, values=values)
+    places, counts = _loss_tokens(loss_mask, response_tokens)
+    rewards = np.asarray(token_rewards, dtype=np.float64)[places]
+    baseline = np.asarray(values, dtype=np.float64)[places]
+    _require_finite(rewards, counts, "reward", "mend the reward function or the KL in the reward, or use reward.on_error=drop", sample_ids)
+    _require_finite(baseline, counts, "value", "look for non-finite weights or activations of the critic", sample_ids)
+    last = np.cumsum(counts) - 1
+    following = np.append(baseline[1:], 0.0) if len(places) else baseline
+    following[last[counts > 0]] = 0.0
+    compact = _discounted_sums(rewards + gamma * following - baseline, counts, gamma * lam)
+    advantages, returns = np.zeros(len(loss_mask)), np.zeros(len(loss_mask))
+    advantages[places] = compact
+    returns[places] = compact + baseline
+    return advantages, returns
+
+
+def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsilon: float) -> np.ndarray:
+    """[T] float64: advantages [T] whitened over the batch's loss tokens, with the unbiased standard deviation (n − 1); 0 elsewhere.
+
+    ``none``: as they are · ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6) · ``center_and_scale``: (A − mean) / (std + ε),
+    the published form, after which no token is at 0. Up to one loss token there is no spread, and nothing changes.
+
+    Example: (1, −1, 7), mask (T, T, F), ``scale``, ε = 0 → (0.7071, −0.7071, 0).
+    """
+    return whitened(np.where(loss_mask, advantages, 0.0), loss_mask, None, mode, epsilon)
+
+
+def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(places [L] of the loss tokens in the flat array, counts [S] of them by sample)."""
+    owner = np.repeat(np.arange(len(response_tokens)), response_tokens)
+    return np.flatnonzero(loss_mask), np.bincount(owner[loss_mask], minlength=len(response_tokens))
+
+
+def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np.ndarray:
+    """[L] float64: Σ_l factor^l · terms[t + l] to the end of t's sample. terms [L] flat, counts int64 [S] of each sample's.
+
+    One step per position from the end, all samples that are that long at once: long ones first, so that they are a prefix.
+    """
+    sums = terms.copy()
+    order = np.argsort(-counts, kind="stable")
+    ends = (np.cumsum(counts) - 1)[order]
+    # alive[k]: samples with more than k terms
+    alive = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max(initial=0)), side="right")
+    for k in range(1, len(alive)):
+        here = ends[: alive[k]] - k
+        sums[here] += factor * sums[here + 1]
+    return sums
+
+
+def _require_flat(response_tokens: np.ndarray, **arrays: np.ndarray) -> None:
+    total = int(np.sum(response_tokens))
+    for name, array in arrays.items():
+        if np.shape(array) != (total,):
+            raise ValueError(f"{name} has shape {np.shape(array)}, and response_tokens sum to {total}: it must be flat over them")
+    if arrays["loss_mask"].dtype != np.bool_:
+        raise ValueError(f"loss_mask is of {arrays['loss_mask'].dtype}, which would be read as places; pass it as bool")
+
+
+def _require_finite(numbers: np.ndarray, counts: np.ndarray, name: str, way_out: str, sample_ids: tuple[str, ...]) -> None:
+    bad = np.flatnonzero(~np.isfinite(numbers))
+    if len(bad):
+        sample = int(np.searchsorted(np.cumsum(counts), bad[0], side="right"))
+        called = sample_ids[sample] if sample_ids else f"index {sample}"
+        raise ValueError(
+            f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample {called} is {numbers[bad[0]]} ({len(bad)} such in "
+            f"the batch), its advantages would not be finite; {way_out}"
+        )

@@ -1,0 +1,44 @@
+"""KL to the reference per token, each an estimator of KL(π_θ ‖ π_ref) at tokens drawn from π_old. Semantics §7."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def kl_per_token(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, old_logprobs: torch.Tensor, *, estimator: str) -> torch.Tensor:
+    """[T] nats. With d = log π_ref − log π_θ (Schulman 2020, "Approximating KL divergence"):
+
+    ``k1`` = −d · ``k2`` = d²/2 · ``k3`` = e^d − d − 1 · ``unbiased`` = (π_θ/π_old)·k3, the ratio carrying gradient
+    (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
+    """
+    d = reference_logprobs - logprobs
+    match estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return 0.5 * d * d
+        case "k3":
+            return d.exp() - d - 1
+        case "unbiased":
+            return (logprobs - old_logprobs).exp() * (d.exp() - d - 1)
+    raise ValueError(f"loss.kl_estimator={estimator!r} is not known")
+
+
+def penalty(old_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
+    """KL(π_old ‖ π_ref) per token, float64 [T] nats, for a reward: algorithm/kl.py's estimates at π_θ = π_old, whose gradient nobody asks for.
+
+    old_logprobs, reference_logprobs [T]. With d = log π_ref − log π_old (Schulman 2020, "Approximating KL divergence"): ``k1`` = −d ·
+    ``k2`` = d²/2 · ``k3`` = e^d − d − 1. Raises ValueError for another estimator. A pure function.
+
+    Example: log-probs (−1.0, −2.0) against (−1.5, −2.0) → ``k1`` (0.5, 0.0), ``k3`` (0.10653, 0.0).
+    """
+    d = reference_logprobs.astype(np.float64) - old_logprobs.astype(np.float64)
+    match estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return 0.5 * d * d
+        case "k3":
+            return np.expm1(d) - d
+    raise ValueError(f"loss.kl_estimator={estimator!r} is no penalty for a reward; choose one of k1, k2, k3")

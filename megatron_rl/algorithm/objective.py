@@ -1,0 +1,69 @@
+"""The whole loss of a micro-batch, Σ policy + Σ w·(β·kl − c·entropy), and the sums that metrics are made of."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron_rl.algorithm.kl import kl_per_token
+from megatron_rl.algorithm.policy_loss import Whole, policy_term, unsplit
+from megatron_rl.algorithm.sft_loss import cross_entropy
+from megatron_rl.config import LossConfig
+
+
+class LossTokens(Protocol):
+    """What the loss reads of a packed micro-batch, over its N loss tokens. kl_coefficient: β, or None for the configuration's."""
+
+    num_sequences: int
+    sequences: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old_logprobs: torch.Tensor | None
+    rollout_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    kl_coefficient: float | None
+
+
+class Objective:
+    """Callables (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens, entropy, kl, clipped, ratio).
+
+    whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
+    """
+
+    def __init__(self, config: LossConfig, whole: Whole = unsplit):
+        self.config = config
+        self.whole = whole
+
+    @property
+    def trains_entropy(self) -> bool:
+        return self.config.entropy_coefficient != 0
+
+    def policy(self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.config
+        old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+        behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro's quadratic is against μ (semantics §7)
+        term = policy_term(
+            logprobs, behaviour, tokens.advantages, tokens.weights, tokens.sequences, tokens.num_sequences, config, self.whole
+        )
+        loss = term.loss.sum()
+        kl = logprobs.new_zeros(())
+        if tokens.reference_logprobs is not None:
+            per_token = kl_per_token(logprobs, tokens.reference_logprobs, old, estimator=config.kl_estimator)
+            kl = per_token.detach().sum()
+            coefficient = config.kl_coefficient if tokens.kl_coefficient is None else tokens.kl_coefficient
+            if coefficient:  # where it is 0 the KL is measured alone: 0 · inf would be NaN
+                loss = loss + coefficient * (tokens.weights * per_token).sum()
+        if self.trains_entropy:
+            loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
+        return loss, _sums(loss, logprobs, entropy, kl, term.clipped.sum(), term.ratio.detach().sum())
+
+    def supervised(self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = cross_entropy(logprobs, tokens.weights)
+        zero = logprobs.new_zeros(())
+        return loss, _sums(loss, logprobs, entropy, zero, zero, zero)
+
+
+def _sums(loss, logprobs, entropy, kl, clipped, ratio) -> torch.Tensor:
+    tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
+    return torch.stack([x.detach().double() for x in (loss, tokens, entropy.sum(), kl, clipped, ratio)])

@@ -1,0 +1,143 @@
+"""Which samples carry signal, and which configuration makes dropping the others exact. Pure. Semantics §2.
+
+Invariants (``assert_invariants`` in tests/test_signal.py):
+
+1. Decided on advantages and masks alone, never on a loss value.
+2. A sample without loss token has no signal, whatever its advantage.
+3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a sample with a loss token is signal.
+4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
+5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1 change nothing.
+
+Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would train on a number that the cut into
+micro-batches decides: those are refused in every mode (``refuse_uncounted_losses``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), and the value at which
+# they do not. Dropping a sample changes what the others see of them.
+COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
+    "moe_router_force_load_balancing": (False, None),  # random routing, drawn batch by batch
+    "moe_expert_capacity_factor": (None,),
+    "moe_input_jitter_eps": (None, 0, 0.0),
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # sinkhorn balances over the batch
+    "dsa_indexer_loss_coeff": (None, 0, 0.0),
+    "qk_clip": (False, None),
+    "attention_dropout": (0, 0.0),
+    "hidden_dropout": (0, 0.0),
+    "fp8": (None, False),
+    "fp4": (None, False),
+}
+
+# Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in Megatron-Core 0.16.1 and 0.19.2,
+# transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of the micro-batch) and
+# transformer/multi_token_prediction.py.
+UNCOUNTED_FIELDS: dict[str, str] = {
+    "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: its size depends on "
+    "the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over tokens",
+    "moe_z_loss_coeff": "the router's z loss is multiplied by the tokens of the micro-batch, pads and prompts among them: its size depends "
+    "on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over tokens",
+    "moe_router_enable_expert_bias": "the bias moves by the token counts of whatever ran, and no Hugging Face checkpoint holds it: the "
+    "rollout engine would send tokens to other experts than the trainer",
+    "mtp_num_layers": "the loss of the extra predictions runs over every token of a micro-batch, prompts too, and expects a division that "
+    "a sum over tokens does not make; no Hugging Face checkpoint of these families holds those layers, so the rollout engine lacks them",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalRule:
+    """What the run drops by. ``approximated`` names the terms that dropping leaves out (``skip.mode=approximate``).
+
+    ``drops_logprob_passes`` is False where log-probs make the advantages (``kl_in_reward``): those passes come before anything is dropped.
+    """
+
+    drops: bool
+    advantage_epsilon: float
+    drops_logprob_passes: bool
+    approximated: tuple[str, ...]
+    kl_in_reward: bool
+
+
+def refuse_uncounted_losses(config: Config) -> None:
+    """Raises ConfigError, whatever ``skip.mode`` is, for a loss or an update whose size is not fixed by tokens and weights."""
+    for field, reason in UNCOUNTED_FIELDS.items():
+        value = config.megatron.transformer.get(field)
+        if not (any(value) if isinstance(value, list | tuple) else value):
+            continue
+        also = "; dropping samples would change it too, so skip.mode=exact could not hold either" if config.skip.mode == "exact" else ""
+        raise ConfigError(
+            f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{also}; remove it, or set it to its neutral "
+            "value (0, false or null)"
+        )
+
+
+def coupling_terms(config: Config) -> tuple[str, ...]:
+    """Settings, each as ``key=value``, that make a sample with zero advantage matter all the same."""
+    terms = []
+    if config.kl_in_loss:
+        terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
+    if config.loss.entropy_coefficient != 0:
+        terms.append(f"loss.entropy_coefficient={config.loss.entropy_coefficient}")
+    if config.loss.policy == "dro":
+        terms.append("loss.policy=dro")
+    if config.loss.denominator == "kept":
+        terms.append("loss.denominator=kept")
+    if config.skip.advantage_epsilon > 0:
+        terms.append(f"skip.advantage_epsilon={config.skip.advantage_epsilon}")
+    for field, harmless in COUPLING_FIELDS.items():
+        if field in config.megatron.transformer and config.megatron.transformer[field] not in harmless:
+            terms.append(f"megatron.transformer.{field}={config.megatron.transformer[field]}")
+    return tuple(terms)
+
+
+def _neutral(term: str) -> str:
+    """How to take one of ``coupling_terms`` back, in words."""
+    key = term.split("=")[0]
+    match key:
+        case "loss.policy" | "megatron.transformer.moe_router_load_balancing_type":
+            return f"another {key}"
+        case "loss.denominator":
+            return "loss.denominator=original"
+    return f"{key} to its neutral value (0, false or null)"
+
+
+def signal_rule(config: Config) -> SignalRule:
+    """Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out; and see above."""
+    refuse_uncounted_losses(config)
+    terms = coupling_terms(config)
+    if config.skip.mode == "exact" and terms:
+        way = " and ".join(_neutral(term) for term in terms)
+        raise ConfigError(
+            f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that untrue; "
+            f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop nothing)"
+        )
+    drops = config.skip.mode != "off"
+    return SignalRule(
+        drops=drops,
+        advantage_epsilon=config.skip.advantage_epsilon,
+        drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,
+        approximated=terms if drops else (),
+        kl_in_reward=config.kl_in_reward,
+    )
+
+
+def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0) -> np.ndarray:
+    """[S] bool: some loss token has a non-zero coefficient. loss_tokens int64 [S] · advantages [S]: of each sample, or the largest
+    |importance weight · advantage| of its tokens (``Advantages.largest``), so that any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
+
+    Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
+    """
+    nan = np.flatnonzero(np.isnan(advantages))
+    if len(nan):
+        raise ValueError(
+            f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample without signal; "
+            "look for non-finite rewards in its group"
+        )
+    return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)

@@ -1,0 +1,203 @@
+"""MegatronBackend: forward, forward_backward, optim_step, export. The library's front door; train.py is one user of it.
+
+    backend = MegatronBackend(config, total_steps=100)
+    batch = backend.gather(samples, groups, order)          # facts to everyone
+    plan = backend.plan("train", batch, signal)             # the same on every rank
+    backend.load_rows(batch, plan)                          # rows where they are needed
+    for mini_batch in plan.mini_batches:
+        backend.forward_backward(batch, mini_batch, inputs) # as often as you like: gradients add
+        result = backend.optim_step(mini_batch.kind)        # one reduction, one step
+
+examples/library/one_step.py is this, whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.backend import batch_exchange
+from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.backend.reference_weights import PLACEMENTS, ReferenceWeights
+from megatron_rl.backend.trainable_model import Batch, TrainedModel
+from megatron_rl.config import Config
+from megatron_rl.distributed import topology
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.model.adapter import MergedParameters, adapters_off
+from megatron_rl.model.head import head_weight
+from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.types import LossInputs, MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.weights.checksum import Checksum
+from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
+from megatron_rl.weights.mapping import adapter_entries
+from megatron_rl.weights.peft import adapter_config, save_peft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProbs:
+    """Old log-probs, flat over the batch's response tokens (float32, 0 where not passed), and sums of their gap to the engine's."""
+
+    flat: np.ndarray
+    sums: Mapping[str, float]
+
+
+class MegatronBackend(TrainedModel):
+    """The policy on this rank: model, schedule, optimizer. Every method is a collective unless it says otherwise."""
+
+    sum_names = ("loss", "tokens", "entropy", "kl", "clipped", "ratio")
+
+    def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1) -> None:
+        """See TrainedModel."""
+        super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
+        loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss  # measured all the same
+        self.objective = Objective(loss, self._sum_over_context)
+        self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
+        self._frozen_checksum: str | None = None
+
+    def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
+        """Adds what each context rank's tokens gave; no gradient passes."""
+        if self.topology.context_size > 1:
+            dist.all_reduce(sums, group=self.topology.context_group)
+        return sums
+
+    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprob(
+            hidden, head_weight(self.chunks[-1].module), targets, temperature=self.config.rollout.temperature,
+            vocab_size=self.shape.vocab_size, tensor_rank=self.topology.tensor_rank, group=self.topology.tensor_group,
+            train_entropy=train_entropy, reduce_hidden_grad=not self.config.parallel.sequence_parallel,
+        )  # fmt: skip
+
+    # ---- forward and backward --------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, plan: StepPlan) -> LogProbs:
+        """Log-probs of the plan's samples under the current weights, on every rank. Rows must have been loaded for this plan."""
+
+        def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            logprobs, _ = self._logprobs(hidden, microbatch.targets)
+            return logprobs, {"gap": logprobs - microbatch.rollout_logprobs}
+
+        flat, kept = self._read(batch, plan, read)
+        gaps = torch.zeros(3, dtype=torch.float64, device=HOST.device)
+        highest = torch.zeros(1, dtype=torch.float64, device=HOST.device)
+        for each in kept:
+            gap = each["gap"].double()
+            gaps += torch.stack([gap.abs().sum(), ((-gap).exp() + gap - 1).sum(), torch.ones_like(gap).sum()])
+            highest = torch.cat([highest, gap.abs()]).max()[None]  # a micro-batch may hold no loss token at all
+        if plan.mini_batches[0].kind is StepKind.REAL:
+            dist.all_reduce(gaps)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        absolute, k3, tokens = gaps.tolist()
+        sums = {"tokens": tokens, "logprob_gap_abs": absolute, "logprob_gap_k3": k3, "logprob_gap_max": highest.item()}
+        return LogProbs(flat=flat, sums=sums)
+
+    def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
+        """``forward`` over the samples chosen [S] bool, under a plan of its own."""
+        plan = self.plan("logprob", batch, chosen, drops=True)
+        self.load_rows(batch, plan)
+        return self.forward(batch, plan)
+
+    def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
+        """The engine's own log-probs of the whole batch, flat over response tokens, float32, on every rank; gathered once."""
+        if batch.rollout_logprobs is None:
+            batch.rollout_logprobs = batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
+        return batch.rollout_logprobs
+
+    def gather_loss_mask(self, batch: Batch) -> np.ndarray:
+        """[T] bool, flat over response tokens, on every rank: where a token carries loss; gathered once."""
+        if batch.loss_mask is None:
+            batch.loss_mask = batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask) > 0
+        return batch.loss_mask
+
+    def forward_backward(
+        self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
+    ) -> None:
+        """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``.
+
+        Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no gradient.
+        """
+        if self.chunks[0] is not self.optimizer.chunks[0]:
+            raise ValueError("forward_backward() within reference_weights() would train the reference, under reference.placement=device")
+        objective = self.objective.supervised if supervised else self.objective.policy
+
+        def loss(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return objective(microbatch, *self._logprobs(hidden, microbatch.targets, train_entropy=self.objective.trains_entropy))
+
+        self._accumulate(batch, mini_batch, inputs, fingerprint, loss)
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks. Adapters are merged in.
+
+        A tensor is valid until the next is asked for: copy it out before. bucket_bytes bounds the memory: ``weights.export``; with
+        adapters a shard of one parameter more.
+        """
+        self.schedule.gather_parameters()
+        parameters = [MergedParameters(chunk.module) for chunk in self.chunks]
+        yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
+
+    def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+        """``export`` of the adapters alone, under PEFT's names without its ``base_model.model.``. ValueError where there are none."""
+        if not self.shape.lora_rank:
+            raise ValueError("export_adapters() has nothing to export: every weight is trained; set lora.rank")
+        self.schedule.gather_parameters()
+        parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
+        yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes, entries=adapter_entries)
+
+    def frozen_checksum(self) -> str | None:
+        """Of the weights beside the adapters, as they are exported; None where every weight is trained. They are read once."""
+        if self.shape.lora_rank and self._frozen_checksum is None:
+            seen, whole = {}, Checksum()
+            with adapters_off(self.chunks):
+                for name, tensor in self.export():
+                    seen[name] = Checksum()
+                    seen[name].update(name, tensor)
+            for name in sorted(seen):  # a mixture's experts come in another order at another parallel.expert
+                whole.extend(seen[name])
+            self._frozen_checksum = whole.value()
+        return self._frozen_checksum
+
+    def keep_reference(self) -> None:
+        """The weights of now become the reference policy, where ``reference.placement`` says."""
+        self.reference.keep()
+
+    @contextlib.contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Within it ``forward``, ``logprobs`` and ``export`` are the reference policy's; the optimizer is untouched."""
+        with self.reference.reading():
+            yield
+
+    def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
+        """Writes the policy as a Hugging Face directory; the main rank writes, all take part. Of adapters, which are merged there, also
+        PEFT's own directory, ``<path>_adapter``."""
+        if self.topology.is_main:
+            save_hugging_face(self.export(), self.hf_config, tokenizer, path)
+        else:
+            _run_through(self.export())
+        if self.shape.lora_rank:
+            self.save_adapters(path.with_name(f"{path.name}_adapter"))
+
+    def save_adapters(self, path: pathlib.Path) -> None:
+        """Writes the adapters as PEFT's directory; the main rank writes, all take part. ValueError where there are none."""
+        if self.topology.is_main:
+            save_peft(self.export_adapters(), adapter_config(self.shape, self.config.model.hf_path), path)
+        else:
+            _run_through(self.export_adapters())
+
+    def close(self, *, leave_world: bool = True) -> None:
+        """Takes all groups down, a critic's too. The process may build another backend after it."""
+        self.retire()
+        topology.destroy(leave_world=leave_world)
+
+
+def _run_through(tensors: Iterator) -> None:
+    for _ in tensors:
+        pass

@@ -1,0 +1,154 @@
+"""Facts travel to everyone, rows only where they are needed: one all-gather of facts, one all-to-all of rows per plan.
+
+On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32 bits), then its routed experts where
+it has them (two int16 to a word); every length is known to both sides from the facts, so nothing is announced and nothing is
+unpickled from a peer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.types import BatchFacts, Sample, Score, StepPlan
+
+
+def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> BatchFacts:
+    """Facts of every rank's samples, sorted by ``order`` (the sample's place in the batch, unique over ranks).
+
+    groups: the prompt of each local sample, as a position in the batch's list of prompts.
+    """
+    columns = []
+    for i, s in enumerate(samples):
+        fault = _routed_fault(s)
+        layers_top_k = (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
+        lengths = (s.prompt_tokens, len(s.token_ids) - s.prompt_tokens, int(s.loss_mask.sum()))
+        columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault, s.weight_version])
+    rows = [(*column, rank, i) for rank, part in enumerate(gather_json(columns)) for i, column in enumerate(part)]
+    rows.sort(key=lambda row: row[0])
+    if len({row[0] for row in rows}) != len(rows):
+        raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
+    for row in rows:
+        if row[8] is not None:
+            raise ValueError(row[8])
+        if row[2] < 1 or row[3] < 1:
+            raise ValueError(
+                f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a token is predicted "
+                "from the one before it"
+            )
+    numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(len(rows), 10)
+    shapes = numbers[:, 4:6]
+    return BatchFacts(
+        sample_ids=tuple(row[5] for row in rows), groups=numbers[:, 0], prompt_tokens=numbers[:, 1], response_tokens=numbers[:, 2],
+        loss_tokens=numbers[:, 3], weight_versions=numbers[:, 6], owners=numbers[:, 7], owner_rows=numbers[:, 8], places=numbers[:, 9],
+        routed_shapes=shapes if shapes.any() else None,
+    )  # fmt: skip
+
+
+def needed_rows(plan: StepPlan, topology: Topology) -> list[np.ndarray]:
+    """Per global rank, the samples (sorted) whose rows it must hold: its replica's, on the first and the last stage only."""
+    per_replica = []
+    for rank in range(topology.data_size):
+        parts = [m.rank_samples(rank) for m in plan.mini_batches]
+        per_replica.append(np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64))
+    nothing = np.empty(0, dtype=np.int64)
+    ends = (0, topology.pipeline_size - 1)
+    return [
+        per_replica[topology.data_rank_of(rank)] if topology.pipeline_rank_of(rank) in ends else nothing
+        for rank in range(topology.world_size)
+    ]
+
+
+def _routed_fault(sample: Sample) -> str | None:
+    """What is wrong with a sample's routed experts; None where they fit it, or where it has none."""
+    routed, tokens = sample.routed_experts, len(sample.token_ids)
+    if routed is None or (routed.dtype == np.int16 and routed.ndim == 3 and len(routed) == tokens and 0 not in routed.shape):
+        return None
+    return (
+        f"routed_experts of sample {sample.sample_id} is {routed.dtype} {list(routed.shape)}; it must be int16 [{tokens}, layers, top_k], "
+        f"a row for each of its {tokens} tokens (−1 where an expert is not known), or None"
+    )
+
+
+def _row_words(facts: BatchFacts) -> np.ndarray:
+    """[S] int64: how many int32 words each row takes on the wire."""
+    words = facts.total_tokens + 2 * facts.response_tokens
+    if facts.routed_shapes is not None:
+        words = words + (facts.total_tokens * facts.routed_shapes.prod(axis=1) + 1) // 2
+    return words
+
+
+def _encode(sample: Sample) -> np.ndarray:
+    parts = [sample.token_ids.astype(np.int32), sample.loss_mask.astype(np.int32), sample.logprobs.astype(np.float32).view(np.int32)]
+    if sample.routed_experts is not None:
+        flat = sample.routed_experts.reshape(-1)
+        parts.append(np.concatenate([flat, np.zeros(flat.size % 2, dtype=np.int16)]).view(np.int32))
+    return np.concatenate(parts)
+
+
+def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
+    prompt, response = int(facts.prompt_tokens[index]), int(facts.response_tokens[index])
+    tokens, mask, logprobs, routed = np.split(row, np.cumsum([prompt + response, response, response]))
+    experts = None
+    if len(routed):
+        shape = (prompt + response, *facts.routed_shapes[index].tolist())
+        experts = routed.view(np.int16)[: math.prod(shape)].reshape(shape)
+    return Sample(
+        sample_id=facts.sample_ids[index], prompt_tokens=prompt, token_ids=tokens.astype(np.int64), loss_mask=mask.astype(bool),
+        logprobs=logprobs.view(np.float32), routed_experts=experts, weight_version=int(facts.weight_versions[index]),
+    )  # fmt: skip
+
+
+def bring_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology) -> Mapping[int, Sample]:
+    """Every row that this rank needs, by sample index. A collective over the world; rows already here are not sent."""
+    rank = topology.rank
+    outgoing = [wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)]
+    incoming = [needed[rank][facts.owners[needed[rank]] == peer] if peer != rank else needed[rank][:0] for peer in range(len(needed))]
+    sizes = _row_words(facts)
+    send_sizes = [int(sizes[x].sum()) for x in outgoing]
+    receive_sizes = [int(sizes[x].sum()) for x in incoming]
+    rows = [_encode(local[facts.owner_rows[i]]) for part in outgoing for i in part]
+    send = torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)).to(HOST.device)
+    receive = torch.empty(sum(receive_sizes), dtype=torch.int32, device=HOST.device)
+    if topology.world_size > 1:
+        dist.all_to_all_single(receive, send, receive_sizes, send_sizes)
+    held = {int(i): local[facts.owner_rows[i]] for i in needed[rank] if facts.owners[i] == rank}
+    indices = [int(i) for part in incoming for i in part]
+    parts = np.split(receive.cpu().numpy(), np.cumsum(sizes[indices])[:-1]) if indices else []
+    held.update({i: _decode(part, i, facts) for i, part in zip(indices, parts, strict=True)})
+    return held
+
+
+def gather_flat(facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]) -> np.ndarray:
+    """The owners' numbers of each response token, on every rank: float32, flat over the batch (facts.response_offsets)."""
+    offsets = facts.response_offsets
+    flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
+    for i in np.flatnonzero(facts.owners == rank):
+        flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(of(local[facts.owner_rows[i]]).astype(np.float32))
+    flat = flat.to(HOST.device)
+    dist.all_reduce(flat)
+    return flat.cpu().numpy()
+
+
+def gather_scores(scores: Sequence[Score], places: Sequence[int], num_functions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every sample's score, sorted by place: (total [S], by_function [S, F]) float64, NaN where there is none."""
+
+    def plain(value: float | None) -> float | str | None:
+        return value if value is None or np.isfinite(value) else str(value)  # strict JSON has no inf
+
+    local = [[place, plain(s.total), [plain(x) for x in s.by_function]] for place, s in zip(places, scores, strict=True)]
+    rows = sorted((row for part in gather_json(local) for row in part), key=lambda row: row[0])
+
+    def number(value: float | str | None) -> float:
+        return np.nan if value is None else float(value)
+
+    totals = np.array([number(row[1]) for row in rows], dtype=np.float64)
+    by_function = np.array([[number(x) for x in row[2]] for row in rows], dtype=np.float64).reshape(len(rows), num_functions)
+    return totals, by_function

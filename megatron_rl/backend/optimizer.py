@@ -1,0 +1,226 @@
+"""One optimizer step, real or ghost. The one caller of Megatron-Core's optimizer, and of the one gradient reduction.
+
+A ghost step ``dense`` is what the dense run does with an all-zero gradient, to the bit, without forward, backward, reduction or
+norm: moments decay, momentum and weight decay move the weights, step count and schedule advance. ``freeze`` moves nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.backend.offload import Offload, OffloadedBytes
+from megatron_rl.config import Config
+from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import ConfigError, NonFiniteGradient
+from megatron_rl.types import StepKind
+
+import megatron.core.optimizer as megatron_optimizer  # isort: skip
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+
+_SECTION = "it is set by optimizer.{}"
+REFUSED_OPTIMIZER_FIELDS = {
+    "lr": _SECTION.format("lr"), "min_lr": _SECTION.format("min_lr"), "weight_decay": _SECTION.format("weight_decay"),
+    "adam_beta1": _SECTION.format("betas"), "adam_beta2": _SECTION.format("betas"), "adam_eps": _SECTION.format("epsilon"),
+    "clip_grad": _SECTION.format("clip_grad"), "use_distributed_optimizer": _SECTION.format("distributed"),
+    "bf16": "it is set by model.dtype", "fp16": "fp16 needs a loss scale, which the token-sum seam does not apply; use bfloat16",
+    "params_dtype": "it is set by model.dtype", "optimizer": "ghost steps are defined for AdamW",
+    "overlap_param_gather_with_optimizer_step": "it starts a gather that a silent rank would never join",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """``grad_norm``: global, before clipping; 0.0 for a ghost. ``applied``: False for freeze and for a skipped non-finite step."""
+
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+
+
+def choose_kernel(asked: str) -> str:
+    """Points Megatron-Core at the Adam that ``optimizer.kernel`` names and says which it is: Transformer Engine, Apex, torch."""
+    candidates = ("transformer_engine", "apex", "torch") if asked == "auto" else (asked,)
+    for name in candidates:
+        adam = _adam_class(name)
+        if adam is not None:
+            megatron_optimizer.Adam = adam
+            megatron_optimizer.USING_PYTORCH_OPTIMIZER = name == "torch"
+            return name
+    raise ConfigError(
+        f"optimizer.kernel={asked} cannot be imported here; install it (python -m megatron_rl.doctor says how), "
+        "or use optimizer.kernel=auto"
+    )
+
+
+def _adam_class(name: str) -> type | None:
+    if name == "torch":
+        return torch.optim.AdamW
+    if not HOST.is_cuda:
+        return None
+    try:
+        if name == "transformer_engine":
+            from transformer_engine.pytorch.optimizers import FusedAdam
+        else:
+            from apex.optimizers import FusedAdam
+    except (ImportError, FileNotFoundError, AttributeError):  # the latter two: half-installed ones, which the doctor names
+        return None
+    return FusedAdam
+
+
+class Optimizer:
+    """AdamW over this rank's chunks with its learning-rate schedule. ``total_steps`` is where the schedule's decay ends."""
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], config: Config, topology: Topology, *, total_steps: int,
+        lr: float | None = None, weight_decay: float | None = None, constant: bool = False,
+    ):  # fmt: skip
+        settings = config.optimizer
+        self.chunks = list(chunks)
+        self.topology = topology
+        self.on_nonfinite = settings.on_nonfinite
+        self.ghost = config.skip.ghost
+        self.kernel = choose_kernel(settings.kernel)
+        lr = settings.lr if lr is None else lr
+        weight_decay = settings.weight_decay if weight_decay is None else weight_decay
+        self._offload = Offload()
+        self._megatron = get_megatron_optimizer(megatron_config(config, lr, weight_decay), self.chunks)
+        self.scheduler = OptimizerParamScheduler(
+            self._megatron, init_lr=lr / (settings.warmup_steps + 1), max_lr=lr, min_lr=min(settings.min_lr, lr),
+            lr_warmup_steps=0 if constant else settings.warmup_steps,
+            lr_decay_steps=max(settings.decay_steps or total_steps, settings.warmup_steps + 1, 1),
+            lr_decay_style="constant" if constant else settings.schedule, start_wd=weight_decay, end_wd=weight_decay,
+            wd_incr_steps=0, wd_incr_style="constant",
+        )  # fmt: skip
+
+    @property
+    def megatron(self):
+        """Megatron-Core's optimizer, whose tensors may be read. Raises ValueError while they are offloaded."""
+        self.refuse_offloaded("reading or stepping the optimizer")
+        return self._megatron
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next step will use."""
+        return float(self._megatron.param_groups[0]["lr"])
+
+    def offload(self) -> OffloadedBytes:
+        """Gradients (zeros between steps) and AdamW's moments and masters leave the device until ``restore``. Parameters stay, and
+        with them the shards of float32 parameters, which are views of DDP's parameter buffer. Not a collective."""
+        if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
+            raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")
+        buffers = [x for chunk in self.chunks for x in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        gathered = [x.param_data for x in buffers if x.param_data is not None]
+        inner = [x.optimizer for x in self._megatron.chained_optimizers if not x.is_stub_optimizer]
+        masters = [p for each in inner for group in each.param_groups for p in group["params"]]
+        state = [x for each in inner for kept in each.state.values() for x in kept.values() if isinstance(x, torch.Tensor)]
+        return self._offload.release(
+            zeros=[x.grad_data for x in buffers], state=[*masters, *state],
+            kept=[*gathered, *(p for chunk in self.chunks for p in chunk.module.parameters())],
+        )  # fmt: skip
+
+    def restore(self) -> None:
+        """Undoes ``offload``: the same tensors with the same contents, gradients of zero. Not a collective."""
+        self._offload.restore()
+
+    def refuse_offloaded(self, what: str) -> None:
+        """ValueError while gradients and optimizer state are off the device: their tensors point at nothing."""
+        if self._offload.released is not None:
+            raise ValueError(
+                f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which left this rank's "
+                "device in offload(); call restore() first"
+            )
+
+    def zero_grad(self) -> None:
+        self.refuse_offloaded("zero_grad()")
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self, kind: StepKind) -> StepOutcome:
+        """Reduces, clips and applies what was accumulated (REAL), or steps without a gradient (GHOST); zeroes the gradients after."""
+        self.refuse_offloaded("optim_step()")
+        learning_rate = self.learning_rate
+        if kind is StepKind.GHOST:
+            applied = self.ghost == "dense"
+            if applied:
+                self._ghost_step()
+            return StepOutcome(grad_norm=0.0, learning_rate=learning_rate, applied=applied)
+        self._reduce_gradients()
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if self._any_rank(not math.isfinite(norm)):
+            if self.on_nonfinite == "fail":
+                raise NonFiniteGradient(
+                    f"the gradient norm is {norm} on rank {self.topology.rank}; look for infinite rewards, advantages or log-probs in this "
+                    "step's samples, lower optimizer.lr, or pass over such steps with optimizer.on_nonfinite=skip"
+                )
+            self._end_parameter_gather()  # the weights stay, yet the next forward must not wait for a gather that nobody owes
+            self.zero_grad()
+            return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=False)
+        self._clip(norm)
+        self.megatron.step_with_ready_grads()
+        self.scheduler.step(1)
+        self.zero_grad()
+        return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=True)
+
+    def _ghost_step(self) -> None:
+        self.zero_grad()
+        self.megatron.prepare_grads()
+        self.megatron.step_with_ready_grads()
+        self.scheduler.step(1)
+        # ``param_gather_dispatched`` is cleared in finish_grad_sync alone, which a ghost does not call: without a gather here the
+        # next forward would use replicas that silently differ.
+        self._end_parameter_gather()
+        self.zero_grad()
+
+    def _end_parameter_gather(self) -> None:
+        for chunk in self.chunks:
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def _reduce_gradients(self) -> None:
+        """The one reduction of a step: data parallel, then sequence-parallel and q/k norms, then tied embeddings. Divides nothing."""
+        self.refuse_offloaded("the reduction of gradients")
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_grad_reduce:
+                chunk.start_grad_sync()
+        finalize_model_grads(self.chunks, None)
+
+    def _clip(self, norm: float) -> None:
+        for optimizer in self.megatron.chained_optimizers:
+            if optimizer.is_stub_optimizer or optimizer.config.clip_grad <= 0.0:
+                continue
+            parameters = optimizer.get_parameters()
+            if parameters:
+                decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, max_norm=optimizer.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
+
+    def _any_rank(self, flag: bool) -> bool:
+        value = torch.tensor([float(flag)], device=HOST.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+
+def megatron_config(config: Config, lr: float, weight_decay: float) -> OptimizerConfig:
+    """Megatron-Core's OptimizerConfig: ours, then ``megatron.optimizer``'s fields."""
+    settings = config.optimizer
+    bf16 = config.model.dtype == "bfloat16"
+    given = resolve_fields(config.megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+    fields = dict(
+        optimizer="adam", lr=lr, min_lr=min(settings.min_lr, lr), weight_decay=weight_decay, adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1], adam_eps=settings.epsilon, clip_grad=settings.clip_grad, bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=settings.distributed,
+        overlap_param_gather=bool(config.megatron.ddp.get("overlap_param_gather", False)),
+    )  # fmt: skip
+    return OptimizerConfig(**{**fields, **given})

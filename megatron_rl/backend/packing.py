@@ -1,0 +1,177 @@
+"""MicroBatch → tensors: sequences laid one after the other (THD), each padded to the plan's multiple, with what the loss needs.
+
+Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose predicting position is among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl.distributed.platform import HOST, send
+from megatron_rl.model.attention import WHOLE, ContextShard, PackedSequences, context_positions, pack
+from megatron_rl.types import BatchFacts, MicroBatch, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedMicroBatch:
+    """Device tensors of this rank's T tokens of one micro-batch, N of them with loss. Token tensors are None on a middle stage.
+
+    positions [T] the tokens' places in the whole micro-batch (host) · tokens [1, T] · loss_positions [N] into T, the
+    position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response array (host) ·
+    sequences [N] · rollout_logprobs [N] · what the inputs say: advantages, weights, old_logprobs, reference_logprobs [N] and kl_coefficient
+    of a policy, weights, returns, old_values [N] of a critic.
+    """
+
+    packed: PackedSequences
+    positions: np.ndarray
+    num_sequences: int
+    tokens: torch.Tensor | None
+    loss_positions: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    flat: np.ndarray | None = None
+    sequences: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+    rollout_logprobs: torch.Tensor | None = None
+    kl_coefficient: float | None = None
+    returns: torch.Tensor | None = None
+    old_values: torch.Tensor | None = None
+
+
+class FlatInputs(Protocol):
+    """LossInputs or ValueInputs: arrays [N] by field, of the loss tokens of ``samples`` [N] at ``flat`` [N]; a float holds for all."""
+
+    def at(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
+
+
+def pack_microbatch(
+    microbatch: MicroBatch,
+    facts: BatchFacts,
+    rows: Mapping[int, Sample],
+    inputs: FlatInputs | None,
+    *,
+    pad_multiple: int,
+    pad_token: int,
+    needs_tokens: bool,
+    needs_loss: bool,
+    device: torch.device,
+    context: ContextShard = WHOLE,
+    for_transformer_engine: bool = False,
+) -> PackedMicroBatch:
+    """This rank's part of one micro-batch. ``needs_tokens``: first stage; ``needs_loss``: last stage."""
+    samples = microbatch.samples
+    true_lengths = facts.total_tokens[samples]
+    lengths = -(-true_lengths // pad_multiple) * pad_multiple
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    held = context_positions(tuple(lengths.tolist()), context.rank, context.size)
+    packed = pack(tuple(lengths.tolist()), device, context, for_transformer_engine=for_transformer_engine)
+    fields: dict[str, object] = {"tokens": None}
+    if needs_tokens:
+        tokens = np.full(starts[-1], pad_token, dtype=np.int64)
+        for start, i in zip(starts[:-1], samples.tolist(), strict=True):
+            tokens[start : start + len(rows[i].token_ids)] = rows[i].token_ids
+        fields["tokens"] = send(torch.from_numpy(tokens[held])[None], device)
+    if needs_loss:
+        local = np.full(starts[-1], -1)
+        local[held] = np.arange(len(held))
+        fields.update(_loss_fields(microbatch, facts, rows, inputs, starts, local, device))
+    return PackedMicroBatch(
+        packed=packed,
+        positions=held,
+        num_sequences=len(samples),
+        **fields,
+    )
+
+
+def _loss_fields(
+    microbatch: MicroBatch,
+    facts: BatchFacts,
+    rows: Mapping[int, Sample],
+    inputs: FlatInputs | None,
+    starts: np.ndarray,
+    local: np.ndarray,
+    device: torch.device,
+) -> dict[str, object]:
+    """local: int64, for each position of the whole micro-batch its place on this rank, −1 where another context rank holds it."""
+    offsets = facts.response_offsets
+    positions, targets, flat, sequences, rollout = [], [], [], [], []
+    for slot, i in enumerate(microbatch.samples.tolist()):
+        row = rows[i]
+        # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose gradient is zero
+        chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
+        places = local[starts[slot] + row.prompt_tokens - 1 + chosen]
+        chosen, places = chosen[places >= 0], places[places >= 0]
+        positions.append(places)
+        targets.append(row.token_ids[row.prompt_tokens + chosen])
+        flat.append(offsets[i] + chosen)
+        sequences.append(np.full(len(chosen), slot))
+        rollout.append(row.logprobs[chosen])
+    flat_index = np.concatenate(flat)
+    sequence_index = np.concatenate(sequences)
+
+    def floats(values: np.ndarray) -> torch.Tensor:
+        return send(torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)), device)
+
+    fields: dict[str, object] = {
+        "loss_positions": send(torch.from_numpy(np.concatenate(positions)), device),
+        "targets": send(torch.from_numpy(np.concatenate(targets)), device),
+        "sequences": send(torch.from_numpy(sequence_index), device),
+        "rollout_logprobs": floats(np.concatenate(rollout)),
+        "flat": flat_index,
+    }
+    if inputs is not None:
+        given = inputs.at(microbatch.samples[sequence_index], flat_index)
+        fields |= {name: values if isinstance(values, float) else floats(values) for name, values in given.items()}
+    return fields
+
+
+class PackedAhead(Sequence[PackedMicroBatch]):
+    """A step's micro-batches, each packed and sent to the device while the one before it runs: by ``packer``'s one thread, on ``stream``.
+
+    Every micro-batch is kept until the whole step is given up, so that none of its memory is written again while the device may still
+    read it; ``stream`` first waits for all that was launched before. An error of packing arrives where the micro-batch is asked for.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[MicroBatch],
+        pack: Callable[[MicroBatch], PackedMicroBatch],
+        packer: ThreadPoolExecutor,
+        stream: torch.cuda.Stream | None = None,
+    ):
+        self._microbatches, self._pack_one, self._packer, self._stream = microbatches, pack, packer, stream
+        self._coming: list[Future] = []
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        self._ask_for(1)
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __getitem__(self, index: int) -> PackedMicroBatch:
+        if index >= len(self):
+            raise IndexError(index)
+        self._ask_for(index + 2)
+        packed, sent = self._coming[index].result()
+        if sent is not None:
+            torch.cuda.current_stream().wait_event(sent)
+        return packed
+
+    def _ask_for(self, count: int) -> None:
+        for microbatch in self._microbatches[len(self._coming) : count]:
+            self._coming.append(self._packer.submit(self._pack, microbatch))
+
+    def _pack(self, microbatch: MicroBatch) -> tuple[PackedMicroBatch, torch.cuda.Event | None]:
+        if self._stream is None:
+            return self._pack_one(microbatch), None
+        with torch.cuda.device(HOST.device), torch.cuda.stream(self._stream):
+            packed = self._pack_one(microbatch)
+            return packed, self._stream.record_event()

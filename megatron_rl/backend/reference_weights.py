@@ -1,0 +1,106 @@
+"""Where the reference policy's weights are: in host memory, swapped in to be read, or in a second model on the device.
+
+Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the same to the bit, and nothing of either
+is in the optimizer or in a gradient buffer. With W the bytes of this rank's weights:
+
+- ``host``: W of host memory, and W more while the reference is read, in which the policy's weights wait; nothing of the device. Beside
+  adapters nothing else changes, so W is theirs alone.
+- ``device``: W of device memory for good, also while the rest of the trainer is offloaded; no copy when the reference is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_rl.backend.schedule import Schedule
+from megatron_rl.backend.trainable_model import TrainedModel
+from megatron_rl.model.frozen import build_frozen
+
+NONE_YET = "there is no reference policy yet: call keep_reference() first"
+
+
+class HostCopy:
+    """``reference.placement=host``. tensors: a copy of each parameter that is trained, chunk by chunk; None before ``keep``."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self.model = model
+        self.tensors: list[torch.Tensor] | None = None
+
+    def keep(self) -> None:
+        """Takes the model's weights of now. Not a collective but for the parameter gather."""
+        self.model.schedule.gather_parameters()
+        self.tensors = _on_host(trained(self.model.parameters()))
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within it the model's parameters have the reference's values; the optimizer's masters are untouched."""
+        if self.tensors is None:
+            raise ValueError(NONE_YET)
+        self.model.schedule.gather_parameters()
+        parameters = trained(self.model.parameters())
+        current = _on_host(parameters)
+        try:
+            overwrite(parameters, self.tensors)
+            yield
+        finally:
+            overwrite(parameters, current)
+
+
+class SecondModel:
+    """``reference.placement=device``. tensors: the second model's parameters that are trained in the model, chunk by chunk; None before
+    ``keep``, which builds it."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self.model = model
+        self.chunks, self.schedule = None, None
+
+    @property
+    def tensors(self) -> list[torch.Tensor] | None:
+        return None if self.chunks is None else trained(self._parameters())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks for p in chunk.module.parameters()]
+
+    def keep(self) -> None:
+        """Takes the model's weights of now; a collective."""
+        model = self.model
+        if self.chunks is None:
+            self.chunks = build_frozen(model.config, model.hf_config, model.topology)
+            self.schedule = Schedule(self.chunks, model.topology)
+        model.schedule.gather_parameters()
+        overwrite(self._parameters(), model.parameters())
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within it the model's chunks are the second model's, which no gradient can be accumulated in."""
+        if self.chunks is None:
+            raise ValueError(NONE_YET)
+        model = self.model
+        own = model.chunks, model.schedule
+        model.chunks, model.schedule = self.chunks, self.schedule
+        try:
+            yield
+        finally:
+            model.chunks, model.schedule = own
+
+
+ReferenceWeights = HostCopy | SecondModel
+PLACEMENTS: dict[str, type[ReferenceWeights]] = {"host": HostCopy, "device": SecondModel}
+
+
+def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """All, where there are no adapters."""
+    return [p for p in parameters if p.requires_grad]
+
+
+def _on_host(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [p.detach().to("cpu", copy=True) for p in parameters]
+
+
+@torch.no_grad()
+def overwrite(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

@@ -1,0 +1,231 @@
+"""StepPlan → gradients. The one caller of Megatron-Core's forward_backward, and the one place that knows its contract.
+
+The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss, ``distributed/finalize_model_grads.py``):
+
+- ``calculate_per_token_loss=True`` and a 3-tuple loss: the schedule divides nothing, DDP's scale is 1.0, so micro-batches and
+  data-parallel ranks **add**. The token count of the tuple is 1 and nothing reads it.
+- ``finalize_model_grads_func`` is None while a step accumulates and gradient hooks are held off, so that any number of calls
+  may precede one optimizer step; backend/optimizer.py starts and finishes the one reduction.
+- A rank without micro-batches never enters: with M = 0 the schedule without pipeline would still run one.
+- A forward pass is what gathers parameters under ``overlap_param_gather``. In a step with a silent rank all ranks gather first,
+  at once and in one order; else a real rank would wait for a collective that the silent one never issues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import LockstepError
+from megatron_rl.planning.cost import NUM_SUMS, measured
+from megatron_rl.planning.timeline import rank_order
+from megatron_rl.types import MiniBatchPlan, StepKind
+
+from megatron.core.distributed import DistributedDataParallel  # isort: skip
+from megatron.core.pipeline_parallel import schedules  # isort: skip
+
+LossFunction = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
+"""(micro-batch, hidden states [N, H] at its loss positions, what the output layer takes) → (scalar loss sum, what to hand back)."""
+
+
+def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topology) -> None:
+    """Raises LockstepError on every rank, naming who differs and in what, where ranks are not about to run the same thing."""
+    digest = torch.tensor(list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)
+    low = digest.to(HOST.device)
+    both = torch.cat([low, -low])
+    dist.all_reduce(both, op=dist.ReduceOp.MIN)
+    if torch.equal(both[:8], -both[8:]):
+        return
+    views = gather_json([step, kind.value, fingerprint.hex()])
+    differences = []
+    for name, position in (("step index", 0), ("step kind", 1), ("plan", 2)):
+        said = [view[position] for view in views]
+        usual = max(set(said), key=lambda value: (said.count(value), -said.index(value)))
+        odd = [f"{topology.who(rank)} has {str(value)[:16]}" for rank, value in enumerate(said) if value != usual]
+        if odd:
+            differences.append(f"{name}: {', '.join(odd)}, the others {str(usual)[:16]}")
+    raise LockstepError(
+        f"ranks are about to run different steps (seen by rank {topology.rank} of {topology.world_size}): {'; '.join(differences)}. "
+        "Their lengths, rewards, advantages or configuration differ; compare the ranks named"
+    )
+
+
+class _Laps:
+    """Device seconds of what ran within ``lap()``, read only when asked: on CUDA by events, which wait for nothing."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple] = []
+
+    @contextlib.contextmanager
+    def lap(self) -> Iterator[None]:
+        begun = _mark()
+        yield
+        self.marks.append((begun, _mark()))
+
+
+def _seconds(marks: Sequence[tuple]) -> np.ndarray:
+    """float64, of each lap; the device must have come past them."""
+    if HOST.is_cuda:
+        return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in marks])
+    return np.array([ended - begun for begun, ended in marks], dtype=np.float64)
+
+
+HOST_CLOCK = time.perf_counter
+"""What times a lap on the CPU. A benchmark whose processes share cores puts ``time.thread_time`` here."""
+
+
+def _mark():
+    if not HOST.is_cuda:
+        return HOST_CLOCK()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+_BACKWARD = _Laps()
+_true_backward_step = schedules.backward_step
+
+
+@functools.wraps(_true_backward_step)
+def _measured_backward_step(*args, **kwargs):
+    with _BACKWARD.lap():
+        return _true_backward_step(*args, **kwargs)
+
+
+# Every schedule (0.16.1, 0.19.2) calls it by this name, once per micro-batch and chunk, communication apart.
+schedules.backward_step = _measured_backward_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageLaps:
+    """What one ``run`` took on this rank: float64 [chunks, M] seconds of each micro-batch, forward (the loss with it) and backward, and
+    each one's Σ l and Σ l² [M]."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    tokens: np.ndarray
+    squares: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """Marks that may not have been passed yet. forwarded: of each forward lap, its chunk and its micro-batch."""
+
+    forwarded: list[tuple[int, PackedMicroBatch]]
+    forward: list[tuple]
+    backward: list[tuple]
+
+    def laps(self, topology: Topology) -> StageLaps:
+        packed = list(dict.fromkeys(microbatch for _, microbatch in self.forwarded))
+        of = {id(x): i for i, x in enumerate(packed)}
+        shape = (topology.virtual_size, len(packed))
+        forward_s, backward_s = np.zeros(shape), np.zeros(shape)
+        places = [(chunk, of[id(microbatch)]) for chunk, microbatch in self.forwarded]
+        np.add.at(forward_s, tuple(np.array(places).T), _seconds(self.forward))
+        order = rank_order(topology.pipeline_rank, topology.pipeline_size, topology.virtual_size, len(packed))
+        backwards = [(stage // topology.pipeline_size, microbatch) for stage, microbatch, backward in order if backward]
+        backward_s[tuple(np.array(backwards).T)] = _seconds(self.backward)
+        lengths = [np.array(x.packed.lengths, dtype=np.float64) for x in packed]
+        return StageLaps(
+            forward_s=forward_s, backward_s=backward_s, tokens=np.array([x.sum() for x in lengths]),
+            squares=np.array([(x**2).sum() for x in lengths]),
+        )  # fmt: skip
+
+
+class Schedule:
+    """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], topology: Topology):
+        self.chunks = list(chunks)
+        self.topology = topology
+        self.run_schedule = schedules.get_forward_backward_func()
+        self._forward = _Laps()
+        self._forwarded: list[tuple[int, PackedMicroBatch]] = []
+        self._runs: list[_Run] = []
+        for chunk in self.chunks:
+            chunk.config.finalize_model_grads_func = None
+            chunk.config.no_sync_func = None
+            chunk.config.grad_sync_func = None
+
+    def gather_parameters(self) -> None:
+        """Ends any parameter gather still owed under ``overlap_param_gather``, on all ranks in one order."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def run(
+        self, mini_batch: MiniBatchPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
+    ) -> list[dict]:
+        """What ``loss`` handed back per micro-batch, on the last stage; [] elsewhere, on a silent rank, and for a ghost."""
+        if mini_batch.kind is StepKind.GHOST:
+            return []
+        if mini_batch.silent_ranks:
+            self.gather_parameters()
+        if not microbatches:
+            return []
+        with contextlib.ExitStack() as held:
+            for chunk in self.chunks:
+                held.enter_context(chunk.no_sync())
+            if forward_only:
+                held.enter_context(torch.no_grad())
+            self._forwarded, self._forward.marks, _BACKWARD.marks = [], [], []
+            kept = self.run_schedule(
+                forward_step_func=partial(self._forward_step, loss=loss),
+                data_iterator=[iter(microbatches) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(microbatches),
+                seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        if not forward_only:
+            self._runs.append(_Run(forwarded=self._forwarded, forward=self._forward.marks, backward=_BACKWARD.marks))
+        self._forwarded = []
+        return kept
+
+    def _forward_step(self, iterator, model, *, loss: LossFunction):
+        microbatch: PackedMicroBatch = next(iterator)
+        place = next(i for i, chunk in enumerate(self.chunks) if chunk is model), microbatch
+        with self._forward.lap():
+            output = model(microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed)
+        self._forwarded.append(place)
+
+        def loss_sum(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            with self._forward.lap():
+                total, kept = loss(microbatch, hidden[0].index_select(0, microbatch.loss_positions))
+            self._forwarded.append(place)
+            return total, torch.ones((), dtype=torch.int32, device=total.device), kept
+
+        return output, loss_sum
+
+    def forget_measured(self) -> None:
+        """Drops what was measured since the last ``take_laps``; asks the device nothing."""
+        self._runs = []
+
+    def take_laps(self) -> list[StageLaps]:
+        """Of each training ``run`` since the last call. To be called where the device has come past them (a step's end reads the
+        gradient norm)."""
+        runs, self._runs = self._runs, []
+        return [run.laps(self.topology) for run in runs]
+
+
+def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
+    """float64 [cost.NUM_SUMS]: this stage's micro-batches, all chunks of one taken together."""
+    if not runs:
+        return np.zeros(NUM_SUMS)
+    forward_s = np.concatenate([run.forward_s.sum(0) for run in runs])
+    tokens, squares = (np.concatenate([getattr(run, name) for run in runs]) for name in ("tokens", "squares"))
+    return measured(tokens, squares, forward_s, float(sum(run.backward_s.sum() for run in runs)))

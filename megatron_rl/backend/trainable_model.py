@@ -1,0 +1,340 @@
+"""A model that is trained on this rank: its chunks, schedule and optimizer, the plan of its batches and the rows they need.
+
+The policy (backend/backend.py) and the critic (critic/critic.py) are two: each adds what it reads from the hidden states, and its loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithm.signal import refuse_uncounted_losses
+from megatron_rl.backend import batch_exchange
+from megatron_rl.backend.offload import OffloadedBytes
+from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
+from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
+from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
+from megatron_rl.config import Config, LoraConfig
+from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.distributed import topology
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.adapter import put_adapters
+from megatron_rl.model.attention import ContextShard
+from megatron_rl.model.build import build_model
+from megatron_rl.planning.cost import CostFit
+from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
+from megatron_rl.types import BatchFacts, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.weights.export import (
+    HuggingFaceReader,
+    MemoryReader,
+    StageEntries,
+    WeightReader,
+    export_weights,
+    load_weights,
+)
+from megatron_rl.weights.fused import file_tensors
+from megatron_rl.weights.mapping import adapter_entries, stage_entries
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import OptimizerConfig  # isort: skip
+
+_SEAM = "the token-sum seam owns it"
+REFUSED_DDP_FIELDS = {
+    "average_in_collective": f"{_SEAM}: data-parallel ranks add, they are not averaged",
+    "use_distributed_optimizer": "it is set by optimizer.distributed",
+    "use_megatron_fsdp": "its buffers have no ghost step yet",
+    "num_distributed_optimizer_instances": "a silent rank would not know the second reduction",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Facts of all samples, the rows this rank produced, and the rows that the current plan brought.
+
+    loss_mask bool, rollout_logprobs float32: [T] flat over response tokens, of all ranks; None until they were gathered.
+    """
+
+    facts: BatchFacts
+    local: Sequence[Sample]
+    rows: Mapping[int, Sample] = dataclasses.field(default_factory=dict)
+    loss_mask: np.ndarray | None = None
+    rollout_logprobs: np.ndarray | None = None
+
+
+class TrainedModel:
+    """Every method is a collective unless it says otherwise.
+
+    sum_names: of the sums that every micro-batch's loss hands back (float64 [len(sum_names)]), ``StepResult.sums``' keys.
+    reference: where a policy keeps the weights of its reference (backend/reference_weights.py); None for a critic.
+    """
+
+    sum_names: tuple[str, ...]
+    reference = None
+
+    def __init__(
+        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
+        value_head: bool = False, lora: LoraConfig | None = None, place: topology.Topology | None = None,
+    ) -> None:  # fmt: skip
+        """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given. total_steps: where the
+        learning rate's decay ends. value_head: one number per token in place of the vocabulary (model/head.py). lora: adapters, beside
+        weights that are frozen then (model/adapter.py); None, or a rank of None: every weight is trained. place: a grid that is there
+        already; None builds one by ``parallel``.
+
+        Raises ConfigError for settings that cannot work together.
+        """
+        self.config = config
+        refuse_uncounted_losses(config)
+        ddp_fields = self._ddp_fields()
+        self.topology = place or self._join()
+        if hf_config is None:
+            from transformers import AutoConfig
+
+            hf_config = AutoConfig.from_pretrained(config.model.hf_path)
+        self.hf_config = hf_config
+        models, self.shape = build_model(config, hf_config, self.topology, value_head=value_head)
+        self._fill(models, weights)
+        if lora is not None and lora.rank is not None:
+            self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
+        ddp = DistributedDataParallelConfig(**ddp_fields)
+        # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
+        self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
+        self.schedule = Schedule(self.chunks, self.topology)
+        self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
+        self.rules = plan_rules(config, self.topology, self.shape)
+        self.fit = CostFit(self.rules.cost)
+        self.weight_version = 0
+        self.step_index = 0
+        self._sums = torch.zeros(len(self.sum_names), dtype=torch.float64)
+        self._accumulated = False
+        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
+        self._copies = torch.cuda.Stream() if HOST.is_cuda else None
+        self.zero_grad()
+
+    def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
+        load_weights(models, self.shape, self.topology, self._reader(weights))
+
+    def _join(self) -> topology.Topology:
+        parallel = self.config.parallel
+        return topology.initialize(
+            tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
+            expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=self.config.run.deadline_s, seed=self.config.run.seed,
+        )  # fmt: skip
+
+    def _ddp_fields(self) -> dict:
+        """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be set."""
+        given = self.config.megatron
+        resolve_fields(given.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+        fields = resolve_fields(given.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
+        if given.ddp.get("overlap_param_gather") and not self.config.optimizer.distributed:
+            raise ConfigError(
+                "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers"
+            )
+        return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": self.config.optimizer.distributed}
+
+    def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
+        if weights is not None:
+            return MemoryReader(weights)
+        if self.config.model.init == "pretrained":
+            return HuggingFaceReader(self.config.model.hf_path)
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.run.seed)
+            model = AutoModelForCausalLM.from_config(self.hf_config)
+            return MemoryReader(file_tensors(model.state_dict(), self.hf_config.model_type))
+
+    def reset_optimizer(
+        self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False
+    ) -> None:
+        """A fresh AdamW over the same weights: moments and schedule at zero (between a supervised warm-up and RL)."""
+        self.optimizer.refuse_offloaded("reset_optimizer()")
+        self.optimizer = Optimizer(
+            self.chunks, self.config, self.topology, total_steps=total_steps, lr=lr, weight_decay=weight_decay, constant=constant
+        )
+        self.optimizer.zero_grad()
+
+    # ---- the batch -------------------------------------------------------------------------------------------------
+
+    def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
+        """Makes a batch of every rank's samples; see batch_exchange.gather_facts."""
+        facts = batch_exchange.gather_facts(samples, groups, order)
+        longest = int(facts.total_tokens.max(initial=0))
+        if longest > self.shape.context_tokens:
+            name = facts.sample_ids[int(facts.total_tokens.argmax())]
+            raise ValueError(f"sample {name} has {longest} tokens and the model's context is {self.shape.context_tokens}")
+        return Batch(facts=facts, local=samples)
+
+    def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None) -> StepPlan:
+        """Not a collective. "logprob" and "values" take the batch whole; any other purpose splits it in mini-batches."""
+        members = np.arange(batch.facts.num_samples) if samples is None else samples
+        whole = purpose in ("logprob", "values")
+        mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
+        merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"
+        facts = batch.facts
+        return plan_steps(
+            purpose, mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=merge, sample_ids=facts.sample_ids
+        )
+
+    def load_rows(self, batch: Batch, plan: StepPlan) -> None:
+        """Brings the rows that the plan's micro-batches need to the ranks that run them.
+
+        Ranks compare the plan first: all-to-alls of other sizes than the peer's end in gloo's ``terminate``, without a Python error.
+        """
+        whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
+        check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
+        needed = batch_exchange.needed_rows(plan, self.topology)
+        batch.rows = batch_exchange.bring_rows(batch.facts, batch.local, needed, self.topology)
+
+    def _pack(self, batch: Batch, mini_batch: MiniBatchPlan, inputs: FlatInputs | None) -> PackedAhead:
+        place = self.topology
+        context = ContextShard(rank=place.context_rank, size=place.context_size, group=place.context_group)
+        pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
+        pack = partial(
+            pack_microbatch, facts=batch.facts, rows=batch.rows, inputs=inputs, pad_multiple=self.rules.pad_multiple,
+            pad_token=max(pad, 0), needs_tokens=place.is_first_stage, needs_loss=place.is_last_stage, device=HOST.device,
+            context=context, for_transformer_engine=self.shape.layer_spec == "transformer_engine",
+        )  # fmt: skip
+        return PackedAhead(list(mini_batch.microbatches(place.data_rank)), pack, self._packer, self._copies)
+
+    # ---- forward and backward --------------------------------------------------------------------------------------
+
+    def _read(
+        self, batch: Batch, plan: StepPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
+    ) -> tuple[np.ndarray, list[dict]]:
+        """(one number per response token, float32 [T] flat, on every rank, 0 where not read; all that ``read`` handed back here).
+
+        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], what else to hand back). Rows must have been loaded
+        for this plan, which holds one mini-batch.
+        """
+        (mini_batch,) = plan.mini_batches
+        check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
+        flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
+
+        def keep(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            numbers, more = read(microbatch, hidden)
+            return numbers.sum(), {**more, "numbers": numbers, "flat": microbatch.flat}
+
+        for chunk in self.chunks:
+            chunk.eval()
+        kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, None), keep, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        reported = kept if self.topology.reports_loss else []
+        for each in reported:
+            flat[torch.from_numpy(each["flat"]).to(flat.device)] = each["numbers"]
+        if mini_batch.kind is StepKind.REAL:
+            dist.all_reduce(flat)
+        return flat.cpu().numpy(), reported
+
+    def _accumulate(
+        self, batch: Batch, mini_batch: MiniBatchPlan, inputs: FlatInputs, fingerprint: bytes,
+        loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:  # fmt: skip
+        """Adds the mini-batch's gradient to what is accumulated. loss: (micro-batch, hidden) → (scalar sum, float64 [len(sum_names)])."""
+        self.optimizer.refuse_offloaded("forward_backward()")
+        check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
+        self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
+
+        def with_sums(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            total, sums = loss(microbatch, hidden)
+            return total, {"sums": sums}
+
+        kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), with_sums, forward_only=False)
+        if kept and self.topology.reports_loss:
+            self._sums += torch.stack([each["sums"] for each in kept]).sum(0).cpu()  # one copy to the host per step
+
+    def zero_grad(self) -> None:
+        """Throws away what ``forward_backward`` has accumulated. ``optim_step`` ends with it; not a collective."""
+        self.optimizer.zero_grad()
+        self.schedule.forget_measured()
+        self._sums.zero_()
+        self._accumulated = False
+
+    def optim_step(self, kind: StepKind) -> StepResult:
+        """Reduces and finalizes once what ``forward_backward`` accumulated, and steps; a GHOST steps without a gradient."""
+        if kind is StepKind.GHOST and self._accumulated:
+            raise ValueError("optim_step(GHOST) would discard the gradient that forward_backward has accumulated; step with StepKind.REAL")
+        outcome = self.optimizer.step(kind)
+        self._accumulated = False
+        sums = dict.fromkeys(self.sum_names, 0.0)
+        if kind is StepKind.REAL:
+            measured = np.zeros_like(self.fit.sums)
+            measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
+            total = torch.cat([self._sums, torch.from_numpy(measured).flatten()]).to(HOST.device)
+            dist.all_reduce(total)
+            reduced = total.cpu()
+            sums = dict(zip(self.sum_names, reduced[: len(sums)].tolist(), strict=True))
+            self._calibrate(reduced[len(sums) :].view(measured.shape).numpy())
+        self._sums.zero_()
+        self.step_index += 1
+        self.weight_version += int(outcome.applied)
+        return StepResult(kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums)
+
+    def hold_step(self) -> StepResult:
+        """Counts a step in which nothing moves: no moments, no schedule, and the weight version stays (a critic's warm-up)."""
+        if self._accumulated:
+            raise ValueError("hold_step() would discard the gradient that forward_backward has accumulated; call optim_step or zero_grad")
+        self.step_index += 1
+        rate = self.optimizer.learning_rate
+        return StepResult(kind=StepKind.GHOST, grad_norm=0.0, learning_rate=rate, applied=False, sums=dict.fromkeys(self.sum_names, 0.0))
+
+    def offload(self) -> OffloadedBytes:
+        """Gradients and optimizer state leave the device until ``restore``, for an engine that shares it; says how many bytes.
+
+        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile. What trains, saves or loads raises ValueError.
+        Not a collective. Raises ValueError where a gradient is accumulated, which would be lost.
+        """
+        if self._accumulated:
+            raise ValueError(
+                "offload() would discard the gradient that forward_backward has accumulated; call optim_step or zero_grad first"
+            )
+        return self.optimizer.offload()
+
+    def restore(self) -> None:
+        """Undoes ``offload``, to the bit; nothing where there is nothing to undo. Not a collective."""
+        self.optimizer.restore()
+
+    def _calibrate(self, measured: np.ndarray) -> None:
+        """Takes one step's measured micro-batches, of all ranks; they move later plans where ``plan.calibrate`` is on."""
+        self.fit.add(measured)
+        if self.config.plan.calibrate:
+            self.rules = dataclasses.replace(self.rules, cost=self.fit.model())
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's, chunk by chunk. Not a collective."""
+        return [p for chunk in self.chunks for p in chunk.module.parameters()]
+
+    def gradient(self) -> dict[str, torch.Tensor]:
+        """The accumulated gradient under Hugging Face names (of adapters under PEFT's: ``….q_proj.lora_A.weight``), whole, reduced. For
+        tests and tools: it consumes the reduction, so ``optim_step`` must not follow; call ``zero_grad()``."""
+        if self.config.optimizer.distributed and self.topology.data_size * self.topology.context_size > 1:
+            raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
+        self.optimizer._reduce_gradients()
+        gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters() if p.requires_grad} for chunk in self.chunks]
+        return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology, entries=self.trained_entries)}
+
+    def frozen_checksum(self) -> str | None:
+        """Of the weights beside adapters; None where every weight is trained."""
+        return None
+
+    @property
+    def trained_entries(self) -> StageEntries:
+        """What is trained of the model: its adapters where there are any, else all of it."""
+        return adapter_entries if self.shape.lora_rank else stage_entries
+
+    def retire(self) -> None:
+        """Ends its threads and hooks; its groups stay. Not a collective."""
+        for chunk in self.chunks:
+            chunk.grad_accs.clear()  # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        self._packer.shutdown(cancel_futures=True)

@@ -1,0 +1,276 @@
+"""Hugging Face directories ↔ Megatron-LM checkpoints, a tensor at a time: no more than one layer of files is mapped, and one tensor held.
+
+Both directions walk weights/mapping.py's table in the same order. What they write appears whole or not at all: a folder is filled
+beside its place under another name and moved there at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.checkpoint.folder import LATEST
+from megatron_rl.checkpoint.megatron_lm import (
+    HF_FOLDER,
+    MegatronFolder,
+    Stored,
+    check_sizes,
+    extra_state_keys,
+    find,
+    iteration_name,
+    read_stored,
+    stored_layers,
+    whole_size,
+)
+from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.export import HuggingFaceReader
+from megatron_rl.weights.mapping import EMBEDDING, Layout, Shape, adapter_name, hf_size, load_shard
+from megatron_rl.weights.shards import Planned, ShardWriter
+
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # of a GPTModel; the rest is an optimizer's, or another model's
+SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+
+Progress = Callable[[int], None]
+"""Called after each tensor with its bytes as written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How an imported checkpoint is cut into chunks and files: as ranks of that topology would save it. Any topology loads any cut.
+
+    Each tensor-parallel rank's shard is a chunk, which a rank of the same topology reads without its neighbours'; the files are those
+    of tensor · expert · pipeline ranks.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def check(self, shape: Shape) -> None:
+        """ConfigError where a degree does not divide what it splits."""
+        heads = {
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "intermediate size": shape.ffn_hidden_size,
+        }
+        split = [("--tp", self.tensor, name, count) for name, count in heads.items()]
+        split.append(("--pp", self.pipeline, "num_hidden_layers", shape.num_layers))
+        if self.expert > 1:
+            split.append(("--ep", self.expert, "num_experts", shape.num_experts))
+        for option, degree, name, count in split:
+            if degree < 1 or count % degree or not count:
+                raise ConfigError(f"{option} {degree} does not divide {name}={count}; use a divisor (any topology loads any cut)")
+
+    def file_rank(self, stored: Stored, shape: Shape, tensor_rank: int) -> int:
+        """The number in the name of the file that a tensor rank's shard goes to: tensor rank first, then expert rank, then stage."""
+        last = self.pipeline - 1 if stored.entry is not EMBEDDING else 0
+        stage = last if stored.layer is None else stored.layer * self.pipeline // shape.num_layers
+        expert_rank = 0 if stored.expert is None else stored.expert * self.expert // shape.num_experts
+        return (stage * self.expert + expert_rank) * self.tensor + tensor_rank
+
+
+@contextlib.contextmanager
+def appearing(path: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
+    """A new folder that takes the place of ``path`` when the block ends, and vanishes where it raises."""
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} exists; name another folder, or pass --overwrite")
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Config, generation config, tokenizer, chat template, licence: what goes along unchanged. No weights, no code."""
+    named = [x for x in sorted(folder.iterdir()) if x.is_file() and not x.name.endswith(".index.json")]
+    return [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
+
+
+def unmapped_tensors(reader: HuggingFaceReader, shape: Shape) -> list[str]:
+    """Names in the files that no entry of the table uses. Old llama files' rotary frequencies are not counted: the config has them.
+
+    Raises ConfigError where a tied model's files hold an output matrix that is not its embedding.
+    """
+    used = {name for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf}
+    left = sorted(x for x in reader.files if x not in used and not x.endswith("rotary_emb.inv_freq"))
+    if shape.tied_embeddings and "lm_head.weight" in left:
+        rows = shape.vocab_size
+        for start in range(0, rows, 8192):
+            stop = min(rows, start + 8192)
+            head, embedding = (reader.read(x, 0, start, stop) for x in ("lm_head.weight", "model.embed_tokens.weight"))
+            if not torch.equal(head, embedding):
+                raise ConfigError(
+                    f"tie_word_embeddings=true in {reader.path}, but its lm_head.weight is not its model.embed_tokens.weight (rows from "
+                    f"{start}); set tie_word_embeddings to false in config.json, or remove lm_head.weight"
+                )
+        left.remove("lm_head.weight")
+        reader.close()
+    return left
+
+
+def import_size(shape: Shape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
+    """Bytes of the tensors that ``import_weights`` will report."""
+    entries = [stored.entry for layer in stored_layers(shape) for stored in layer]
+    return sum(math.prod(whole_size(x, shape)) * (dtype or reader.dtype(x.hf[0])).itemsize for x in entries)
+
+
+def import_weights(
+    reader: HuggingFaceReader, shape: Shape, folder: pathlib.Path, *, cut: Cut, dtype: torch.dtype | None, iteration: int | None,
+    progress: Progress,
+) -> int:  # fmt: skip
+    """Fills ``folder`` with a torch_dist checkpoint of the model's weights; returns the bytes of its tensors.
+
+    shape: with ``padded_vocab_size`` a multiple of ``cut.tensor``. dtype: None for the files' own. Raises ConfigError where a tensor is
+    missing, has another shape than the config's, or files hold tensors that no table names.
+    """
+    cut.check(shape)
+    left = unmapped_tensors(reader, shape)
+    if left:
+        raise ConfigError(
+            f"{reader.path} holds {len(left)} tensors that the table of {shape.family} does not name, {left[0]} the first: the model has "
+            "parts that would be lost"
+        )
+    writer = TorchDistWriter(folder)
+    try:
+        for layer in stored_layers(shape):
+            for stored in layer:
+                progress(_import_one(stored, reader, shape, writer, cut, dtype))
+            reader.close()
+        writer.add_objects(extra_state_keys(shape), [None])
+        writer.finish({"iteration": iteration or 0, "checkpoint_version": 3.0})
+    finally:
+        writer.abandon()
+    return writer.bytes_written
+
+
+def _import_one(
+    stored: Stored, reader: HuggingFaceReader, shape: Shape, writer: TorchDistWriter, cut: Cut, dtype: torch.dtype | None
+) -> int:
+    """Writes every tensor rank's shard of one Megatron tensor; returns their bytes."""
+    entry = stored.entry
+    for name in entry.hf:
+        if reader.size(name) != hf_size(shape, name):
+            raise ConfigError(f"{name} in {reader.path} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
+    kinds = {reader.dtype(name) for name in entry.hf}
+    if len(kinds) > 1 and dtype is None:
+        raise ConfigError(
+            f"{', '.join(entry.hf)} in {reader.path} are of {len(kinds)} dtypes and become one tensor; choose one with --dtype"
+        )
+    stack = (shape.num_layers,) if stored.expert is None else (shape.num_layers, shape.num_experts)
+    size = (*stack[: len(stored.lead)], *whole_size(entry, shape))
+    split = entry.layout is not Layout.REPLICATED
+    total = 0
+    for rank in range(cut.tensor if split else 1):
+        shard = load_shard(entry, shape, reader.read, rank, cut.tensor if split else 1)
+        shard = shard if dtype is None else shard.to(dtype)
+        # Megatron-Core (0.16.1 transformer/mlp.py apply_swiglu_sharded_factory) saves a rank's gate and up as two chunks
+        halves = shard.chunk(2) if entry.layout is Layout.GATE_UP else (shard,)
+        for half, part in enumerate(halves):
+            place = [0] * part.dim()
+            if entry.layout is Layout.COLUMNS:
+                place[1] = rank * part.shape[1]
+            elif split:
+                place[0] = (half * cut.tensor + rank) * part.shape[0]
+            part = part.view(*[1] * len(stored.lead), *part.shape)
+            writer.add_chunk(cut.file_rank(stored, shape, rank), stored.keys(), size, (*stored.lead, *place), part)
+        total += shard.nbytes
+    return total
+
+
+def import_folder(
+    source: pathlib.Path, shape: Shape, target: pathlib.Path, *, cut: Cut, dtype: torch.dtype | None = None, iteration: int | None = None,
+    overwrite: bool = False, progress: Progress = lambda _: None,
+) -> pathlib.Path:  # fmt: skip
+    """Hugging Face directory → Megatron-LM folder; returns the checkpoint's own folder. Other iterations there stay.
+
+    The folder's ``hf/`` is replaced by this model's, and ``latest_checkpointed_iteration.txt`` names what was written.
+    """
+    reader = HuggingFaceReader(source)
+    path = target / iteration_name(iteration)
+    with appearing(path, overwrite=overwrite) as partial:
+        import_weights(reader, shape, partial, cut=cut, dtype=dtype, iteration=iteration, progress=progress)
+        with appearing(target / HF_FOLDER, overwrite=True) as side:
+            for file in side_files(source):
+                shutil.copy2(file, side / file.name)
+    (target / LATEST).write_text("release" if iteration is None else str(iteration))
+    return path
+
+
+def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None) -> list[Planned]:
+    """The Hugging Face tensors to come, in order.
+
+    Raises ConfigError where the checkpoint lacks one, one has another size, or the model there has parts that the config's has not.
+    """
+    adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{adapter_name('')}." in key)
+    if adapters:
+        raise ConfigError(
+            f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they belong to; the run merges "
+            "the two itself, in checkpoints/step_<n>/hf (train.export_last, train.export_every)"
+        )
+    planned, known = [], set()
+    for layer in stored_layers(shape):
+        for stored in layer:
+            kind = check_sizes(stored, shape, reader)
+            planned += [Planned(name=name, shape=hf_size(shape, name), dtype=dtype or kind) for name in stored.entry.hf]
+            known |= {place.key for place in stored.forms(shape)} | {x.key for x in find(stored, shape, reader.tensors, str(reader.folder))}
+    left = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and key not in known)
+    if left:
+        raise ConfigError(
+            f"{reader.folder} holds {len(left)} tensors of which the config's model has no part, {left[0]} the first; it is another "
+            "model's config (tie_word_embeddings, attention_bias?), or the model has parts that no table names"
+        )
+    return planned
+
+
+def export_folder(
+    source: MegatronFolder, shape: Shape, hf: pathlib.Path, target: pathlib.Path, *, dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9, overwrite: bool = False, progress: Progress = lambda _: None,
+) -> list[str]:  # fmt: skip
+    """Megatron-LM checkpoint → Hugging Face directory; returns the names of its files.
+
+    hf: a directory with the model's config and tokenizer. Optimizer states and whatever else the checkpoint holds stay behind.
+    """
+    reader = TorchDistReader(source.path)
+    planned = plan_export(reader, shape, dtype)
+    with appearing(target, overwrite=overwrite) as partial:
+        writer = ShardWriter(partial, planned, shard_bytes)
+        try:
+            for layer in stored_layers(shape):
+                for stored in layer:
+                    for name, tensor in read_stored(stored, shape, reader):
+                        tensor = tensor if dtype is None else tensor.to(dtype)
+                        writer.add(name, tensor)
+                        progress(tensor.nbytes)
+            names = writer.finish()
+        finally:
+            writer.abandon()
+            reader.close()
+        for file in side_files(hf):
+            shutil.copy2(file, partial / file.name)
+            names.append(file.name)
+        _say_dtype(partial / "config.json", {each.dtype for each in planned})
+    return names
+
+
+def _say_dtype(config: pathlib.Path, kinds: set[torch.dtype]) -> None:
+    """Has config.json name the dtype of the files beside it: ``dtype``, or ``torch_dtype`` before transformers 5."""
+    said = json.loads(config.read_text())
+    for key in ("dtype", "torch_dtype"):
+        if key in said and len(kinds) == 1 and said[key] != (name := str(next(iter(kinds))).removeprefix("torch.")):
+            said[key] = name
+            config.write_text(json.dumps(said, indent=2) + "\n")

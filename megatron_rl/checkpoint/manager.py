@@ -1,0 +1,313 @@
+"""When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every`` rollouts, the end, a preemption.
+
+A checkpoint is taken between rollouts, where nothing is half done: no gradient is accumulated, and what is generated ahead is waited for.
+Its iteration is the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds what every rank
+knows and is not a tensor; ``rollouts_<rank>.npz`` what a rank holds of rollouts that are not trained yet, and of replayed ones.
+
+A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before the policy's of that iteration is, and
+none without its critic's is gone on from.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import random
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, remove, verify, whole_checkpoints
+from megatron_rl.checkpoint.pickled import check_pickle
+from megatron_rl.checkpoint.writer import PendingSave
+from megatron_rl.config import Config, config_to_dict
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import CheckpointError
+from megatron_rl.observability.metrics import set_aside
+
+log = logging.getLogger(__name__)
+APPENDED = ("metrics.jsonl", "trace.jsonl")  # in the run's folder; cut back to what they held when the checkpoint was taken
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint to go on from, verified. ``state``: its state.json."""
+
+    folder: pathlib.Path
+    state: Mapping
+
+    @property
+    def rollouts(self) -> int:
+        return self.state["rollouts"]
+
+
+class Checkpoints:
+    """A run's checkpoints. Methods are collectives unless they say otherwise."""
+
+    def __init__(self, config: Config, backend, critic=None) -> None:
+        self.config, self.backend, self.critic = config, backend, critic
+        self.settings = config.checkpoint
+        self.root = config.run.path / "checkpoints"
+        self.is_main = backend.topology.is_main
+        self.pending: list[PendingSave] = []  # in the order in which they are to be whole
+        self.waited_s = 0.0  # of the last checkpoint: what the loop did not do meanwhile
+        self.preempted = False
+        self.leaves = False  # what all ranks decided together
+        if self.settings.save_every:
+            for number in SIGNALS:
+                signal.signal(number, self._ask_to_leave)
+
+    def _ask_to_leave(self, number: int, _frame: object) -> None:
+        """Said by ``os.write``: in a handler, a print within the print that it interrupted raises."""
+        self.preempted = True
+        said = f"rank {self.backend.topology.rank}: {signal.Signals(number).name}: the step in progress is finished, a checkpoint saved, "
+        with contextlib.suppress(OSError):
+            os.write(2, f"{said}and the run leaves\n".encode())
+
+    # ---- on start --------------------------------------------------------------------------------------------------
+
+    def find(self) -> Found | None:
+        """The newest good checkpoint; None where there is none, or ``checkpoint.resume=never``.
+
+        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown format and for
+        another model.
+        """
+        seen, *others = gather_json([whole_checkpoints(self.root), whole_checkpoints(self.critic_root)])
+        if any(theirs != seen for theirs in others):
+            raise CheckpointError(f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share")
+        iterations, of_critic = seen
+        if not iterations or self.settings.resume == "never":
+            if iterations and self.is_main:
+                set_aside(self.root)
+            return None
+        if self.critic is not None:
+            iterations = self._of_both(iterations, of_critic)
+        for iteration in reversed(iterations):
+            folder = self.root / name_of(iteration)
+            try:
+                self._verify(folder)
+                if self.critic is not None:
+                    self._verify(self.critic_root / folder.name)
+            except DamagedCheckpoint as error:
+                if self.settings.on_damage == "fail":
+                    raise DamagedCheckpoint(f"{error}; remove that folder, or set checkpoint.on_damage=previous") from error
+                log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
+                continue
+            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            model_state.check_model(self.backend, folder, state["model"])  # before the run's files are cut back
+            if self.critic is not None:
+                self.critic.check(self.critic_root / folder.name)
+            return Found(folder=folder, state=state)
+        raise CheckpointError(f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never")
+
+    @property
+    def critic_root(self) -> pathlib.Path:
+        return self.root / "critic"
+
+    def _of_both(self, found: list[int], theirs: list[int]) -> list[int]:
+        """Iterations of the policy's that the critic has too. Not a collective."""
+        both = [iteration for iteration in found if iteration in theirs]
+        if not both:
+            raise CheckpointError(
+                f"{self.root} holds {len(found)} checkpoints of a policy and {self.critic_root} none of a critic that belong to them, and "
+                "advantage.estimator=gae asks for one; restore them, or start from an exported policy in another run.dir"
+            )
+        return both
+
+    def _verify(self, folder: pathlib.Path) -> None:
+        """Every rank digests its share of the files; the main rank looks at what torch will unpickle."""
+        place, error = self.backend.topology, None
+        try:
+            verify(folder, share=(place.rank, place.world_size))
+            if self.is_main:
+                check_pickle(folder / ".metadata")
+        except CheckpointError as met:
+            error = met
+        damaged = isinstance(error, DamagedCheckpoint)
+        said = [x for x in gather_json([str(error), damaged] if error else None) if x]
+        if said:
+            message, damaged = said[0]
+            raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
+
+    def cut_back(self, found: Found | None) -> None:
+        """Shortens the run's own files to what they held when the checkpoint was taken. Not a collective; the main rank's."""
+        if found is None or not self.is_main:
+            return
+        for name, size in found.state["bytes"].items():
+            path = self.config.run.path / name
+            held = path.stat().st_size if path.exists() else 0
+            if held < size:
+                log.error(
+                    "%s has %d bytes and had %d when %s was taken: the record of the steps between is lost", path, held, size, found.folder
+                )
+            elif held > size:
+                with path.open("r+b") as file:
+                    file.truncate(size)
+
+    def restore(self, run, found: Found | None) -> int | None:
+        """Puts the run where the checkpoint was taken; how many rollouts it had trained, None where it starts anew."""
+        if found is None:
+            return None
+        state = found.state
+        model_state.load(self.backend, found.folder, state["backend"], state["model"])
+        if self.critic is not None:
+            self.critic.load(self.critic_root / found.folder.name)
+        run.reference.load_state(state.get("reference", {"coefficient": None}))  # checkpoints from before it: β was fixed
+        run.prompts.load_state(state["prompts"])
+        place = self.backend.topology
+        theirs = range(place.rank, state["world_size"], place.world_size)
+        run.feed.restore(state["feed"], [(found.folder / own_file(rank)).read_bytes() for rank in theirs])
+        run.recorder.num_rollouts = state["trace_rollouts"]
+        self._restore_random(state)
+        for key, (before, now) in _changed(state["config"], config_to_dict(self.config)).items():
+            log.warning("resumed with %s=%s; it was %s when the checkpoint was taken", key, now, before)
+        log.info("resumed from %s: %d rollouts trained, %d optimizer steps", found.folder, found.rollouts, self.backend.step_index)
+        return found.rollouts
+
+    def _restore_random(self, state: Mapping) -> None:
+        place = self.backend.topology
+        if len(state["random"]) != place.world_size:
+            log.warning(
+                "the checkpoint's random states are of %d ranks and there are %d: left as they are", len(state["random"]), place.world_size
+            )
+            return
+        set_random_state(state["random"][place.rank])
+
+    # ---- in the run ------------------------------------------------------------------------------------------------
+
+    def after(self, run, rollouts: int, *, last: bool = False) -> bool:
+        """To be called between rollouts. Whether the run is to leave: a rank was told to by SIGTERM or SIGUSR1, and all is saved."""
+        every = self.settings.save_every
+        if not every:
+            return False
+        ended = all(pending.is_written for pending in self.pending)
+        votes = gather_json([ended, self.preempted or (self.critic is not None and self.critic.is_told_to_leave)])
+        leave = any(preempted for _, preempted in votes)
+        if self.pending and all(ended for ended, _ in votes):
+            self._finish()
+        if leave or last or rollouts % every == 0:
+            self._finish()
+            self._save(run, rollouts)
+            if leave or last or not self.settings.asynchronous:
+                self._finish()
+        self.leaves = leave and not last
+        return self.leaves
+
+    def close(self) -> None:
+        """Ends what is still being written."""
+        self._finish()
+
+    def _save(self, run, rollouts: int) -> None:
+        started = time.perf_counter()
+        feed, rows = run.feed.save()
+        state = {
+            "feed": feed, "world_size": self.backend.topology.world_size, "rollouts": rollouts,
+            "model": model_state.identity(self.backend), "backend": model_state.numbers(self.backend),
+            "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
+            "reference": run.reference.state(), "bytes": self._appended(),
+            "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": config_to_dict(self.config),
+        }  # fmt: skip
+        try:
+            own_files = {own_file(self.backend.topology.rank): rows}
+            if self.critic is not None:
+                self.pending.append(self.critic.save(self.critic_root, rollouts))
+            self.pending.append(model_state.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files))
+        except CheckpointError as error:
+            self._give_up()
+            self._failed(error)
+        self.waited_s = time.perf_counter() - started
+
+    def _appended(self) -> dict[str, int]:
+        """What the main rank's files hold; one that is not there yet holds nothing, and what is in it later is cut back too."""
+        paths = [self.config.run.path / name for name in APPENDED if self.is_main]
+        return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
+
+    def _finish(self) -> None:
+        if not self.pending:
+            return
+        started = time.perf_counter()
+        written_s = 0.0
+        try:
+            while self.pending:
+                pending = self.pending.pop(0)
+                folder = pending.finish()
+                written_s = max(written_s, pending.written_s)
+        except CheckpointError as error:
+            self._give_up()
+            self._failed(error)
+            return
+        if self.is_main:
+            prune(self.root, self.settings.keep_last)
+            for iteration in set(whole_checkpoints(self.critic_root)) - set(whole_checkpoints(self.root)):
+                remove(self.critic_root / name_of(iteration))
+            self.waited_s += time.perf_counter() - started
+            log.info("checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, written_s)
+
+    def _give_up(self) -> None:
+        """What is still being written belongs to a checkpoint that will not be."""
+        for pending in self.pending:
+            pending.abandon()
+        self.pending = []
+
+    def _failed(self, error: CheckpointError) -> None:
+        if self.settings.on_error == "fail":
+            raise CheckpointError(f"{error}; the last good checkpoint stays, and checkpoint.on_error=continue goes on without") from error
+        log.error("%s; THE RUN GOES ON (checkpoint.on_error=continue), and the last good checkpoint stays", error)
+
+
+def own_file(rank: int) -> str:
+    return f"rollouts_{rank}.npz"
+
+
+def random_state() -> dict[str, object]:
+    """Every global generator's state of this process, as JSON-able values."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, object] = {
+        "torch": _text(torch.get_rng_state()), "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+    }  # fmt: skip
+    if HOST.is_cuda:
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_random_state(state: Mapping) -> None:
+    torch.set_rng_state(_bytes(state["torch"]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    if HOST.is_cuda and "cuda" in state:
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _changed(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
+    """Dotted keys whose values differ."""
+    found: dict[str, tuple] = {}
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= _changed(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[prefix + key] = (old, new)
+    return found

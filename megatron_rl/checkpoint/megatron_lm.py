@@ -1,0 +1,223 @@
+"""Megatron-LM's checkpoint folder, and where in it the tensors of weights/mapping.py lie.
+
+    <folder>/latest_checkpointed_iteration.txt    the iteration, or "release" for a model that was converted
+    <folder>/iter_0000100/, <folder>/release/     torch_dist files (checkpoint/torch_dist.py)
+    <folder>/hf/                                  ours: config, tokenizer and generation config of the Hugging Face directory
+
+Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert iteration > 0 or release"), and starts a
+``release`` at 0 with a fresh optimizer. Keys are those of ``GPTModel.sharded_state_dict`` (0.16.1 and 0.19.2, read and run): layers of
+one kind are one tensor with the layer first, a mixture's experts second; norms have the names of Transformer Engine's fused linears
+whichever spec wrote them, but the norm before a mixture, which the torch spec calls as if it were fused. Every tensor is whole there, so
+that any topology loads it: q, k, v by group as on one rank, gate's rows before up's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.checkpoint.folder import LATEST, name_of
+from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.mapping import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    Entry,
+    Layout,
+    Shape,
+    expert_entries,
+    hf_size,
+    layer_entries,
+    merge_shards,
+)
+
+RELEASE, HF_FOLDER = "release", "hf"
+LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A tensor's key, its indices ``lead`` in the stacked tensor of that key, and how many of each are stacked.
+
+    Example: layer 2 of 4: ``Place(key="decoder.layers.self_attention.linear_proj.weight", lead=(2,), stack=(4,))``.
+    """
+
+    key: str
+    lead: tuple[int, ...] = ()
+    stack: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A table's entry with its place in a checkpoint.
+
+    entry:     Hugging Face names whole, every number filled in.
+    name:      below ``decoder.layers.`` where layer is not None, else the whole key; an expert's without its number.
+    aliases:   other names that a spec gives to the same tensor.
+    layer, expert: its numbers, None for what is not of a layer, or not of an expert.
+    """
+
+    entry: Entry
+    name: str
+    aliases: tuple[str, ...] = ()
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Its first indices in the stacked tensor."""
+        return tuple(x for x in (self.layer, self.expert) if x is not None)
+
+    def keys(self) -> tuple[str, ...]:
+        """The stacked tensor's keys: what a checkpoint written here has."""
+        prefix = "" if self.layer is None else LAYERS
+        return tuple(prefix + x for x in (self.name, *self.aliases))
+
+    def forms(self, shape: Shape) -> Iterator[Place]:
+        """Every way in which Megatron-Core writes it: stacked; by layer (``non_homogeneous_layers``); by layer and expert
+        (``singleton_local_shards``)."""
+        stack = (shape.num_layers,) if self.expert is None else (shape.num_layers, shape.num_experts)
+        for name in (self.name, *self.aliases):
+            if self.layer is None:
+                yield Place(key=name)
+                continue
+            yield Place(key=LAYERS + name, lead=self.lead, stack=stack)
+            yield Place(key=f"{LAYERS}{self.layer}.{name}", lead=self.lead[1:], stack=stack[1:])
+            if self.expert is not None:
+                yield Place(key=f"{LAYERS}{self.layer}.{name.replace('experts.experts.', f'experts.experts.{self.expert}.')}")
+
+
+def stored_layers(shape: Shape) -> Iterator[list[Stored]]:
+    """Every tensor of the model, a layer at a time, in the order of a Hugging Face checkpoint."""
+    yield [Stored(entry=EMBEDDING, name=EMBEDDING.megatron)]
+    fused: Shape = dataclasses.replace(shape, layer_spec="transformer_engine")
+    for layer in range(shape.num_layers):
+        found = []
+        for entry in layer_entries(fused):
+            # 0.16.1 and 0.19.2 gpt_layer_specs.py: the local spec maps pre_mlp_layernorm. to mlp.linear_fc1.layer_norm_, experts or not
+            aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
+            found.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
+        for expert in range(shape.num_experts):
+            for local in expert_entries(fused, 0):
+                entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
+                name = re.sub(r"experts\.(linear_fc\d\.weight)0$", r"experts.experts.\1", local.megatron)
+                found.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))
+        yield found
+    yield [Stored(entry=FINAL_NORM, name=FINAL_NORM.megatron)]
+    if not shape.tied_embeddings:
+        yield [Stored(entry=HEAD, name=HEAD.megatron)]
+
+
+def _of_layer(entry: Entry, layer: int) -> Entry:
+    return dataclasses.replace(entry, hf=tuple(f"model.layers.{layer}.{x}" for x in entry.hf))
+
+
+def whole_size(entry: Entry, shape: Shape) -> tuple[int, ...]:
+    """Shape of the Megatron tensor over all tensor ranks."""
+    sizes = [hf_size(shape, name) for name in entry.hf]
+    rows = shape.padded_vocab_size if entry.layout is Layout.ROWS else sum(x[0] for x in sizes)
+    return (rows, *sizes[0][1:])
+
+
+def extra_state_keys(shape: Shape) -> list[str]:
+    """Keys of the objects that linears and attention save beside their weights (FP8 scales; empty where there are none).
+
+    A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec; Transformer Engine's list
+    is read (it has more of them than are asked for, and those do no harm).
+    """
+    modules = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention", "pre_mlp_layernorm"]
+    modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if shape.qk_norm else []
+    modules += [] if shape.num_experts else ["mlp.linear_fc1", "mlp.linear_fc2"]
+    layers, experts = shape.num_layers, shape.num_experts
+    keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
+    for layer in range(layers):
+        keys += [f"{LAYERS}{x}._extra_state/shard_{layer}_{layers}" for x in modules]
+        for x in ("linear_fc1", "linear_fc2"):
+            place = f"{LAYERS}mlp.experts.experts.{x}._extra_state/shard_{layer}"
+            keys += [f"{place}.{expert}_{layers}.{experts}" for expert in range(experts)]
+    return keys
+
+
+def find(stored: Stored, shape: Shape, keys: Collection[str], where: str) -> list[Place]:
+    """The tensors that make up ``stored``: one; or gate's and up's, which singleton_local_shards saves apart.
+
+    Raises ConfigError naming the tensor where a checkpoint holds none of its forms.
+    """
+    for place in stored.forms(shape):
+        if place.key in keys:
+            return [place]
+        halves = [dataclasses.replace(place, key=f"{place.key}_{x}") for x in "wv"]
+        if all(x.key in keys for x in halves):
+            return halves
+    asked = ", ".join(place.key for place in stored.forms(shape))
+    raise ConfigError(f"{where} has none of {asked}, of which {', '.join(stored.entry.hf)} is made; the config is another model's")
+
+
+def check_sizes(stored: Stored, shape: Shape, reader: TorchDistReader) -> torch.dtype:
+    """The dtype in which ``stored`` lies there. Raises ConfigError where it is missing or has another size than the config asks for.
+
+    Rows past the vocabulary are pads: any number of them is taken.
+    """
+    places = find(stored, shape, reader.tensors, str(reader.folder))
+    wanted = whole_size(stored.entry, shape)
+    if len(places) > 1:
+        wanted = (wanted[0] // 2, *wanted[1:])
+    for place in places:
+        found, asked = reader.size(place.key), (*place.stack, *wanted)
+        pads = stored.entry.layout is Layout.ROWS and found[0] >= shape.vocab_size and found[1:] == asked[1:]
+        if found != asked and not pads:
+            raise ConfigError(f"{place.key} in {reader.folder} has shape {found} and the config asks for {asked}; it is another model's")
+    return reader.dtype(places[0].key)
+
+
+def read_stored(stored: Stored, shape: Shape, reader: TorchDistReader) -> list[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors of one entry, read from a checkpoint."""
+    parts = [reader.read(x.key, x.lead) for x in find(stored, shape, reader.tensors, str(reader.folder))]
+    return merge_shards(stored.entry, shape, [parts[0] if len(parts) == 1 else torch.cat(parts)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronFolder:
+    """One checkpoint of a Megatron-LM folder. name: "release" or "iter_0000100"; hf: the folder's Hugging Face side files, if any."""
+
+    folder: pathlib.Path
+    name: str
+    hf: pathlib.Path | None
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.folder / self.name
+
+
+def iteration_name(iteration: int | None) -> str:
+    """Example: None → "release", 100 → "iter_0000100"."""
+    return RELEASE if iteration is None else name_of(iteration)
+
+
+def open_folder(folder: pathlib.Path, iteration: int | None = None) -> MegatronFolder:
+    """The latest checkpoint of a Megatron-LM folder, or that of ``iteration``; ``folder`` may also be an iteration's own.
+
+    Raises ConfigError where there is none.
+    """
+    if (folder / "metadata.json").exists():
+        folder, name = folder.parent, folder.name
+    elif iteration is not None:
+        name = iteration_name(iteration)
+    elif (folder / LATEST).exists():
+        text = (folder / LATEST).read_text().strip()
+        if text != RELEASE and not text.isdigit():
+            raise ConfigError(f"{folder / LATEST} says {text!r}, neither a number nor {RELEASE!r}; name an iteration with --iteration")
+        name = RELEASE if text == RELEASE else iteration_name(int(text))
+    else:
+        raise ConfigError(f"{folder} has no {LATEST} and no metadata.json: it is no Megatron-LM checkpoint")
+    if not (folder / name).is_dir():
+        there = sorted(x.name for x in folder.iterdir() if x.name.startswith("iter_") or x.name == RELEASE) if folder.is_dir() else []
+        raise ConfigError(f"{folder} has no {name}; it holds {', '.join(there) or 'no checkpoint'}")
+    hf = folder / HF_FOLDER
+    return MegatronFolder(folder=folder, name=name, hf=hf if (hf / "config.json").exists() else None)

@@ -1,0 +1,206 @@
+"""The files of a ``torch_dist`` checkpoint, read and written a tensor at a time by one process without a process group.
+
+The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``): ``*.distcp`` files hold one ``torch.save`` of a chunk after
+the other, and a pickled ``Metadata`` in ``.metadata`` says of each tensor its size and its chunks, and of each chunk where it lies.
+Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds ``metadata.json`` and ``common.pt``; 0.19.2 keeps what is
+common as an object ``common_state/shard_0_1`` instead, and reads both.
+
+torch's own writer holds every tensor of a file until the file is complete (2.13 ``_write_files_from_queue``), so it is not used. Nothing
+is unpickled but ``.metadata``, and of that only the classes that checkpoint/pickled.py lists.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pathlib
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_rl.checkpoint.pickled import check_pickle
+from megatron_rl.errors import ConfigError
+
+METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
+COMMON_OBJECT = "common_state/shard_0_1"
+
+
+class _Window(io.RawIOBase):
+    """``length`` bytes of a file from ``offset``, as a file that torch.load can seek in."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int):
+        self.file, self.offset, self.length, self.position = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence] + offset
+        return self.position
+
+    def readinto(self, buffer) -> int:
+        self.file.seek(self.offset + self.position)
+        view = memoryview(buffer)[: max(0, self.length - self.position)]
+        count = self.file.readinto(view)
+        self.position += count
+        return count
+
+
+class TorchDistReader:
+    """Tensors of a torch_dist folder by key; what is asked for is read, no more than the chunks that it touches.
+
+    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where other classes than its metadata's own would be
+    unpickled.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        for name in (CONFIG, METADATA):
+            if not (folder / name).exists():
+                raise ConfigError(f"{folder} has no {name}: it is no complete torch_dist checkpoint; name a folder that has one")
+        self.backend = json.loads((folder / CONFIG).read_text())["sharded_backend"]
+        if self.backend != "torch_dist":
+            raise ConfigError(f"{folder} was saved with sharded_backend={self.backend}; only torch_dist is read: save it with that")
+        metadata = check_pickle(folder / METADATA)
+        entries = metadata.state_dict_metadata
+        self.tensors: dict[str, TensorStorageMetadata] = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
+        self.objects = sorted(k for k, v in entries.items() if isinstance(v, BytesStorageMetadata))
+        self._places = {(x.fqn, x.offset and tuple(x.offset)): place for x, place in metadata.storage_data.items()}
+        self._file: tuple[str, BinaryIO] | None = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file[1].close()
+            self._file = None
+
+    def _stored(self, key: str, offset: tuple[int, ...] | None) -> object:
+        """One torch.save of the folder: a chunk (contiguous), or an object."""
+        place = self._places[key, offset]
+        if vars(place).get("transform_descriptors"):
+            raise ConfigError(f"{key} in {self.folder} is stored through {place.transform_descriptors}, which is not read; save it without")
+        if self._file is None or self._file[0] != place.relative_path:
+            self.close()
+            self._file = (place.relative_path, (self.folder / place.relative_path).open("rb", buffering=0))
+        return torch.load(_Window(self._file[1], place.offset, place.length), map_location="cpu", weights_only=True)
+
+    def size(self, key: str) -> tuple[int, ...]:
+        return tuple(self.tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self.tensors[key].properties.dtype
+
+    def read(self, key: str, lead: tuple[int, ...] = ()) -> torch.Tensor:
+        """The tensor ``key`` at ``lead``, its first indices (the layer, the expert), whole: [size after the first len(lead)].
+
+        Memory: the answer and one chunk. Raises ConfigError where chunks do not cover it.
+        """
+        size = self.size(key)[len(lead) :]
+        found, covered = torch.empty(size, dtype=self.dtype(key)), 0
+        for chunk in self.tensors[key].chunks:
+            start, extent = tuple(chunk.offsets), tuple(chunk.sizes)
+            if any(not o <= i < o + s for i, o, s in zip(lead, start, extent, strict=False)):
+                continue
+            part = self._stored(key, start)[tuple(i - o for i, o in zip(lead, start, strict=False))]
+            if tuple(part.shape) == size:
+                return part
+            inner = tuple(slice(o, o + s) for o, s in zip(start[len(lead) :], extent[len(lead) :], strict=True))
+            found[inner] = part
+            covered += part.numel()
+        if covered != math.prod(size):
+            raise ConfigError(
+                f"the chunks of {key}{list(lead)} in {self.folder} hold {covered} of {math.prod(size)} elements: it is damaged"
+            )
+        return found
+
+    def common(self) -> Mapping[str, object]:
+        """What is saved once for all ranks, as far as ``weights_only`` lets it be read (numbers, text, tensors, containers)."""
+        if (self.folder / COMMON).exists():
+            return torch.load(self.folder / COMMON, map_location="cpu", weights_only=True)
+        if COMMON_OBJECT in self.objects:
+            return self._stored(COMMON_OBJECT, None)[0]
+        return {}
+
+
+class TorchDistWriter:
+    """Writes a torch_dist folder chunk by chunk; what is handed in is on its way to disk when the call returns.
+
+    Sizes are declared with each chunk, so nothing of a tensor need be known before. ``finish`` makes it a checkpoint.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._files: dict[int, BinaryIO] = {}
+        self.bytes_written = 0
+
+    def _append(self, rank: int, value: object) -> _StorageInfo:
+        name = f"__{rank}_0.distcp"
+        if rank not in self._files:
+            self._files[rank] = (self.folder / name).open("wb")
+        file = self._files[rank]
+        start = file.tell()
+        torch.save(value, file)
+        self.bytes_written += file.tell() - start
+        return _StorageInfo(relative_path=name, offset=start, length=file.tell() - start)
+
+    def add_chunk(self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor) -> None:
+        """A chunk of the tensor ``keys[0]`` of ``size`` at ``offsets``, [its extent, of as many dimensions], into rank's file.
+
+        keys: further ones are other names of the same bytes. Raises ConfigError where a tensor's chunks differ in dtype.
+        """
+        chunk = chunk.contiguous()
+        if chunk.untyped_storage().nbytes() != chunk.nbytes:
+            chunk = chunk.clone()  # torch.save writes a view's whole storage
+        for key in keys:
+            known = self._entries.setdefault(
+                key, TensorStorageMetadata(properties=TensorProperties(dtype=chunk.dtype), size=torch.Size(size), chunks=[])
+            )
+            if known.properties.dtype != chunk.dtype:
+                raise ConfigError(
+                    f"{key} is {known.properties.dtype} in one layer and {chunk.dtype} in another, and Megatron-Core's checkpoint holds "
+                    "all layers as one tensor; choose one with --dtype"
+                )
+            known.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.shape))
+        place = self._append(rank, chunk)
+        for key in keys:
+            self._places[MetadataIndex(key, offsets)] = place
+
+    def add_objects(self, keys: Sequence[str], value: object) -> None:
+        """One object, of types that ``weights_only`` reads, under every one of ``keys``."""
+        place = self._append(0, value)
+        for key in keys:
+            self._entries[key] = BytesStorageMetadata()
+            self._places[MetadataIndex(key)] = place
+
+    def finish(self, common: Mapping[str, object]) -> None:
+        for file in self._files.values():
+            file.close()
+        torch.save(dict(common), self.folder / COMMON)
+        with (self.folder / METADATA).open("wb") as file:
+            pickle.dump(Metadata(state_dict_metadata=self._entries, storage_data=self._places), file)
+        backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+        (self.folder / CONFIG).write_text(json.dumps(backends))
+
+    def abandon(self) -> None:
+        """Closes the files of a checkpoint that will not be finished."""
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,115 @@
+"""The command line of a run: arguments, logging, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.doctor import explain_import_error
+from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.simulator.command import add_arguments, simulate_job
+from megatron_rl.validate import check_relations
+
+EXIT_CONFIG, EXIT_FAILED = 2, 1
+EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: all is saved, start the same command again
+
+
+def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None) -> int:
+    """Read the configuration, check it, call ``train`` with it, and return the exit code.
+
+    train: returns True where the run came to its end, False where it was preempted and has saved everything.
+    arguments: of the command line; None: ``sys.argv``.
+    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, or EXIT_FAILED; the reason goes to stderr.
+    """
+    is_main = os.environ.get("RANK", "0") == "0"
+    _set_up_logging(is_main)
+    try:
+        config, options = _parse(arguments)
+        check_relations(config)
+        if not _stages_import(is_main):
+            return EXIT_FAILED
+        if options.dry_run:
+            if is_main:
+                simulate_job(config, options)
+            return 0
+        return 0 if train(config) else EXIT_PREEMPTED
+    except (ConfigError, FileNotFoundError) as error:
+        if is_main:
+            print(f"megatron_rl: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except RunError as error:
+        print(f"megatron_rl: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def end_process(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and end the process with its exit code; an unforeseen error is printed whole and ends it with EXIT_FAILED."""
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 (printed whole, and the process ends)
+        traceback.print_exc()
+        code = EXIT_FAILED
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with ``code`` at once, without closing process groups or finalizing the interpreter.
+
+    After a failure the run's process groups are still up, and closing them could wait for a rank that is gone. At interpreter
+    exit gloo's threads may abort, which would replace the exit code, even that of a success.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.train",
+        description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
+        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml train.steps=100",
+    )
+    parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
+    parser.add_argument("--run-dir", help="folder of the run instead of runs/<run.name>")
+    parser.add_argument("--dry-run", action="store_true", help="print what the job would take, join no world, and end")
+    add_arguments(parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)"))
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    config = load_config(options.config, options.overrides)
+    if options.run_dir:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=options.run_dir))
+    return config, options
+
+
+def _stages_import(is_main: bool) -> bool:
+    """Import Megatron-Core and all that needs it; where that fails, print what is wrong and how to mend it, and return False."""
+    try:
+        import megatron_rl.trainer.trainer  # noqa: F401
+    except (ImportError, FileNotFoundError, AttributeError) as error:  # half-installed packages raise the latter two
+        if is_main:
+            print(explain_import_error(error), file=sys.stderr)
+        return False
+    return True
+
+
+def _set_up_logging(is_main: bool) -> None:
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()])
+    for name in ("megatron.core", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to the sys.stderr of the moment: while the live bar is up that is rich's proxy, which prints above the bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)

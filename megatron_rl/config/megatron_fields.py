@@ -1,0 +1,57 @@
+"""``megatron.{transformer,ddp,optimizer}.*``: a user's fields → values of the installed Megatron-Core's config classes.
+
+Every field of the installed version is accepted, but those that the seam owns, each refused with its reason. YAML has no dtypes and
+no enums: "bfloat16" becomes torch.bfloat16 and an enum's name its member where the field's type asks for one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import ConfigError
+
+
+def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refused: Mapping[str, str]) -> dict[str, Any]:
+    """The fields with their values as ``cls`` wants them; ConfigError for one that it lacks, that is refused, or that means nothing."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    resolved = {}
+    for name, value in given.items():
+        if name in refused:
+            raise ConfigError(f"{section}.{name}={value!r} is refused: {refused[name]}; remove it")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}")
+        resolved[name] = _typed(value, hints[name], f"{section}.{name}")
+    return resolved
+
+
+def _typed(value: Any, hint: Any, key: str) -> Any:
+    """A string → the dtype or the enum's member that the type hint asks for; anything else as it is."""
+    kinds = _members(hint)
+    if not isinstance(value, str) or str in kinds:
+        return value
+    if torch.dtype in kinds:
+        dtype = vars(torch).get(value.removeprefix("torch."))
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"{key}={value!r} names no torch dtype; use one as in bfloat16, float32, float8_e4m3fn")
+        return dtype
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            if value not in kind.__members__:
+                raise ConfigError(f"{key}={value!r} is no {kind.__name__}; choose one of {', '.join(kind.__members__)}")
+            return kind[value]
+    return value
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint admits: of a Union or Optional its parts, else itself."""
+    parts = typing.get_args(hint)
+    return tuple(x for part in parts for x in _members(part)) if parts else (hint,)

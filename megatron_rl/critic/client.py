@@ -1,0 +1,107 @@
+"""The critic as the policy's ranks see it where other ranks of the job hold it (``critic.placement=separate``): the same methods as
+``Critic``, each a request that critic/server.py answers. Every method is a collective over the policy's ranks, unless it says otherwise."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from megatron_rl.backend import batch_exchange
+from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.critic.link import Arrays, Bridge
+from megatron_rl.distributed import topology
+from megatron_rl.errors import CheckpointError
+from megatron_rl.types import Sample
+
+
+class RemoteSave:
+    """A checkpoint that the critic's ranks are writing; see PendingSave."""
+
+    def __init__(self, critic: RemoteCritic, root: pathlib.Path, iteration: int) -> None:
+        """Raises CheckpointError on every rank where it cannot be begun."""
+        self.critic, self.is_written, self.written_s = critic, True, 0.0
+        critic.ask_of_checkpoint("save", root=str(root), iteration=iteration)
+
+    def finish(self) -> pathlib.Path:
+        """Raises CheckpointError on every rank where it could not be written."""
+        answer = self.critic.ask_of_checkpoint("finish")
+        self.written_s = answer["written_s"]
+        return pathlib.Path(answer["folder"])
+
+    def abandon(self) -> None:
+        self.critic.ask("abandon")
+
+
+class RemoteCritic:
+    """See Critic. A failure there is a PeerError here, on every rank, with its message."""
+
+    def __init__(self, bridge: Bridge, *, total_steps: int) -> None:
+        self.bridge, self.place = bridge, topology.current()
+        self.number = 0
+        self.is_told_to_leave = False  # by a signal that reached the critic's ranks
+        self.held: Batch | None = None
+        self.ask("build", total_steps=total_steps)
+
+    def ask(self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object) -> tuple[dict, dict[str, np.ndarray]]:
+        """(the answer, its arrays). arrays: made on the first rank alone. Every rank reads the answer for itself, so that no collective's
+        deadline bounds what the critic's ranks are at: they say that they are alive."""
+        self.number += 1
+        if self.bridge.is_first:
+            self.bridge.tell(f"request/{self.number}", {"request": request, **given}, arrays() if arrays else None)
+        answer = self.bridge.hear(f"answer/{self.number}")
+        self.is_told_to_leave |= answer["is_told_to_leave"]
+        return answer, self.bridge.arrays(answer)
+
+    def ask_of_checkpoint(self, request: str, **given: object) -> dict:
+        """Raises CheckpointError on every rank where the critic's ranks met one."""
+        answer, _ = self.ask(request, **given)
+        if answer["refused"]:
+            raise CheckpointError(answer["refused"])
+        return answer
+
+    # ---- a rollout -------------------------------------------------------------------------------------------------
+
+    def values(self, batch: Batch) -> np.ndarray:
+        """[T] float32 flat. The batch's rows go to the critic once, and stay there for ``train``."""
+        everything = np.arange(batch.facts.num_samples)
+        needed = [everything if rank == 0 else everything[:0] for rank in range(self.place.world_size)]
+        rows = batch_exchange.bring_rows(batch.facts, batch.local, needed, self.place)
+        self.held = batch
+        _, found = self.ask("values", lambda: batch_arrays(batch, rows), sample_ids=list(batch.facts.sample_ids))
+        return found["values"]
+
+    def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
+        """The rollout's steps, of the batch that ``values`` was asked of last."""
+        assert batch is self.held, "train() is of the batch that values() was asked of"
+        answer, _ = self.ask("train", lambda: {"returns": returns, "old_values": old_values})
+        return answer["metrics"]
+
+    # ---- what a run keeps ------------------------------------------------------------------------------------------
+
+    def save(self, root: pathlib.Path, iteration: int) -> RemoteSave:
+        return RemoteSave(self, root, iteration)
+
+    def check(self, folder: pathlib.Path) -> None:
+        """Raises CheckpointError where a checkpoint is of another model."""
+        self.ask_of_checkpoint("check", folder=str(folder))
+
+    def load(self, folder: pathlib.Path) -> None:
+        self.ask_of_checkpoint("load", folder=str(folder))
+
+    def close(self, *, preempted: bool = False) -> None:
+        """Lets the critic's ranks end, as a run that came to its end or as a preempted one."""
+        self.ask("close", preempted=preempted)
+        self.bridge.close()
+
+
+def batch_arrays(batch: Batch, rows: Mapping[int, Sample]) -> dict[str, np.ndarray]:
+    """A batch whose rows are all here, as arrays: facts [S] by name, token_ids and loss_mask flat over samples."""
+    facts = batch.facts
+    ordered = [rows[i] for i in range(facts.num_samples)]
+    return {
+        "groups": facts.groups, "prompt_tokens": facts.prompt_tokens, "response_tokens": facts.response_tokens,
+        "token_ids": np.concatenate([row.token_ids for row in ordered]).astype(np.int32),
+        "loss_mask": np.concatenate([row.loss_mask for row in ordered]),
+    }  # fmt: skip

@@ -1,0 +1,194 @@
+"""PPO's critic on this rank: a model of its own with a value head, its own optimizer and, where asked for, its own grid of ranks.
+
+V_t is read where the policy's log-prob of token t is: from the hidden state before it. The loss is a token sum under the policy's weights
+(semantics §8): zero advantages train values as any other, so that only samples without a loss token are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.value_loss import value_loss
+from megatron_rl.backend.offload import OffloadedBytes
+from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.backend.trainable_model import Batch, TrainedModel
+from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint.folder import STATE
+from megatron_rl.checkpoint.writer import PendingSave
+from megatron_rl.config import Config, critic_config
+from megatron_rl.distributed import topology
+from megatron_rl.model.head import values_of
+from megatron_rl.types import MiniBatchPlan, StepResult, ValueInputs
+from megatron_rl.weights.export import MemoryReader, WeightReader, load_weights
+from megatron_rl.weights.mapping import VALUE_HEAD
+
+HEAD = VALUE_HEAD.hf[0]
+
+
+class FreshHead:
+    """A WeightReader that has a value head of zeros where the weights it reads from have none: every value is 0 at first."""
+
+    def __init__(self, reader: WeightReader, hidden_size: int) -> None:
+        self.reader, self.zeros = reader, torch.zeros(1, hidden_size)
+
+    def has(self, name: str) -> bool:
+        return name == HEAD or self.reader.has(name)
+
+    def size(self, name: str) -> tuple[int, ...]:
+        return self.reader.size(name) if self.reader.has(name) or name != HEAD else tuple(self.zeros.shape)
+
+    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
+        if name == HEAD and not self.reader.has(name):
+            return self.zeros.narrow(dimension, start, stop - start)
+        return self.reader.read(name, dimension, start, stop)
+
+
+class Critic(TrainedModel):
+    """Methods are collectives over the ranks that share it, unless they say otherwise.
+
+        critic = Critic(config, total_steps=100)
+        values = critic.values(batch)                           # [T] flat
+        metrics = critic.train(batch, returns, values)          # all its optimizer steps of a rollout
+
+    Its batches are the policy's: facts and rows, wherever they are.
+    """
+
+    is_told_to_leave = False  # by a signal of ranks that are not the policy's
+
+    sum_names = ("loss", "tokens", "clipped", "value", "return", "return_squared", "error_squared")
+
+    def __init__(
+        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
+        alone: bool = False,
+    ) -> None:  # fmt: skip
+        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainedModel. alone: these ranks hold
+        no policy, whose grid it could share."""
+        own = critic_config(config)
+        self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
+        place = topology.current() if self.grid is None and not alone else None
+        with self._here():
+            super().__init__(own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=place)
+
+    def _here(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.grid is None else self.grid.active()
+
+    def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
+        return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
+
+    def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
+        """Nothing yet under ``critic.init=policy``: ``take_weights``, or a checkpoint, fills them before they are read."""
+        if weights is not None or self.config.critic.init != "policy":
+            super()._fill(models, weights)
+
+    def take_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """The policy's weights (``MegatronBackend.export``) under a head of zeros. Holds them whole on the host; before the first step."""
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+        with self._here():
+            reader = FreshHead(MemoryReader(kept), self.shape.hidden_size)
+            load_weights([chunk.module for chunk in self.chunks], self.shape, self.topology, reader)
+            self.optimizer.megatron.reload_model_params()
+
+    # ---- a rollout -------------------------------------------------------------------------------------------------
+
+    def values(self, batch: Batch) -> np.ndarray:
+        """[T] float32 flat over the batch's response tokens, on every rank: V of the state before each loss token, 0 elsewhere."""
+        own = dataclasses.replace(batch, rows={})
+        with self._here():
+            plan = self.plan("values", own, own.facts.loss_tokens > 0, drops=True)
+            self.load_rows(own, plan)
+            return self._read(own, plan, lambda _, hidden: (values_of(hidden, self.chunks[-1].module), {}))[0]
+
+    def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
+        """Takes the rollout's optimizer steps towards the returns [T]; ``critic/*``, means over all of them. old_values [T]: what
+        ``values`` gave before the first."""
+        own = dataclasses.replace(batch, rows={})
+        with self._here():
+            plan = self.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
+            self.load_rows(own, plan)
+            results = []
+            for mini_batch, fingerprint in [
+                *zip(plan.mini_batches, plan.fingerprints(), strict=True)
+            ] * self.config.critic.epochs_per_rollout:
+                self.accumulate(own, mini_batch, returns, old_values, fingerprint)
+                results.append(self.optim_step(mini_batch.kind))
+        return critic_metrics(results)
+
+    def accumulate(self, batch: Batch, mini_batch: MiniBatchPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes) -> None:
+        """Adds a mini-batch's gradient; its rows must be here. Denominators are counted over its members."""
+        given = self.config.rollout.max_response_tokens
+        weights = reduction_weights(self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=given)
+        inputs = ValueInputs(weights=weights, returns=returns, old_values=old_values)
+        self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
+
+    def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = values_of(hidden, self.chunks[-1].module)
+        term = value_loss(values, tokens.old_values, tokens.returns, tokens.weights, clip=self.config.critic.value_clip)
+        found, wanted = values.detach().double(), tokens.returns.double()
+        counted = (torch.ones_like(found), term.clipped.double(), found, wanted, wanted**2, (found - wanted) ** 2)
+        return term.loss, torch.stack([term.loss.detach().double(), *(x.sum() for x in counted)])
+
+    # ---- what a run keeps ------------------------------------------------------------------------------------------
+
+    def offload(self) -> OffloadedBytes:
+        """See TrainedModel.offload."""
+        with self._here():
+            return super().offload()
+
+    def restore(self) -> None:
+        with self._here():
+            super().restore()
+
+    def save(self, root: pathlib.Path, iteration: int) -> PendingSave:
+        """Begins a checkpoint of its own: model, AdamW, and its numbers in state.json."""
+        state = {"model": model_state.identity(self), "backend": model_state.numbers(self)}
+        with self._here():
+            return model_state.save(self, root, iteration, {STATE: json.dumps(state) + "\n"})
+
+    def check(self, folder: pathlib.Path) -> None:
+        """Raises CheckpointError where a checkpoint is of another model. Not a collective."""
+        model_state.check_model(self, folder, _state_of(folder)["model"])
+
+    def load(self, folder: pathlib.Path) -> None:
+        """From a checkpoint of its own, of any topology."""
+        state = _state_of(folder)
+        with self._here():
+            model_state.load(self, folder, state["backend"], state["model"])
+
+    def close(self, *, preempted: bool = False) -> None:
+        """Its groups go with the policy's."""
+        self.retire()
+
+
+def _state_of(folder: pathlib.Path) -> dict:
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
+def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
+    """``critic/*`` of a rollout's steps: means over its loss tokens, the largest gradient norm, and the share of the returns' variance that
+    the values explained before each step (1 − Σ(R − V)² / Σ(R − mean R)²)."""
+    sums = {name: sum(result.sums[name] for result in results) for name in Critic.sum_names}
+    metrics = {
+        "critic/loss": sums["loss"] / max(len(results), 1),
+        "critic/grad_norm": float(np.max([result.grad_norm for result in results], initial=0.0)),  # NaN where one is
+        "critic/lr": results[-1].learning_rate if results else 0.0,
+        "critic/steps": float(len(results)),
+        "critic/applied": float(sum(result.applied for result in results)),
+    }
+    if tokens := sums["tokens"]:
+        spread = sums["return_squared"] - sums["return"] ** 2 / tokens
+        metrics |= {
+            "critic/value_mean": sums["value"] / tokens,
+            "critic/return_mean": sums["return"] / tokens,
+            "critic/clip_ratio": sums["clipped"] / tokens,
+        }
+        if spread > 1e-12 * tokens:
+            metrics["critic/explained_variance"] = 1.0 - sums["error_squared"] / spread
+    return metrics

@@ -1,0 +1,165 @@
+"""Between the ranks that hold the policy and those that hold the critic: two worlds of one job, and what goes from one to the other.
+
+A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 0 to W − C − 1, and a critic's, the last C. Each has its own
+default group, so that nothing of Megatron-Core knows of the other. Requests and answers are numbered keys of the job's store, which every
+rank of the other world reads; arrays go between the two first ranks alone, over a gloo group of the two, and are shared from there.
+
+Each world's first rank says every BEAT_S that it is alive: rollouts and a critic's steps may take their time, each bounded by its own
+world's deadlines, and a world that is gone is noticed all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Config
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import ConfigError, PeerError
+
+BEAT_S = 5.0
+POLL_S = 1.0
+ALIVE, FAILED = "alive", "failed"
+Arrays = Mapping[str, np.ndarray]
+
+
+@contextlib.contextmanager
+def joined(config: Config, *, of_critic: bool) -> Iterator[Bridge | None]:
+    """This process's world and its end of the bridge; None where the job is one world. A failure within it ends the other world's waits."""
+    if not is_separate(config):
+        yield None
+        return
+    bridge = Bridge(config, of_critic=of_critic)
+    try:
+        yield bridge
+    except BaseException as error:
+        bridge.say_failed(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        bridge.close()
+
+
+def is_separate(config: Config) -> bool:
+    return config.has_critic and config.critic.placement == "separate"
+
+
+def policy_ranks(config: Config) -> int:
+    """Of a job with a separate critic, the ranks that hold the policy. Raises ConfigError where none is left."""
+    world = int(os.environ["WORLD_SIZE"])
+    if config.critic.ranks >= world:
+        raise ConfigError(f"critic.ranks={config.critic.ranks} of {world} ranks leave the policy none; start more, or lower it")
+    return world - config.critic.ranks
+
+
+def holds_critic(config: Config) -> bool:
+    """Whether this process is one of a separate critic's. Raises ConfigError outside a job of several ranks. Not a collective."""
+    if not is_separate(config):
+        return False
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ConfigError("critic.placement=separate needs several ranks; start them with torchrun or srun, or set critic.placement=shared")
+    return int(os.environ["RANK"]) >= policy_ranks(config)
+
+
+def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_size: int) -> int:
+    """Of this node's ranks, those that hold the policy. Not a collective."""
+    return local_world_size if not is_separate(config) else min(local_world_size, policy_ranks(config) - (rank - local_rank))
+
+
+class Bridge:
+    """One rank's end. Making one joins this rank's own world; a collective over the job."""
+
+    def __init__(self, config: Config, *, of_critic: bool) -> None:
+        self.deadline_s, self.of_critic = config.run.deadline_s, of_critic
+        bound = datetime.timedelta(seconds=self.deadline_s)
+        store, rank, world = next(dist.rendezvous("env://", timeout=bound))
+        first, count = (policy_ranks(config), config.critic.ranks) if of_critic else (0, policy_ranks(config))
+        name = "critic" if of_critic else "policy"
+        dist.init_process_group(HOST.backend, store=dist.PrefixStore(name, store), rank=rank - first, world_size=count, timeout=bound)
+        self.is_first = rank == first
+        self.store = dist.PrefixStore("bridge", store)
+        self.is_told_to_leave = False  # by a signal: the policy's ranks say when, if they live
+        self.group = None
+        if self.is_first:
+            self.group = dist.ProcessGroupGloo(dist.PrefixStore("arrays", self.store), int(of_critic), 2, bound)
+        self._left = threading.Event()
+        self.name, self.other = ("critic", "policy") if of_critic else ("policy", "critic")
+        if self.is_first:
+            threading.Thread(target=self._keep_beating, daemon=True, name="critic-bridge").start()
+
+    def _keep_beating(self) -> None:
+        number = 0
+        while not self._left.wait(BEAT_S):
+            number += 1
+            with contextlib.suppress(dist.DistError):  # the store is gone: who waits here hears that for itself
+                self.store.set(f"{ALIVE}/{self.name}", str(number))
+
+    def close(self) -> None:
+        self._left.set()
+
+    # ---- what is said ----------------------------------------------------------------------------------------------
+
+    def tell(self, key: str, content: Mapping[str, object], arrays: Arrays | None = None) -> None:
+        """This world's first rank to the other world. Not a collective; returns once the arrays were taken."""
+        blob = _packed(arrays) if arrays else b""
+        self.store.set(key, json.dumps({**content, "bytes": len(blob)}))
+        if blob:
+            self.group.send([torch.frombuffer(bytearray(blob), dtype=torch.uint8)], int(not self.of_critic), 0).wait()
+
+    def hear(self, key: str) -> dict:
+        """What the other world said under ``key``, without its arrays; any rank. Raises PeerError at ``run.deadline_s`` of silence."""
+        heard, since = self._beat_heard(), time.monotonic()
+        while True:
+            try:
+                self.store.wait([key], datetime.timedelta(seconds=POLL_S))
+                return json.loads(self.store.get(key))
+            except dist.DistStoreError:
+                now = self._beat_heard()
+                if now != heard:
+                    heard, since = now, time.monotonic()
+            patience_s = min(self.deadline_s, 3 * BEAT_S) if self.is_told_to_leave else self.deadline_s
+            if time.monotonic() - since >= patience_s:
+                raise PeerError(f"the {self.other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); see their log")
+
+    def say_failed(self, reason: str) -> None:
+        """Ends the waits of both worlds. Not a collective; nothing where the job's store is gone, which ends them as well."""
+        with contextlib.suppress(dist.DistError):
+            if not self.store.check([FAILED]):  # the first cause
+                self.store.set(FAILED, f"a rank of the {self.name} failed: {reason}")
+
+    def _beat_heard(self) -> str | None:
+        if self.store.check([FAILED]):
+            raise PeerError(self.store.get(FAILED).decode())
+        key = f"{ALIVE}/{self.other}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def arrays(self, said: Mapping[str, object]) -> dict[str, np.ndarray]:
+        """What came with something that was heard, on this world's every rank; a collective over it."""
+        blob = torch.empty(said["bytes"], dtype=torch.uint8)
+        if not said["bytes"]:
+            return {}
+        if self.is_first:
+            self.group.recv([blob], int(not self.of_critic), 0).wait()
+        shared = blob.to(HOST.device)
+        dist.broadcast(shared, src=0)
+        return _unpacked(shared.cpu().numpy().tobytes())
+
+
+def _packed(arrays: Arrays) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def _unpacked(blob: bytes) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(blob), allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}

@@ -1,0 +1,1 @@
+"""Prompts: data sets, chat templates and the tokenizer."""

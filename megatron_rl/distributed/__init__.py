@@ -1,0 +1,1 @@
+"""The world of processes: the host's devices, process groups, collectives, the watchdog, versions of packages."""

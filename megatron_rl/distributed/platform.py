@@ -1,0 +1,278 @@
+"""The host, as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo presented to it as CUDA. The one place that knows.
+
+Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name, opens streams, and asserts on the CUDA
+names that ``Tensor.type()`` answers with (``optimizer/clip_grads.py:167``, ``optimizer/distrib_optimizer.py:361``). On a host
+with no GPU the factories it calls are replaced at their names, since a TorchFunctionMode is not active inside backward.
+Importing this module does that, once, before anything of Megatron-Core is imported; on a CUDA host it changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.utils._device as torch_device
+
+from megatron_rl.distributed.versions import check_megatron_core
+
+BF16_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+_largest_taken = [0]  # of the peaks that were reset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What this process runs on. ``backend`` is torch.distributed's name of the collectives."""
+
+    device_type: str
+    backend: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device: the CPU, or the GPU of its LOCAL_RANK."""
+        if not self.is_cuda:
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+    def synchronize(self) -> None:
+        """Waits for the device, before a wall-clock reading."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s of this GPU by its data sheet; None where it is not known (a CPU, another GPU)."""
+        if not self.is_cuda:
+            return None
+        name = torch.cuda.get_device_name()
+        return next((flops for part, flops in BF16_PEAK_FLOPS.items() if part in name), None)
+
+    def peak_memory_bytes(self) -> int:
+        """Largest device memory held so far; on a CPU host, the process's largest resident set."""
+        if self.is_cuda:
+            return max(_largest_taken[0], torch.cuda.max_memory_allocated())
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def take_peak_memory_bytes(self) -> int:
+        """Largest device memory held since the last call; on a CPU host the resident set now, whose peak cannot be started anew."""
+        if not self.is_cuda:
+            return psutil.Process().memory_info().rss
+        peak = torch.cuda.max_memory_allocated()
+        _largest_taken[0] = max(_largest_taken[0], peak)
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device. To a GPU through pinned memory, so that the host does not wait for the copy."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: all work on the CPU is already in order."""
+
+    def __init__(self, *args, **kwargs): ...
+
+    def wait_stream(self, *args): ...
+
+    def wait_event(self, *args): ...
+
+    def synchronize(self): ...
+
+    def wait(self, *args): ...
+
+    def record(self, *args): ...
+
+    def record_event(self, *args):
+        return self
+
+
+_FACTORIES = (
+    "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "randint", "randn",
+    "randperm", "tensor", "zeros", "zeros_like", "as_tensor",
+)  # fmt: skip
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def build(*args, **kwargs):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def _with_listed_splits(all_to_all_single):
+    """Megatron-Core's token dispatcher hands split sizes as tensors, which NCCL's binding reads and gloo's refuses."""
+
+    @functools.wraps(all_to_all_single)
+    def exchange(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
+        sizes = [x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes)]
+        return all_to_all_single(output, input, *sizes, *args, **kwargs)
+
+    return exchange
+
+
+def _all_gather_uneven(all_gather):
+    """Experts split over tensor ranks gather as many tokens from each as it has; gloo wants equal sizes, and NCCL does not mind."""
+
+    @functools.wraps(all_gather)
+    def gather(tensor_list, tensor, group=None, async_op=False):
+        if len({x.shape for x in tensor_list}) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op, "Megatron-Core (0.16.1, 0.19.2) gathers uneven parts synchronously"
+        _exchange_parts(tensor_list, [tensor] * len(tensor_list), group)
+        return None
+
+    return gather
+
+
+def _reduce_scatter_uneven(reduce_scatter):
+    """The way back of ``_all_gather_uneven``: rank r gets the sum of all ranks' part r, added in rank order."""
+
+    @functools.wraps(reduce_scatter)
+    def scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+        if len({x.shape for x in input_list}) == 1:
+            return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        assert op == torch.distributed.ReduceOp.SUM and not async_op, "Megatron-Core (0.16.1, 0.19.2) adds uneven parts synchronously"
+        parts = [torch.empty_like(output) for _ in input_list]
+        _exchange_parts(parts, input_list, group)
+        output.copy_(torch.stack(parts).sum(0))
+        return None
+
+    return scatter
+
+
+def _exchange_parts(received, sent, group) -> None:
+    """Part i of ``sent`` goes to rank i; ``received`` is filled by rank. Parts differ in their first dimension alone."""
+    incoming = torch.cat([torch.empty_like(x) for x in received])
+    torch.distributed.all_to_all_single(
+        incoming, torch.cat(list(sent)).contiguous(), [len(x) for x in received], [len(x) for x in sent], group=group
+    )
+    for target, part in zip(received, incoming.split([len(x) for x in received]), strict=True):
+        target.copy_(part)
+
+
+def _sharing_devices(process_group_gloo):
+    """Gloo's groups of one process over one set of network devices; torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each its own.
+
+    A device is a thread that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything remembers its
+    group. Megatron-Core makes about fifty groups a process, on a CPU often with as many processes as cores.
+    """
+    made: dict[int, list] = {}  # by process: a thread does not live on in a fork
+
+    def devices() -> list:
+        if os.getpid() not in made:
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            made[os.getpid()] = [process_group_gloo.create_device(interface=name) for name in interfaces] or [
+                process_group_gloo.create_default_device()
+            ]
+        return made[os.getpid()]
+
+    class SharedDeviceGloo(process_group_gloo):
+        def __init__(self, store, rank, size, timeout):
+            options = process_group_gloo._Options()
+            options._devices, options._timeout = devices(), timeout
+            options._threads = 2 * len(options._devices)  # as torch has it
+            super().__init__(store, rank, size, options)
+
+    return SharedDeviceGloo
+
+
+@contextlib.contextmanager
+def _one_by_one(group=None, device=None, async_ops=False):
+    """Stands for ``torch.distributed._coalescing_manager``, and issues what was collected one collective at a time.
+
+    gloo's coalesced all-gather corrupts the heap: torch 2.13, two ranks, a bare loop of nothing else dies within 5000 rounds in
+    ``AsyncAllgatherCoalescedWork``; the plain one does not.
+    """
+    c10d = torch.distributed.distributed_c10d
+    state, group = c10d._world.pg_coalesce_state, group or c10d._get_default_group()
+    collected = state[group] = []
+    manager = c10d._CoalescingManager()
+    try:
+        yield manager
+    finally:
+        del state[group]
+    for each in collected:
+        arguments = [each.tensor] if each.dst_tensor is None else [each.dst_tensor, each.tensor]
+        reduction = {} if each.redop is None else {"op": each.redop}
+        work = each.op(*arguments, **reduction, group=group, async_op=async_ops)
+        if async_ops:
+            manager.append(work)
+
+
+def _present_cpu_as_cuda() -> None:
+    # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13 ``utils/_device.py``): built after
+    # the replacement it would know none, and transformers' from_pretrained would leave rotary frequencies uninitialised.
+    torch_device._device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+    tensor_type = torch.Tensor.type
+
+    def type_with_cuda_names(self, *args, **kwargs):
+        answer = tensor_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_with_cuda_names
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.record_stream = lambda self, *args, **kwargs: None
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.Stream = torch.cuda.Event = _NoStream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: _NoStream()
+    torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
+    torch.distributed.all_gather = _all_gather_uneven(torch.distributed.all_gather)
+    torch.distributed.reduce_scatter = _reduce_scatter_uneven(torch.distributed.reduce_scatter)
+    torch.distributed._coalescing_manager = _one_by_one
+    c10d = torch.distributed.distributed_c10d
+    c10d.ProcessGroupGloo = _sharing_devices(c10d.ProcessGroupGloo)
+    # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error. None here makes
+    # its import fail and find_spec answer that there is none.
+    sys.modules["transformer_engine"] = None
+
+
+def _detect() -> Host:
+    if torch.cuda.is_available():
+        return Host(device_type="cuda", backend="nccl")
+    if "megatron.core" in sys.modules:
+        raise ImportError(
+            "megatron.core was imported before megatron_rl on a host with no GPU, so it already looks for CUDA; "
+            "import megatron_rl.distributed.platform (or anything of megatron_rl) first"
+        )
+    _present_cpu_as_cuda()
+    return Host(device_type="cpu", backend="gloo")
+
+
+check_megatron_core()  # before anything of it is imported: an unknown release may fail to, in its own words
+HOST = _detect()
+
+
+def transformer_engine_importable() -> bool:
+    """True where Transformer Engine's torch modules can be built: it is installed whole and there is a GPU."""
+    if not HOST.is_cuda:
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, FileNotFoundError, AttributeError):  # half-installed ones raise the latter two; the doctor names them
+        return False
+    return True

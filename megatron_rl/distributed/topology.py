@@ -1,0 +1,237 @@
+"""Ranks and groups, frozen. The one importer of Megatron-Core's parallel_state."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import ConfigError
+
+from megatron.core import parallel_state  # isort: skip  (after platform)
+from megatron.core.tensor_parallel import random as tensor_parallel_random  # isort: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """This process's place among all. Sizes are degrees; ranks count from 0 within their group.
+
+    data_group: the replicas of this shard, context ranks not among them (``data_size`` counts replicas, not processes).
+    expert_group: the ranks that hold one layer's experts between them, the expert's tensor ranks first.
+
+    Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3 their stage 1.
+    """
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    virtual_size: int
+    data_rank: int
+    data_size: int
+    context_rank: int
+    context_size: int
+    expert_rank: int
+    expert_size: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
+    tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """The rank that writes files and draws the progress bar."""
+        return self.rank == 0
+
+    @property
+    def reports_loss(self) -> bool:
+        """The ranks of a replica whose losses add up to its loss: last stage, first tensor rank, each context rank its tokens."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+    @property
+    def degrees(self) -> str:
+        """For logs and tables: TP, PP and DP always, the others where they are above 1."""
+        named = [f"TP {self.tensor_size}", f"PP {self.pipeline_size}", f"DP {self.data_size}"]
+        rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
+        return ", ".join(named + [f"{name} {size}" for name, size in rarer if size > 1])
+
+    @property
+    def lockstep_replicas(self) -> int:
+        """How many neighbouring data-parallel replicas share experts, and with them every all-to-all of a forward pass."""
+        return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
+
+    def data_rank_of(self, rank: int) -> int:
+        """Data-parallel rank of a global rank under Megatron's default order (tensor, context, expert, data, pipeline)."""
+        return (rank // (self.tensor_size * self.context_size)) % self.data_size
+
+    def pipeline_rank_of(self, rank: int) -> int:
+        return rank // (self.tensor_size * self.context_size * self.data_size)
+
+    def who(self, rank: int) -> str:
+        """A global rank and its place, for messages: "rank 3 (data-parallel 1, pipeline stage 0, tensor rank 1)"."""
+        place = [f"data-parallel {self.data_rank_of(rank)}", f"pipeline stage {self.pipeline_rank_of(rank)}"]
+        if self.tensor_size > 1:
+            place.append(f"tensor rank {rank % self.tensor_size}")
+        if self.context_size > 1:
+            place.append(f"context rank {rank // self.tensor_size % self.context_size}")
+        return f"rank {rank} ({', '.join(place)})"
+
+
+def initialize(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    deadline_s: float = 1800.0,
+    seed: int = 0,
+    init_method: str | None = None,
+) -> Topology:
+    """Joins the world (where that has not happened) and builds Megatron's groups. Every group has ``deadline_s`` as time-out.
+
+    expert_tensor: None for ``tensor``. Raises ConfigError where the degrees do not divide the world or one another.
+    """
+    if not dist.is_initialized():
+        if "RANK" not in os.environ and init_method is None:
+            os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+            init_method = "tcp://127.0.0.1:0"
+            dist.init_process_group(
+                HOST.backend, init_method=init_method, rank=0, world_size=1, timeout=datetime.timedelta(seconds=deadline_s)
+            )
+        else:
+            dist.init_process_group(HOST.backend, init_method=init_method, timeout=datetime.timedelta(seconds=deadline_s))
+    if HOST.is_cuda:
+        torch.cuda.set_device(HOST.device)
+    expert_tensor = expert_tensor or tensor
+    check_degrees(dist.get_world_size(), tensor, context, pipeline, expert, expert_tensor)
+    # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        distributed_timeout_minutes=deadline_s / 60,
+    )
+    # On a CPU there are no CUDA generators: a tracker whose forks do nothing. Dropout is refused elsewhere.
+    if HOST.is_cuda:
+        tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
+    else:
+        tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
+        # Activation recomputation saves and restores a CUDA generator's state too (0.16.1 ``tensor_parallel/random.py:444``).
+        tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: None
+        tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
+    return current()
+
+
+def _record() -> dict[str, object]:
+    """All that parallel_state remembers of the grid of ranks (0.16.1 and 0.19.2: module globals that begin with an underscore)."""
+    code = (types.FunctionType, types.ModuleType, type)
+    return {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and not k.startswith("__") and not isinstance(v, code)}
+
+
+def _no_grid() -> dict[str, object]:
+    """What parallel_state remembers before anything is initialized: None throughout, and empty dictionaries (0.16.1 and 0.19.2)."""
+    return {name: {} if isinstance(value, dict) else None for name, value in _record().items()}
+
+
+class Grid:
+    """A grid of the same ranks with other degrees, beside the one that parallel_state holds. Within ``active`` it is parallel_state's."""
+
+    def __init__(self) -> None:
+        self._own = _no_grid()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Not a collective. ``initialize`` within it builds the grid; everything of Megatron-Core that runs within it is of that grid."""
+        outer = _record()
+        vars(parallel_state).update(self._own)
+        try:
+            yield
+        finally:
+            self._own = _record()
+            vars(parallel_state).update(outer)
+
+
+def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:
+    """ConfigError where the dense grid or the experts' grid does not fill the world, or the two do not nest."""
+    dense, sparse = tensor * context, expert * expert_tensor
+    if world % (dense * pipeline):
+        names = f"parallel.tensor={tensor} x parallel.context={context} x parallel.pipeline={pipeline}"
+        raise ConfigError(
+            f"world size {world} is no multiple of {names} = {dense * pipeline}; start {dense * pipeline} processes or a multiple, "
+            "or lower one of them"
+        )
+    if world % (sparse * pipeline):
+        names = f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} x parallel.pipeline={pipeline}"
+        raise ConfigError(
+            f"world size {world} is no multiple of {names} = {sparse * pipeline}; start {sparse * pipeline} processes or a multiple, "
+            "or lower one of them (parallel.expert_tensor is parallel.tensor unless set)"
+        )
+    if sparse % dense and dense % sparse:
+        raise ConfigError(
+            f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} = {sparse} and parallel.tensor={tensor} x "
+            f"parallel.context={context} = {dense}: one must divide the other, or experts straddle replicas; change parallel.expert"
+        )
+
+
+def current() -> Topology:
+    """The topology that Megatron's parallel_state holds now."""
+    return Topology(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
+        expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
+        model_group=parallel_state.get_model_parallel_group(),
+    )
+
+
+def destroy(*, leave_world: bool = False) -> None:
+    """Takes Megatron's groups down, freeing each: ``destroy_model_parallel`` alone leaks 84 descriptors and 51 threads a time."""
+    world = dist.distributed_c10d._get_default_group()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    if leave_world:
+        dist.destroy_process_group()

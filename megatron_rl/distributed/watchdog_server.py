@@ -1,0 +1,229 @@
+"""Rank 0's side of the watch: hears every rank, finds the first cause of a failure, tells all. distributed/watchdog.py has the whole story.
+
+On the wire: a JSON object per line. rank → keeper: hello, stage, raised, lost (a collective failed here), answer, bye.
+keeper → rank: welcome (all are here), keeper (rank 0's stage, for the day that it dies), where (does your main thread stand), cause, bye.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SETTLE_S = 2.0  # after a failed collective, the rank that raised or died has this long to be known as the cause
+ANSWER_S = 3.0  # the watch threads have this long to say where their main threads stand
+BETWEEN = "between stages"
+
+# A forked child would hold a connection open beyond its parent's death.
+_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [connection.close() for connection in list(_OPEN)])
+
+
+class Line:
+    """One connection: a JSON object per line, either way. Sends may come from several threads."""
+
+    def __init__(self, connection: socket.socket):
+        self.socket = connection
+        self._buffer = b""
+        self._lock = threading.Lock()
+        _OPEN.add(connection)
+        connection.settimeout(ANSWER_S)  # bounds a send to a process that is stopped and reads nothing
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
+
+    def send(self, **message: object) -> None:
+        """A broken connection is found by the reader."""
+        with contextlib.suppress(OSError), self._lock:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict] | None:
+        """What has arrived, [] where no whole line has; None where the other side is gone."""
+        try:
+            arrived = self.socket.recv(65536)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not arrived:
+            return None
+        *lines, self._buffer = (self._buffer + arrived).split(b"\n")
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):  # a stranger at the port
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """rank: the guilty one; None where nothing points at one."""
+
+    rank: int | None
+    text: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Peer:
+    """What the keeper knows of a rank. ``number``: outermost stages it has entered. ``since``: when, by the keeper's monotonic clock.
+
+    answer: where its main thread stands ("at", "waits", "left": it failed too), once it was asked and said so.
+    """
+
+    rank: int
+    who: str
+    stage: str = BETWEEN
+    number: int = 0
+    since: float = field(default_factory=time.monotonic)
+    lost: str | None = None
+    ended: bool = False
+    answer: Mapping[str, object] | None = None
+
+    def doing(self) -> str:
+        return f"in {self.stage!r} for {time.monotonic() - self.since:.1f} s"
+
+    def gone(self) -> Cause:
+        """Its connection closed before it said good-bye."""
+        last = f"it last said it was in {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
+        return Cause(rank=self.rank, text=f"{self.who} is gone: its process ended without a word (killed?); {last}")
+
+    def place(self) -> str:
+        return self.doing() + (f", at {self.answer['at']}" if self.answer else "")
+
+
+def judge(peers: Mapping[int, Peer]) -> Cause:
+    """A collective failed, and nobody raised or died: who kept the others waiting?
+
+    In this order: whose watch thread does not answer; who is busy outside every collective; who is behind by stages; nobody known.
+    """
+    met = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
+    running = [peer for _, peer in sorted(peers.items()) if peer.lost is None and not peer.ended]
+    last = max((peer.number for peer in peers.values()), default=0)
+    silent = [peer for peer in running if peer.answer is None]
+    busy = [peer for peer in running if peer.answer and not peer.answer["waits"] and not peer.answer["left"]]
+    behind = [peer for peer in running if peer.number < last]
+    guilty = min(silent or busy or behind, key=lambda peer: peer.number, default=None)
+    if guilty is None:
+        places = "; ".join(f"rank {rank} {peer.place()}" for rank, peer in sorted(peers.items()))
+        return Cause(rank=None, text=f"a collective failed and no rank is known to be the cause: {places}{met}")
+    if silent:
+        fault = "does not answer (its process is stopped, or its host cannot be reached)"
+    else:
+        fault = "keeps the others waiting" if busy else f"is {last - guilty.number} stages behind"
+    more = [peer.rank for peer in silent or busy or behind if peer is not guilty]
+    so_do = f"; so do ranks {more}" if more else ""
+    return Cause(rank=guilty.rank, text=f"{guilty.who} {fault}: it has been {guilty.place()}{so_do}{met}")
+
+
+class Keeper:
+    """Rank 0's side: hears every rank, finds the first cause, tells all. Everything but ``close`` runs in its thread."""
+
+    def __init__(self, listener: socket.socket, token: str, world_size: int):
+        self.world_size = world_size
+        self.peers: dict[int, Peer] = {}
+        self.cause: Cause | None = None
+        self._token = token
+        self._lines: dict[int, Line] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._failed_at: float | None = None
+        self._asked_at: float | None = None
+        self._told: tuple[float, str] = (0.0, BETWEEN)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch keeper", daemon=True)
+        self._thread.start()
+
+    def close(self, *, failed: bool) -> None:
+        """After a failure, waits until its cause has been told."""
+        deadline = time.monotonic() + ANSWER_S
+        while failed and self.cause is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._closing.set()
+        self._thread.join(ANSWER_S)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(timeout=0.2):
+                if key.fileobj is self._listener:
+                    line = Line(self._listener.accept()[0])
+                    self._selector.register(line.socket, selectors.EVENT_READ, [line, None])
+                else:
+                    self._read(key)
+            self._tick()
+        self._tell(**{"is": "bye"})
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()
+        self._selector.close()
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        line, rank = key.data
+        messages = line.receive()
+        if messages is None:
+            self._drop(line, rank)
+        for message in messages or []:
+            if rank is not None:
+                self._hear(self.peers[rank], message)
+            elif message.get("is") == "hello" and hmac.compare_digest(str(message.get("token")), self._token):
+                rank = key.data[1] = int(message["rank"])
+                self._lines[rank] = line
+                self.peers[rank] = Peer(rank=rank, who=message["who"])
+                if len(self.peers) == self.world_size:
+                    self._tell(**{"is": "welcome"})  # before it no rank goes on, so that all hear of what follows
+            else:
+                self._drop(line, None)
+                return
+
+    def _drop(self, line: Line, rank: int | None) -> None:
+        self._selector.unregister(line.socket)
+        line.socket.close()
+        if rank is not None:
+            del self._lines[rank]
+            peer = self.peers[rank]
+            if not peer.ended:
+                peer.ended = True
+                self._announce(peer.gone())
+
+    def _hear(self, peer: Peer, message: dict) -> None:
+        match message["is"]:
+            case "stage":
+                peer.stage, peer.number, peer.since = message["stage"], message["number"], time.monotonic()
+            case "raised":
+                self._announce(Cause(rank=peer.rank, text=f"{peer.who} raised {message['error']}; it had been {peer.doing()}"))
+            case "lost":
+                peer.lost = message["error"]
+                self._failed_at = self._failed_at or time.monotonic()
+            case "answer":
+                peer.answer = message
+            case "bye":
+                peer.ended = True
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if 0 in self.peers and now - self._told[0] > 1.0 and self.peers[0].stage != self._told[1]:
+            self._told = (now, self.peers[0].stage)
+            self._tell(**{"is": "keeper", "stage": self.peers[0].stage})
+        if self.cause is not None or self._failed_at is None or now - self._failed_at < SETTLE_S:
+            return
+        if self._asked_at is None:
+            self._asked_at = now
+            self._tell(**{"is": "where"})
+        elif now - self._asked_at > ANSWER_S or all(peer.answer or peer.ended for peer in self.peers.values()):
+            self._announce(judge(self.peers))
+
+    def _announce(self, cause: Cause) -> None:
+        if self.cause is None:
+            self.cause = cause
+            self._tell(**{"is": "cause", "rank": cause.rank, "text": cause.text})
+
+    def _tell(self, **message: object) -> None:
+        for line in list(self._lines.values()):
+            line.send(**message)

@@ -1,0 +1,1 @@
+"""Metrics, times, throughput, the progress bar and the report page."""

@@ -1,0 +1,356 @@
+"""Sums and counts → numbers: the one place that divides, the one writer of metrics.jsonl, the one reader of it.
+
+A step's sums are reduced over all ranks once, and divided here, last. A mean of means never appears.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from megatron_rl.config import MetricsConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind, StepResult
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, object]
+
+WARMUP_PHASE = "warmup"
+ROW_KEYS = ("step", "step_kind", "phase")
+MAXIMA = frozenset({"logprob_gap_max"})  # reduced by max; every other sum is reduced by addition
+_PER_TOKEN = {
+    "entropy": "train/entropy",
+    "kl": "train/kl",
+    "clipped": "train/clip_ratio",
+    "ratio": "train/ratio",
+    "logprob_gap_abs": "train/logprob_gap_mean",
+    "logprob_gap_k3": "train/logprob_gap_k3",
+}
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Sums of several ranks or micro-batches into one: addition, but the maximum for the names in MAXIMA."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in total:
+                total[name] = value
+            else:
+                total[name] = max(total[name], value) if name in MAXIMA else total[name] + value
+    return total
+
+
+def divide(sums: Mapping[str, float]) -> dict[str, float]:
+    """Reduced sums over loss tokens → ``train/*`` numbers.
+
+    ``loss`` is a token-sum with its weights already inside: it is passed on, never divided. Everything else is per token, in
+    nats or as a share, and ``logprob_gap_max`` is a maximum. An absent sum gives no metric; with ``tokens`` 0 there is no mean.
+    Raises ValueError where a sum comes without the ``tokens`` that it would be divided by.
+
+    Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32, "train/clip_ratio": 0.05}``.
+    """
+    metrics = {"train/loss": float(sums["loss"])} if "loss" in sums else {}
+    measured = [name for name in (*_PER_TOKEN, *MAXIMA) if name in sums]
+    if measured and "tokens" not in sums:
+        raise ValueError(f"the step's sums hold {measured[0]} and no tokens, so there is nothing to divide by; add sums['tokens']")
+    if not measured or sums["tokens"] == 0:
+        return metrics
+    for name in measured:
+        if name in MAXIMA:
+            metrics[f"train/{name}"] = float(sums[name])
+        else:
+            metrics[_PER_TOKEN[name]] = float(sums[name]) / float(sums["tokens"])
+    return metrics
+
+
+def step_metrics(result: StepResult) -> dict[str, float]:
+    """``divide`` of the step's sums, with ``train/grad_norm``, ``train/lr`` and ``train/applied`` (0 where nothing moved)."""
+    return {
+        **divide(result.sums),
+        "train/grad_norm": float(result.grad_norm),
+        "train/lr": float(result.learning_rate),
+        "train/applied": float(result.applied),
+    }
+
+
+def skip_metrics(mini_batch: MiniBatchPlan, facts: BatchFacts, signal_S: np.ndarray) -> dict[str, float]:
+    """What the skip saved in one optimizer step, as ``skip/*``.
+
+    signal_S: bool [S], True where a sample of the batch has signal, whatever was dropped: with ``skip.mode=off`` the ratio is
+              still that of the mini-batch's members without signal.
+
+    Tokens are prompt and response without pads. ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is dense
+    over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
+    """
+    if signal_S.shape != (facts.num_samples,):
+        raise ValueError(f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample")
+    tokens_S = facts.total_tokens
+    members = mini_batch.members
+    tokens_dense = int(tokens_S[members].sum())
+    tokens_dropped = int(tokens_S[mini_batch.dropped].sum())
+    metrics = {
+        "skip/samples_dropped": len(mini_batch.dropped),
+        "skip/tokens_dropped": tokens_dropped,
+        "skip/microbatches_dropped": int(mini_batch.microbatches_dropped),
+        "skip/silent_ranks": mini_batch.silent_ranks,
+        "skip/filler_microbatches": mini_batch.num_fillers,
+        "skip/tokens_executed": int(tokens_S[mini_batch.order].sum()),
+        "skip/tokens_dense": tokens_dense,
+    }
+    if len(members):
+        metrics["skip/zero_advantage_ratio"] = float(np.count_nonzero(~signal_S.astype(bool)[members]) / len(members))
+    if mini_batch.kind is StepKind.REAL and tokens_dense > tokens_dropped:
+        metrics["skip/speedup_ideal"] = tokens_dense / (tokens_dense - tokens_dropped)
+    return metrics
+
+
+def _plain(key: str, value: object) -> object:
+    """A value that strict JSON can hold; non-finite floats become "nan", "inf", "-inf"."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return int(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else str(float(value))
+    raise TypeError(f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value")
+
+
+def set_aside(path: pathlib.Path) -> None:
+    """Renames what an earlier run left at ``path`` to the first free ``path.1``, ``path.2`` ..., and says so."""
+    number = 1
+    while (kept := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(kept)
+    log.warning("%s is from an earlier run: kept as %s", path.name, kept.name)
+
+
+def _open_tensorboard(run_dir: pathlib.Path, last_step: int | None):
+    """last_step: of the checkpoint that the run goes on from; later points of the events that are there are hidden."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError("metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off") from error
+    if last_step is not None:
+        return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=last_step + 1)
+    if (run_dir / "tensorboard").exists():
+        set_aside(run_dir / "tensorboard")
+    return SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+
+
+def _open_wandb(run_dir: pathlib.Path, project: str, total_steps: int):
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"metrics.wandb_project={project!r} and wandb cannot be imported; pip install wandb, or set it to null"
+        ) from error
+    return wandb.init(project=project, dir=str(run_dir), name=run_dir.resolve().name, config={"total_steps": total_steps})
+
+
+class MetricsWriter:
+    """One row per optimizer step to ``<run_dir>/metrics.jsonl``, and to TensorBoard and W&B where the config has them.
+
+    On ranks with ``is_main`` False it opens and writes nothing. What an earlier run left in the folder is renamed, never
+    appended to, but where the run goes on from a checkpoint: ``resumed`` is then what ``state`` gave. Raises ConfigError where a
+    configured sink cannot be imported.
+    """
+
+    def __init__(
+        self, run_dir: str | pathlib.Path, metrics_config: MetricsConfig, total_steps: int, is_main: bool,
+        resumed: Mapping[str, int | None] | None = None,
+    ) -> None:  # fmt: skip
+        self._is_main = is_main
+        self._num_ghost_steps: int = resumed["ghost_steps"] if resumed else 0
+        self._last_step: int | None = resumed["last_step"] if resumed else None
+        self._file = self._tensorboard = self._wandb = None
+        if not is_main:
+            return
+        run_dir = pathlib.Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if metrics_config.wandb_project:
+            self._wandb = _open_wandb(run_dir, metrics_config.wandb_project, total_steps)
+        if metrics_config.tensorboard:
+            self._tensorboard = _open_tensorboard(run_dir, resumed["last_step"] if resumed else None)
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and not resumed:
+            set_aside(path)
+        self._file = path.open("a" if resumed else "x", encoding="utf-8")
+
+    def state(self) -> dict[str, int | None]:
+        """What another writer needs to go on from here, as JSON-able values; the same on every rank."""
+        return {"ghost_steps": self._num_ghost_steps, "last_step": self._last_step}
+
+    def write(self, row: Mapping[str, object]) -> Row:
+        """Appends one step and returns the row as written, with ``skip/ghost_steps``, the ghost steps so far.
+
+        row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and metrics by their names.
+        Raises ValueError for a missing key or a step that does not rise, TypeError for a value that is not a number.
+        """
+        missing = [key for key in ROW_KEYS if key not in row]
+        if missing:
+            raise ValueError(f"a metrics row lacks {', '.join(missing)}; every row has {', '.join(ROW_KEYS)}")
+        plain = {key: _plain(key, value) for key, value in row.items()}
+        if self._last_step is not None and plain["step"] <= self._last_step:
+            raise ValueError(f"metrics row with step={plain['step']} after step={self._last_step}; count steps once, over all phases")
+        self._last_step = plain["step"]
+        self._num_ghost_steps += plain["step_kind"] == StepKind.GHOST.value
+        plain["skip/ghost_steps"] = self._num_ghost_steps
+        if self._is_main:
+            self._emit(plain)
+        return _revive(plain)
+
+    def _emit(self, plain: Row) -> None:
+        if self._file is None:
+            raise ValueError(f"metrics row with step={plain['step']} after close(); write before the writer is closed")
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        self._file.flush()
+        scalars = {key: value for key, value in _revive(plain).items() if "/" in key and not isinstance(value, str)}
+        if self._tensorboard is not None:
+            for key, value in scalars.items():
+                self._tensorboard.add_scalar(key, value, plain["step"])
+        if self._wandb is not None:
+            self._wandb.log({**scalars, "phase": plain["phase"], "step_kind": plain["step_kind"]}, step=plain["step"])
+
+    def close(self) -> None:
+        """Closes every sink; calling it again does nothing."""
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._file = self._tensorboard = self._wandb = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _revive(plain: Mapping[str, object]) -> Row:
+    return {k: _NON_FINITE[v] if "/" in k and isinstance(v, str) and v in _NON_FINITE else v for k, v in plain.items()}
+
+
+def _parse_line(line: str) -> Row:
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON; write it as the string {json.dumps(constant.lower())}")
+
+    row = json.loads(line, parse_constant=refuse)
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is an object, and this is a {type(row).__name__}")
+    missing = [key for key in ROW_KEYS if key not in row]
+    if missing:
+        raise ValueError(f"the row lacks {', '.join(missing)}")
+    if not isinstance(row["step"], int):
+        raise ValueError(f"step={row['step']!r} is not a whole number")
+    revived = _revive(row)
+    for key, value in revived.items():
+        if "/" in key and not isinstance(value, (int, float)):
+            raise ValueError(f"{key}={value!r} is not a number")
+    return revived
+
+
+def read_metrics(path: str | pathlib.Path) -> list[Row]:
+    """The rows of a metrics.jsonl, with "nan" and "inf" as floats again.
+
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line. A last line without its newline is what an interrupted
+    write leaves: it is left out, with a warning in the log.
+    """
+    path = pathlib.Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _parse_line(line)
+            if rows and row["step"] <= rows[-1]["step"]:
+                raise ValueError(f"step={row['step']} after step={rows[-1]['step']}; a file holds the rising steps of one run")
+            rows.append(row)
+        except ValueError as error:
+            if number == len(lines):
+                log.warning("%s:%d is cut off and was left out; the run was interrupted while writing it", path, number)
+                break
+            raise ValueError(f"{path}:{number}: {error}; correct or delete the line") from error
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A run's headline figures, over its steps after the warm-up; None where the metrics have no such key.
+
+    window: steps in ``first`` and ``last`` means: 10, or half of the run where it is shorter.
+    reward, zero_advantage_ratio: (mean of the first window, mean of the last).
+    tokens_executed, tokens_dense: summed over the steps that report both.
+    step_s: median seconds per step. total_s: sum over all steps, warm-up included.
+    """
+
+    window: int
+    num_real: int
+    num_ghost: int
+    num_warmup: int
+    reward: tuple[float, float] | None
+    zero_advantage_ratio: tuple[float, float] | None
+    tokens_executed: int | None
+    tokens_dense: int | None
+    step_s: float | None
+    total_s: float | None
+
+    @property
+    def executed_ratio(self) -> float | None:
+        """Tokens executed over tokens of the dense run."""
+        return self.tokens_executed / self.tokens_dense if self.tokens_dense else None
+
+
+def _finite(rows: Sequence[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if key in row and math.isfinite(row[key])]
+
+
+def summarize(rows: Sequence[Row]) -> RunSummary:
+    """The headline figures of a run's rows."""
+    trained = [row for row in rows if row["phase"] != WARMUP_PHASE]
+    window = min(10, max(1, len(trained) // 2))
+
+    def ends(key: str) -> tuple[float, float] | None:
+        values = _finite(trained, key)
+        return (statistics.fmean(values[:window]), statistics.fmean(values[-window:])) if values else None
+
+    counted = [row for row in trained if "skip/tokens_executed" in row and "skip/tokens_dense" in row]
+    step_times, all_times = _finite(trained or rows, "time/step_s"), _finite(rows, "time/step_s")
+    num_ghost = sum(row["step_kind"] == StepKind.GHOST.value for row in trained)
+    return RunSummary(
+        window=window,
+        num_real=len(trained) - num_ghost,
+        num_ghost=num_ghost,
+        num_warmup=len(rows) - len(trained),
+        reward=ends("reward/mean"),
+        zero_advantage_ratio=ends("skip/zero_advantage_ratio"),
+        tokens_executed=sum(row["skip/tokens_executed"] for row in counted) if counted else None,
+        tokens_dense=sum(row["skip/tokens_dense"] for row in counted) if counted else None,
+        step_s=statistics.median(step_times) if step_times else None,
+        total_s=math.fsum(all_times) if all_times else None,
+    )
+
+
+def duration(seconds: float) -> str:
+    """``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``."""
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds < 59.5 else "1 min 00 s"
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"

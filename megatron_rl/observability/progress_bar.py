@@ -1,0 +1,126 @@
+"""What a run says while it runs: a live bar on a terminal, one plain line every few seconds in a log, and a table at its end."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as LiveBar
+from rich.table import Table
+
+from megatron_rl.observability.metrics import Row, RunSummary, duration, summarize
+from megatron_rl.types import StepKind
+
+LINE_EVERY_S = 5.0
+RECENT_STEPS = 20  # ETA follows the recent pace: responses grow and the skip's share moves during a run
+
+
+class Progress:
+    """Progress of a run of ``total_steps`` optimizer steps, the warm-up included; says nothing at all where not ``enabled``.
+
+    console: where to print, stdout by default; a live bar if it is a terminal, else plain lines at most every 5 s.
+    clock:   seconds, monotonic.
+    """
+
+    def __init__(
+        self, total_steps: int, enabled: bool, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total_steps, self._enabled, self._clock = total_steps, enabled, clock
+        self._console = console or Console()
+        self._started_s = self._last_line_s = clock()
+        self._recent_s = deque([self._started_s], maxlen=RECENT_STEPS + 1)
+        self._num_steps = self._num_ghosts = 0
+        self._latest: dict[str, float] = {}
+        self._bar: LiveBar | None = None
+        if enabled and self._console.is_terminal:
+            self._bar = LiveBar(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[facts]}"),
+                console=self._console,
+                transient=False,
+            )
+            self._task = self._bar.add_task("start", total=total_steps, facts="")
+            self._bar.start()
+
+    def update(self, row: Mapping[str, object]) -> None:
+        """Shows one finished step; ``row`` is what MetricsWriter.write returned."""
+        if not self._enabled:
+            return
+        now_s = self._clock()
+        self._num_steps += 1
+        self._num_ghosts += row["step_kind"] in (StepKind.GHOST, StepKind.GHOST.value)
+        self._recent_s.append(now_s)
+        # A rollout's reward stands in its first mini-batch's row; later rows of the same rollout keep showing it.
+        for key in ("reward/mean", "skip/zero_advantage_ratio", "time/step_s"):
+            if key in row:
+                self._latest[key] = row[key]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._num_steps, description=str(row["phase"]), facts=" · ".join(self._facts()))
+        elif self._num_steps in (1, self._total_steps) or now_s - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = now_s
+            line = " | ".join([f"{row['phase']} step {row['step']} ({self._num_steps}/{self._total_steps})", *self._facts()])
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _facts(self) -> list[str]:
+        facts = []
+        if "reward/mean" in self._latest:
+            facts.append(f"reward {self._latest['reward/mean']:.3f}")
+        if "skip/zero_advantage_ratio" in self._latest:
+            facts.append(f"zero-adv {100 * self._latest['skip/zero_advantage_ratio']:.0f} %")
+        facts.append(f"ghosts {self._num_ghosts}")
+        if "time/step_s" in self._latest:
+            facts.append(f"{self._latest['time/step_s']:.3g} s/step")
+        pace_s = (self._recent_s[-1] - self._recent_s[0]) / max(1, len(self._recent_s) - 1)
+        facts.append(f"ETA {duration(pace_s * max(0, self._total_steps - self._num_steps))}")
+        return facts
+
+    def close(self) -> None:
+        """Takes the live bar down, so that a traceback is not drawn into it; calling it again does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def finish(self, rows: Sequence[Row], report_path: str | pathlib.Path | None) -> None:
+        """Prints the run's table, and where its report is."""
+        self.close()
+        if not self._enabled:
+            return
+        self._console.print(summary_table(summarize(rows), self._clock() - self._started_s))
+        if report_path is not None:
+            self._console.print(f"report: {report_path}", markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def summary_table(summary: RunSummary, elapsed_s: float) -> Table:
+    """The final table: one line per headline figure that the run has."""
+    table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    first_last = f"first {summary.window} → last {summary.window} steps"
+    if summary.reward is not None:
+        table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
+    if summary.zero_advantage_ratio is not None:
+        start, end = (100 * value for value in summary.zero_advantage_ratio)
+        table.add_row("zero-advantage ratio", f"{start:.1f} % → {end:.1f} %  ({first_last})")
+    if summary.executed_ratio is not None:
+        share = f"{100 * summary.executed_ratio:.1f} %"
+        table.add_row("tokens executed", f"{summary.tokens_executed:,} of {summary.tokens_dense:,} dense  ({share})")
+    if summary.step_s is not None and math.isfinite(summary.step_s):
+        table.add_row("median step time", duration(summary.step_s))
+    warmup = f", {summary.num_warmup} warm-up" if summary.num_warmup else ""
+    table.add_row("optimizer steps", f"{summary.num_real} REAL, {summary.num_ghost} GHOST{warmup}")
+    table.add_row("total time", duration(elapsed_s))
+    return table

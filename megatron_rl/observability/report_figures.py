@@ -1,0 +1,131 @@
+"""The figures of a run's report: which metrics each draws, and how. The drawing is observability/svg.py's, the page observability/report.py's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A line plot to be: ``lines`` are (metrics key, legend label); ``real_only`` leaves ghost steps out.
+
+    They have no gradient and no trained token, so a zero there would be drawn for a value that does not exist. A ``required``
+    figure that the metrics cannot fill is named on the page; any other is left out in silence, as one that is 0 throughout is
+    where ``nonzero`` is set.
+    """
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    subtitle: str
+    unit: str = ""
+    from_zero: bool = False
+    share: bool = False
+    spiky: bool = False
+    filled: bool = False
+    real_only: bool = False
+    required: bool = True
+    nonzero: bool = False
+
+
+TIME_TITLE = "Step time"
+FIGURES = (
+    Figure(title="Reward", lines=(("reward/mean", "reward"),), subtitle="mean over the samples of the step"),
+    Figure(
+        title="Zero-advantage ratio",
+        lines=(("skip/zero_advantage_ratio", "without signal"),),
+        subtitle="share of the mini-batch's samples without signal",
+        share=True,
+    ),
+    Figure(
+        title="Tokens: executed and dense",
+        lines=(("skip/tokens_dense", "dense run"), ("skip/tokens_executed", "executed")),
+        subtitle="tokens per optimizer step",
+        unit="tokens",
+        from_zero=True,
+        filled=True,
+    ),
+    Figure(
+        title="Gradient norm",
+        lines=(("train/grad_norm", "gradient norm"),),
+        subtitle="before clipping, real steps",
+        from_zero=True,
+        spiky=True,
+        real_only=True,
+    ),
+    Figure(
+        title="Entropy",
+        lines=(("train/entropy", "entropy"),),
+        subtitle="of the policy, per trained token, in nats",
+        unit="nats",
+        real_only=True,
+    ),
+    Figure(
+        title="KL to the reference",
+        lines=(("train/kl", "KL"),),
+        subtitle="per trained token, in nats",
+        unit="nats",
+        required=False,
+    ),
+    Figure(
+        title="Clipped tokens",
+        lines=(("train/clip_ratio", "clipped"),),
+        subtitle="share of the trained tokens at the clip",
+        from_zero=True,
+        real_only=True,
+        required=False,
+    ),
+    Figure(
+        title="Trainer and engine",
+        lines=(("train/logprob_gap_mean", "mean |log π_old − log μ|"),),
+        subtitle="gap of log-probabilities per token, in nats",
+        unit="nats",
+        from_zero=True,
+        real_only=True,
+        required=False,
+    ),
+    Figure(
+        title="Staleness",
+        lines=(("async/staleness_max", "oldest token"),),
+        subtitle="optimizer steps between its weights and those it is trained on",
+        from_zero=True,
+        required=False,
+        nonzero=True,
+    ),
+    Figure(
+        title="Replayed groups",
+        lines=(("replay/replaced", "replayed"),),
+        subtitle="groups of the rollout that stood in for some without signal",
+        from_zero=True,
+        required=False,
+        nonzero=True,
+    ),
+    Figure(
+        title="Value loss",
+        lines=(("critic/loss", "mean of the rollout's critic steps"),),
+        subtitle="the critic's token sum",
+        from_zero=True,
+        spiky=True,
+        required=False,
+    ),
+    Figure(
+        title="Explained variance",
+        lines=(("critic/explained_variance", "of the returns"),),
+        subtitle="by the critic's values before each of its steps",
+        required=False,
+    ),
+    Figure(
+        title="KL coefficient",
+        lines=(("train/kl_coefficient", "β"),),
+        subtitle="that the step was trained with",
+        from_zero=True,
+        required=False,
+        nonzero=True,
+    ),
+    Figure(
+        title="Turns",
+        lines=(("rollout/turns_mean", "turns"),),
+        subtitle="of the policy in a sample",
+        from_zero=True,
+        required=False,
+    ),
+)

@@ -1,0 +1,41 @@
+"""What one optimizer step took: executed FLOPs over the device's peak, and what a micro-batch was measured to take. Not collectives."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.backend.trainable_model import TrainedModel
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.planning.cost import plan_seconds
+from megatron_rl.planning.plan import padded_lengths
+from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind
+
+
+def performance(model: TrainedModel, facts: BatchFacts, mini_batch: MiniBatchPlan, seconds: float) -> dict[str, float]:
+    """``perf/*`` and ``cost/*`` of one step that took so long: executed FLOPs only, and the tokens that the dense run would have
+    processed."""
+    lengths = facts.total_tokens
+    metrics = {
+        "perf/dense_equivalent_tokens_per_second": float(lengths[mini_batch.members].sum() / seconds),
+        "perf/peak_memory_bytes": float(HOST.peak_memory_bytes()),
+    }
+    peak = HOST.peak_flops()
+    if peak is not None and mini_batch.kind is StepKind.REAL:
+        run = lengths[mini_batch.order].astype(np.float64)
+        flops = run.sum() * model.shape.flops_per_token(float((run * run).sum() / run.sum() / 2))
+        metrics["perf/mfu"] = float(flops / (seconds * model.topology.world_size * peak))
+    return metrics | _cost(model, mini_batch, lengths)
+
+
+def _cost(model: TrainedModel, mini_batch: MiniBatchPlan, lengths: np.ndarray) -> dict[str, float]:
+    """``cost/*``: what a micro-batch was measured to take on its slowest stage, and what that predicts for this mini-batch."""
+    if not model.fit.is_fitted:
+        return {}
+    cost = model.fit.model()
+    slowest = max(cost.stages, key=lambda stage: stage.token)
+    return {
+        "cost/overhead_s": slowest.overhead,
+        "cost/token_s": slowest.token,
+        "cost/square_s": slowest.square,
+        "cost/predicted_s": plan_seconds(cost, mini_batch, padded_lengths(lengths, model.rules.pad_multiple)),
+    }

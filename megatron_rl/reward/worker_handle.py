@@ -1,0 +1,150 @@
+"""One reward worker as its rank holds it: the process, its socket, what it is doing and until when. No call here waits for an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.distributed.child_process import environment
+from megatron_rl.reward.task_queue import Task
+from megatron_rl.reward.wire import Inbox, encode
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0  # until its functions are imported
+CLOSE_S = 2.0  # for a worker without a task to end by itself
+REAP_S = 10.0  # a killed process is gone within it, unless the kernel holds it
+
+
+class Gone(ConnectionError):
+    """The worker ended, or sends what is no message."""
+
+
+class WorkerProcess:
+    """deadline: on time.monotonic, of its start or its task; None while it has neither. task_id: what its answer must carry."""
+
+    def __init__(self, functions: Sequence[str], deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.ready = False
+        self.task: Task | None = None
+        self.task_id: int | None = None
+        self.deadline: float | None = time.monotonic() + START_S
+        self._inbox = Inbox()
+        self._outbox = bytearray()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+        ours, theirs = socket.socketpair()
+        descriptors = [theirs.fileno(), self._stacks.fileno()]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.reward.worker", *map(str, descriptors), str(os.getpid())],
+                env=environment(os.environ), pass_fds=descriptors, stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first; and its children are killed with it
+            )  # fmt: skip
+        ours.setblocking(False)
+        self.socket = ours
+        path = [folder or os.getcwd() for folder in sys.path]  # a function is found where this process would find it
+        self._post({"functions": list(functions), "path": path, "deadline_s": deadline_s})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.task is None
+
+    @property
+    def events(self) -> int:
+        """What the pool's selector waits for."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+
+    def give(self, task: Task, task_id: int, message: Mapping[str, object]) -> None:
+        self.task, self.task_id, self.deadline = task, task_id, time.monotonic() + self.deadline_s
+        self._post({"id": task_id, **message})
+
+    def take_back(self) -> Task | None:
+        task, self.task, self.task_id, self.deadline = self.task, None, None, None
+        return task
+
+    def flush(self) -> None:
+        """Sends what its socket takes. That it is gone is told by `read`."""
+        try:
+            while self._outbox:
+                del self._outbox[: self.socket.send(self._outbox)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._outbox.clear()
+
+    def read(self) -> list[dict]:
+        """The messages that have come. Raises Gone, after the last of them."""
+        messages: list[dict] = []
+        why = "it closed its socket"
+        try:
+            while piece := self.socket.recv(1 << 20):
+                messages += self._inbox.take(piece)
+        except BlockingIOError:
+            return messages
+        except (OSError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if messages:
+            return messages  # the end of the stream is still there the next time
+        raise Gone(why)
+
+    def stacks(self) -> str:
+        """Where it stood when most of its task's time was over; empty before that."""
+        self._stacks.seek(0)
+        return self._stacks.read().decode(errors="replace").strip()
+
+    def end(self) -> str:
+        """Kills it and what it started; how it had ended, where it already had."""
+        self.socket.close()  # nothing that it sent before is ever read
+        code = self._process.returncode
+        if code is None:  # not reaped, it still holds its number: the group is its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            try:
+                code = self._process.wait(REAP_S)
+            except subprocess.TimeoutExpired:
+                log.warning("reward worker %d was killed and is still there after %g s: the kernel holds it", self.pid, REAP_S)
+        self._stacks.close()
+        return _how(code)
+
+    def leave(self) -> None:
+        """Asks it to end by itself, which it does when it has no task; `end` follows."""
+        self.socket.close()
+
+    def wait(self, until: float) -> None:
+        """Until it has ended by itself. It is not reaped, so that its number stays its own until `end`."""
+        with contextlib.suppress(OSError):  # a kernel before 5.3 has none: it is ended at once
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                ended = select.poll()  # not select.select, which refuses a descriptor above 1023
+                ended.register(descriptor, select.POLLIN)
+                ended.poll(1000 * max(0.0, until - time.monotonic()))
+            finally:
+                os.close(descriptor)
+
+    def _post(self, message: Mapping[str, object]) -> None:
+        self._outbox += encode(message)
+        self.flush()
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "it could not be killed"
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}{': out of memory?' if code == -signal.SIGKILL else ''}"
+    return f"signal {-code}"

@@ -1,0 +1,206 @@
+"""Which engine a run samples with, and which ranks hold one: built from the configuration, one call per rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.transformers_engine import TransformersEngine, stop_tokens
+from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
+from megatron_rl.rollout.vllm.server_replica import ServerReplica
+from megatron_rl.rollout.weight_sync.sender import WeightSync
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a rank sits: its number in the world and on its node, and how many there are of each."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's part in the rollouts. ``share``: see Producer. ``starts``: it starts an engine of its own. ``drives``: it sends weights."""
+
+    share: tuple[int, int] | None
+    starts: bool
+    drives: bool
+
+
+def place_of(config: Config, seat: Seat) -> Place:
+    """Not a collective; the same arithmetic on every rank. Raises ConfigError where the engines do not fit."""
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        return Place(share=(seat.rank, seat.world_size), starts=False, drives=True)
+    if rollout.servers:
+        return Place(share=(seat.rank, seat.world_size), starts=False, drives=seat.rank == 0)
+    width = rollout.tensor_parallel
+    engines = rollout.num_engines or seat.world_size // width
+    if engines * width > seat.world_size or engines < 1:
+        raise ConfigError(
+            f"rollout.num_engines={rollout.num_engines} engines of rollout.tensor_parallel={width} need {max(1, engines) * width} ranks "
+            f"and there are {seat.world_size}; lower one of the two, or start more ranks"
+        )
+    if width > seat.local_world_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel={width} is more than the {seat.local_world_size} ranks of a node; an engine stays on one"
+        )
+    number, rest = divmod(seat.rank, seat.world_size // engines)
+    for engine in range(engines):
+        first = engine * (seat.world_size // engines) % seat.local_world_size
+        if first + width > seat.local_world_size:
+            raise ConfigError(
+                f"engine {engine} of rollout.tensor_parallel={width} would begin at rank {first} of a node's {seat.local_world_size} "
+                "and reach beyond it; take a width that divides a node's ranks, or fewer rollout.num_engines"
+            )
+    owns = rest == 0 and number < engines
+    return Place(share=(number, engines) if owns else None, starts=owns, drives=owns)
+
+
+def shares_device(config: Config, device: torch.device) -> bool:
+    """Whether trainer and engine take turns on one GPU. Raises ConfigError where they are asked to and there is none."""
+    rollout = config.rollout
+    own_engines = rollout.engine == "vllm" and not rollout.servers
+    if rollout.sleep == "always" and not (own_engines and device.type == "cuda"):
+        raise ConfigError("rollout.sleep=always needs a GPU that the trainer shares with engines of its own; use rollout.sleep=auto")
+    return own_engines and device.type == "cuda" and rollout.sleep != "never"
+
+
+def refuse_sharing(config: Config, shared: bool) -> None:
+    """Raises ConfigError where rollouts are to be made while the trainer works, on the device that both take turns on."""
+    given = config.rollout.producer
+    if shared and (given.ahead or given.mode == "streaming"):
+        raise ConfigError(
+            f"rollout.producer.mode={given.mode} generates while the trainer trains, and the engines share its GPUs "
+            f"(rollout.sleep={config.rollout.sleep}); name engines on other GPUs by rollout.servers, keep both in memory at once by "
+            "rollout.sleep=never, or set rollout.producer.mode=sync"
+        )
+
+
+def build_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, seat: Seat, place: Place, device: torch.device, dtype: torch.dtype,
+    vocab_size: int,
+) -> Engine:  # fmt: skip
+    """Starts it, and does not wait. Raises ConfigError."""
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        return TransformersEngine(config.model.hf_path, tokenizer, rollout, seed=config.run.seed, dtype=dtype, device=device)
+    replicas = _servers(config) if rollout.servers else [_process(config, seat, device)] if place.starts else []
+    given = config.weight_sync
+    sync = WeightSync(
+        channel=_channel(config, device), bucket_bytes=given.bucket_bytes // 2, deadline_s=given.deadline_s, device=device,
+        address=_own_address(rollout.servers),
+    )  # fmt: skip
+    return VllmEngine(
+        replicas, sync, tokenizer, rollout, seed=config.run.seed, stop_ids=stop_tokens(config.model.hf_path, tokenizer, vocab_size),
+        vocab_size=vocab_size, longest=_longest(config), drives=place.drives, rank=seat.rank, in_flight=given.in_flight,
+    )  # fmt: skip
+
+
+def _longest(config: Config) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
+    """Fields of vllm.EngineArgs (0.32.0) for an engine of the run's own; ``rollout.vllm`` adds to them and may change the last group."""
+    on_gpu = device.type == "cuda"
+    owned: dict[str, object] = {
+        "model": config.model.hf_path,
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "load_format": "dummy",  # the weights come from the trainer, at once
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": "megatron_rl.rollout.weight_sync.receiver.Receiver",
+        "weight_transfer_config": {"backend": "megatron_rl"},
+        "tensor_parallel_size": config.rollout.tensor_parallel,
+        "enable_sleep_mode": shares_device(config, device),
+    }
+    if on_gpu:
+        owned["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
+    chosen = {
+        "max_model_len": _longest(config),
+        "enable_prefix_caching": True,
+        "enforce_eager": not on_gpu,
+        "disable_log_stats": True,
+        "seed": config.run.seed,
+        **({} if on_gpu else _on_cpu(config)),
+    }
+    return owned | chosen | config.rollout.vllm
+
+
+def _on_cpu(config: Config) -> dict[str, object]:
+    """A prompt cut in chunks makes vLLM (0.32.0) wind a sample's random numbers back, which torch's CPU generator cannot: the engine dies.
+    Its default block of 128 tokens would keep short prompts out of the prefix cache."""
+    return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, _longest(config))}
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may run on: a scheduler or a container may have left it a part of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _process(config: Config, seat: Seat, device: torch.device) -> ProcessReplica:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install 'megatron_rl[vllm]' (on a CPU "
+            "make test-vllm makes .venv-vllm), or name running servers by rollout.servers"
+        )
+    devices, threads = None, None
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        devices = names[seat.local_rank : seat.local_rank + config.rollout.tensor_parallel]
+    else:
+        engines_here = max(1, (config.rollout.num_engines or seat.world_size) * seat.local_world_size // seat.world_size)
+        threads = max(1, usable_cores() // engines_here)
+    log_path = config.run.path / "engines" / f"vllm_{seat.rank}.log"
+    return ProcessReplica(engine_arguments(config, device), engine_environment(os.environ, devices, threads), log_path)
+
+
+def _servers(config: Config) -> list[ServerReplica]:
+    given = config.rollout
+    return [
+        ServerReplica(url, deadline_s=given.request_s, api_key_env=given.api_key_env, model=config.model.hf_path) for url in given.servers
+    ]
+
+
+def _channel(config: Config, device: torch.device) -> str:
+    asked = config.weight_sync.channel
+    if asked == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
+        raise ConfigError(
+            f"weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on {device.type} with "
+            f"rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
+        )
+    if asked != "auto":
+        return asked
+    hosts = [urlsplit(server).hostname for server in config.rollout.servers]
+    return "shared_memory" if all(host in LOOPBACK for host in hosts) else "broadcast"
+
+
+def _own_address(servers: Sequence[str]) -> str:
+    """This host's address on the way to the first server that is elsewhere; loopback where all are here."""
+    import socket
+
+    for server in servers:
+        parts = urlsplit(server)
+        if parts.hostname not in LOOPBACK:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+                probe.connect((parts.hostname, parts.port or 80))
+                return probe.getsockname()[0]
+    return "127.0.0.1"

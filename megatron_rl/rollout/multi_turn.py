@@ -1,0 +1,262 @@
+"""Episodes: an engine around an engine, whose samples are conversations of the policy with an environment.
+
+All samples' first turn is one call of the engine, with a prompt's samples together; then environments step, and what is not over goes on as
+prompts of one sample each, turn after turn. A sample's response is everything behind its prompt; the environment's tokens carry no loss.
+
+An episode ends
+- where the environment says so, or after ``environment.max_turns`` turns: finish_reason "stop";
+- where ``rollout.max_response_tokens``, which bounds the whole response, is reached within a turn, or leaves no token behind an
+  observation: "length". A turn that was cut off is not told to the environment, an observation that does not fit is not appended.
+
+1. Who draws is named by prompt, sample and turn, never by a rank or a place in a call: any layout, and a resumed run, draws the same.
+2. What the policy sampled stays as it was sampled; only what the environment says is tokenized.
+3. A prompt's group is reported once, whole; where the engine is lost, all that was not reported begins again.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import Config, EnvironmentConfig
+from megatron_rl.data.chat import Observations
+from megatron_rl.environment import Environment, Step, environment_maker
+from megatron_rl.environment.protocol import fault_of
+from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
+from megatron_rl.errors import ConfigError, EpisodeError
+from megatron_rl.rollout.engine import Engine, EngineLost, OnFinished, SyncReport
+from megatron_rl.types import Prompt, Rollout
+
+log = logging.getLogger(__name__)
+MAX_TRACEBACK = 20_000  # characters
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Episode:
+    """One sample under way. room: tokens that its response may have. said: what the environment owes. why_excluded: it failed."""
+
+    prompt: Prompt
+    sample_index: int
+    room: int
+    environment: Environment | None = None
+    said: Ticket | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    turns: int = 0
+    reward: float = 0.0
+    last: Rollout | None = None
+    finish_reason: str | None = None
+    why_excluded: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt.name}#{self.sample_index}"
+
+    def next_prompt(self) -> Prompt:
+        """What the engine answers next, under a name of its own."""
+        if not self.turns:
+            return self.prompt
+        return Prompt(prompt_id=f"{self.name}/{self.turns}", text="", token_ids=(*self.prompt.token_ids, *self.ids), columns={})
+
+    def add_turn(self, rollout: Rollout) -> None:
+        self.last, self.turns = rollout, self.turns + 1
+        self._add(rollout.response_ids, rollout.logprobs, True)
+        for version, count in rollout.weight_versions:
+            self._add_version(version, count)
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        self._add(token_ids, [0.0] * len(token_ids), False)
+        if token_ids:
+            self._add_version(self.versions[-1][0], len(token_ids))
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+        self.ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.mask.extend([sampled] * len(token_ids))
+
+    def _add_version(self, version: int, count: int) -> None:
+        if self.versions and self.versions[-1][0] == version:
+            count += self.versions.pop()[1]
+        self.versions.append((version, count))
+
+    def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
+        body = self.ids[:-1] if self.last.finish_reason == "stop" else self.ids
+        return Rollout(
+            prompt=self.prompt, sample_index=self.sample_index, response_ids=tuple(self.ids), logprobs=tuple(self.logprobs),
+            text=self.last.text if self.turns == 1 else decode(body), finish_reason=self.finish_reason,
+            weight_versions=tuple(self.versions), loss_mask=None if all(self.mask) else tuple(self.mask),
+            environment_reward=None if self.why_excluded else self.reward, excluded=self.why_excluded,
+        )  # fmt: skip
+
+
+class Episodes:
+    """See the module. ``Engine`` for whoever calls it; everything but ``generate`` is the inner engine's.
+
+    make: a sample's environment. observations: the tokenizer's way to write what it says. max_response_tokens: of the whole response.
+    """
+
+    def __init__(
+        self, engine: Engine, make: Callable[[], Environment], observations: Observations, tokenizer: PreTrainedTokenizerBase,
+        config: EnvironmentConfig, *, max_response_tokens: int,
+    ) -> None:  # fmt: skip
+        self.engine, self._make, self._observations, self._config = engine, make, observations, config
+        self._tokenizer, self._max_tokens = tokenizer, max_response_tokens
+        self._pool = StepPool(config.num_threads, config.deadline_s)
+
+    # ---- the inner engine's ----------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        return self.engine.weight_version
+
+    @property
+    def lost(self) -> Sequence[str]:
+        return self.engine.lost
+
+    def recover(self, lost: Sequence[str]) -> Sequence[str]:
+        return self.engine.recover(lost)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        self.engine.leave_out(names)
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        return self.engine.load_weights(tensors, version)
+
+    def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
+        self.engine.take_report(version, failed, lost)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self, *, tags: Sequence[str]) -> None:
+        self.engine.wake(tags=tags)
+
+    def close(self) -> None:
+        self.engine.close()
+        self._pool.close()
+
+    # ---- episodes --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """See ``Engine.generate``; ``max_tokens`` is of whole responses. Raises EpisodeError, with the sample's id and the turn, where an
+        environment fails or takes too long under ``environment.on_error=fail``."""
+        room = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
+        groups = [
+            [_Episode(prompt=prompt, sample_index=index, room=room[place]) for index in range(samples_per_prompt)]
+            for place, prompt in enumerate(prompts)
+        ]
+        finished: dict[int, list[Rollout]] = {}
+        try:
+            for episode in [x for group in groups for x in group]:
+                episode.said = self._pool.submit(lambda episode=episode: self._begin(episode))
+            self._turn(groups, samples_per_prompt, temperature, max_tokens)
+            self._report(groups, finished, on_finished)
+            while left := [[x] for group in groups for x in group if x.finish_reason is None]:
+                self._turn(left, 1, temperature, [x.room - len(x.ids) for [x] in left])
+                self._report(groups, finished, on_finished)
+        except EngineLost as lost:
+            raise EngineLost(str(lost), finished=finished) from lost
+        finally:
+            self._pool.forget_waiting()
+        return [rollout for place in range(len(prompts)) for rollout in finished[place]]
+
+    def _begin(self, episode: _Episode) -> None:
+        episode.environment = self._make()
+        episode.environment.reset(episode.prompt)
+
+    def _turn(
+        self, groups: Sequence[Sequence[_Episode]], samples: int, temperature: float | None, max_tokens: Sequence[int] | None
+    ) -> None:
+        """One turn of each episode; environments step while others are still being sampled."""
+
+        def took(index: int, rollouts: list[Rollout]) -> None:
+            for episode, rollout in zip(groups[index], rollouts, strict=True):
+                self._take(episode, rollout)
+
+        prompts = [group[0].next_prompt() for group in groups]
+        self.engine.generate(prompts, samples, temperature=temperature, max_tokens=max_tokens, on_finished=took)
+        for episode in [x for group in groups for x in group if x.finish_reason is None]:
+            self._answer(episode)
+
+    def _take(self, episode: _Episode, rollout: Rollout) -> None:
+        episode.add_turn(rollout)
+        if episode.turns == 1:
+            self._result(episode, "reset")
+        if episode.finish_reason is None and rollout.finish_reason == "length":
+            episode.finish_reason = "length"
+        if episode.finish_reason is None:
+            episode.said = self._pool.submit(lambda: episode.environment.step(rollout.text))
+
+    def _answer(self, episode: _Episode) -> None:
+        """What the environment says to the turn."""
+        step = self._result(episode, f"step after turn {episode.turns}")
+        if episode.finish_reason is not None:
+            return
+        episode.reward += 0.0 if step.reward is None else float(step.reward)
+        if step.done or episode.turns == self._config.max_turns:
+            episode.finish_reason = "stop"
+            return
+        try:
+            token_ids = self._observations.token_ids(step.observation, episode.ids[-1])
+        except ConfigError as error:
+            raise EpisodeError(f"environment {self._config.name!r} on sample {episode.name}, turn {episode.turns}: {error}") from error
+        if len(episode.ids) + len(token_ids) >= episode.room:
+            episode.finish_reason = "length"
+        else:
+            episode.add_observation(token_ids)
+
+    def _result(self, episode: _Episode, call: str) -> Step | None:
+        """What the environment's call gave. Where it failed, EpisodeError, or the episode is over and its sample excluded."""
+        why = None
+        try:
+            said = self._pool.result(episode.said)
+            why = None if call == "reset" else fault_of(said)
+        except Overdue as error:
+            why = f"{error}"
+        except Exception as error:  # noqa: BLE001 (told whole: raised, or counted and logged)
+            why = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+        if why is None:
+            return said
+        told = f"environment {self._config.name!r} failed on sample {episode.name}, {call}"
+        if self._config.on_error == "fail":
+            raise EpisodeError(f"{told}; mend it, or set environment.on_error=drop:\n{why}")
+        log.warning("%s, which is taken out of its group: %s", told, why.strip().splitlines()[-1] if why.strip() else why)
+        episode.finish_reason, episode.why_excluded = "stop", f"{told}: {why}"
+        return None
+
+    def _report(
+        self, groups: Sequence[Sequence[_Episode]], finished: dict[int, list[Rollout]], on_finished: OnFinished | None
+    ) -> None:  # fmt: skip
+        """Groups that became whole by the last turn."""
+        for place, group in enumerate(groups):
+            if place not in finished and all(x.finish_reason is not None for x in group):
+                finished[place] = [x.rollout(self._decode) for x in group]
+                for episode in group:
+                    episode.environment = None  # whatever it holds
+                if on_finished is not None:
+                    on_finished(place, finished[place])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def with_episodes(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The engine itself where ``environment.name`` is null. Raises ConfigError for what cannot work, before anything is sampled."""
+    given = config.environment
+    if given.name is None:
+        return engine
+    observations = Observations(tokenizer, config.data.template, given.role)
+    observations.token_ids("0", None)  # a template that does not take the role says so now
+    return Episodes(
+        engine, environment_maker(given), observations, tokenizer, given, max_response_tokens=config.rollout.max_response_tokens
+    )

@@ -1,0 +1,1 @@
+"""Rollouts by vLLM: engines of the run's own as processes, servers over HTTP, and their supervision."""

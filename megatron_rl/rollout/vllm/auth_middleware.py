@@ -1,0 +1,44 @@
+"""Asks for the API key on every route of a vLLM server but /health; vLLM's own check covers a part of them.
+
+vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) asks for the key under /v1, /v2, /inference and /cohere only. The routes that
+replace the weights, reset caches, put the engine to sleep and call worker methods (/update_weights, /collective_rpc, /sleep ...),
+/tokenize, /metrics and /version are open to whoever reaches the port. The server takes this class by ``--middleware``; without a key in
+``VLLM_API_KEY`` it lets everything through, which is right on a loopback port of a host that is yours alone.
+
+The key is sent as it is over HTTP: between hosts, put a TLS proxy or a private network around it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+
+from megatron_rl.rollout.vllm.server_command import API_KEY
+
+OPEN_PATHS = ("/health",)
+REFUSAL = b'{"error": "Unauthorized: this server wants its API key as a bearer token"}'
+
+
+class Guard:
+    """ASGI middleware, nothing of vLLM imported."""
+
+    def __init__(self, app) -> None:
+        self.app = app
+        self.expected = os.environ[API_KEY].encode() if os.environ.get(API_KEY) else None
+
+    async def __call__(self, scope, receive, send) -> None:
+        if self.expected is None or scope["type"] not in ("http", "websocket") or self._may_pass(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": REFUSAL})
+
+    def _may_pass(self, scope) -> bool:
+        if scope["path"] in OPEN_PATHS:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.expected)

@@ -1,0 +1,248 @@
+"""Spreads requests over replicas: threads and futures, nothing of a network.
+
+Invariants (tests/test_dispatch.py checks them under Hypothesis):
+
+1. Every request ends in exactly one of ``finished`` and ``lost``.
+2. What stands in ``finished`` is one attempt's whole answer, and that attempt was not given up before it arrived.
+3. A request is issued at most ``attempts`` times, and never while an earlier attempt of it is still waited for.
+4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or holds weights older than the call's. One
+   that takes new weights in flight gets requests meanwhile; it may hold newer ones afterwards.
+5. The call ends: every attempt ends by its answer, its error or its deadline.
+6. ``on_finished`` is told of every finished request once, in the caller's thread and in the order of finishing, with what ``finished``
+   holds; where it raises, all that is under way is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
+
+FINISHED = ("stop", "length")  # any other reason: the engine broke the sample off
+DEFECTS_ALLOWED = 1  # answers with wrong counts per request: one may be a passing fault, two are the engine's way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dispatched:
+    """What a call ended with.
+
+    finished: by request id, ``n`` completions by sample index.
+    lost:     the requests without an answer; the caller mends engines and issues them again.
+    causes:   by request id, why each of its failed attempts failed, in order; finished requests that took several stand here too.
+    down:     by replica name, why it got no more requests in this call.
+    """
+
+    finished: Mapping[str, list[Completion]]
+    lost: tuple[GenerateRequest, ...]
+    causes: Mapping[str, tuple[str, ...]]
+    down: Mapping[str, str]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Attempt:
+    request: GenerateRequest
+    replica: int
+    ends_at: float
+    future: Future | None = None
+
+
+def dispatch(
+    requests: Sequence[GenerateRequest],
+    replicas: Sequence[Replica],
+    *,
+    weight_version: int,
+    deadline_s: float,
+    max_in_flight: int,
+    attempts: int,
+    rotation: int = 0,
+    on_finished: Callable[[str, list[Completion]], None] | None = None,
+) -> Dispatched:
+    """Each request on the replica with the fewest samples under way, again elsewhere where that fails, until all are finished or lost.
+
+    weight_version: no token may come from older weights.
+    deadline_s:     of one attempt, from when it is issued.
+    max_in_flight:  requests under way on one replica.
+    rotation:       where ties are counted from; clients that start together pass their rank, so that not all pick the first replica.
+    on_finished:    told of a request's id and completions as soon as they are there.
+
+    Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong twice; the others are aborted then.
+    """
+    ids = Counter(request.request_id for request in requests)
+    doubled = sorted(name for name, count in ids.items() if count > 1)
+    if doubled:
+        raise ValueError(f"{len(doubled)} request ids are not unique, {doubled[0]!r} is there {ids[doubled[0]]} times; give each its own")
+    if min(max_in_flight, attempts) < 1 or deadline_s <= 0:
+        raise ValueError(f"max_in_flight={max_in_flight}, attempts={attempts}, deadline_s={deadline_s}: each must be above 0")
+    call = _Call(requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished)
+    return call.run()
+
+
+class _Call:
+    """One call's state. Everything happens in the caller's thread; futures only say that they are done."""
+
+    def __init__(self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished) -> None:
+        self.replicas = list(replicas)
+        self.names = [replica.name for replica in self.replicas]  # one that is restarted meanwhile has another name then
+        self.weight_version, self.deadline_s = weight_version, deadline_s
+        self.max_in_flight, self.attempts, self.on_finished = max_in_flight, attempts, on_finished
+        first = rotation % max(1, len(self.replicas))
+        self.order = [*range(first, len(self.replicas)), *range(first)]
+        self.waiting: deque[GenerateRequest] = deque(requests)
+        self.under_way: set[_Attempt] = set()  # what is not in here is not looked at any more
+        self.done: queue.SimpleQueue[_Attempt] = queue.SimpleQueue()
+        self.requests_on = Counter()
+        self.samples_on = Counter()
+        self.issued = Counter()
+        self.causes: dict[str, list[str]] = defaultdict(list)
+        self.defects: dict[str, list[int]] = defaultdict(list)  # by request id: the replicas that answered wrongly
+        self.down: dict[int, str] = {}
+        self.finished: dict[str, list[Completion]] = {}
+        self.lost: list[GenerateRequest] = []
+
+    def run(self) -> Dispatched:
+        try:
+            while self.waiting or self.under_way:
+                self._issue()
+                if not self.under_way:
+                    break  # nobody is left to take what waits
+                self._take_one()
+        except BaseException:
+            for attempt in list(self.under_way):
+                self._give_up(attempt)
+            raise
+        return Dispatched(
+            finished=self.finished,
+            lost=(*self.lost, *self.waiting),
+            causes={name: tuple(causes) for name, causes in self.causes.items()},
+            down={self.names[index]: cause for index, cause in self.down.items()},
+        )
+
+    def _issue(self) -> None:
+        while self.waiting:
+            index = self._choose(self.waiting[0])
+            if index is None:
+                return
+            request = self.waiting.popleft()
+            self.issued[request.request_id] += 1
+            attempt = _Attempt(request=request, replica=index, ends_at=time.monotonic() + self.deadline_s)
+            try:
+                attempt.future = self.replicas[index].submit(request)
+            except ReplicaLost as error:
+                self._lose(attempt, str(error))
+                continue
+            self.under_way.add(attempt)
+            self.requests_on[index] += 1
+            self.samples_on[index] += request.n
+            attempt.future.add_done_callback(lambda _, attempt=attempt: self.done.put(attempt))
+
+    def _choose(self, request: GenerateRequest) -> int | None:
+        """The replica with the fewest samples under way among those with room; None where this request has to wait, or for ever."""
+        usable = [index for index in self.order if self._usable(index)]
+        wrong = self.defects[request.request_id]
+        usable = [index for index in usable if index not in wrong] or usable
+        free = [index for index in usable if self.requests_on[index] < self.max_in_flight]
+        return min(free, key=lambda index: self.samples_on[index], default=None)  # min keeps the first of equals
+
+    def _usable(self, index: int) -> bool:
+        held = self.replicas[index].weight_version
+        if index not in self.down and held != UPDATING and held < self.weight_version:
+            self.down[index] = f"it holds weight version {held}, this call asks for {self.weight_version}"
+        return index not in self.down
+
+    def _take_one(self) -> None:
+        """One answer, error or deadline."""
+        ends_at = min(attempt.ends_at for attempt in self.under_way)
+        try:
+            attempt = self.done.get(timeout=max(0.0, ends_at - time.monotonic()))
+        except queue.Empty:
+            self._expire()
+            return
+        if attempt in self.under_way:
+            self._settle(attempt)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for attempt in [x for x in self.under_way if x.ends_at <= now]:
+            self._give_up(attempt)
+            self._lose(attempt, f"did not answer request {attempt.request.request_id} in {self.deadline_s:g} s")
+
+    def _give_up(self, attempt: _Attempt) -> None:
+        """Its future may still end either way; from here on nobody looks at it."""
+        self._forget(attempt)
+        with contextlib.suppress(ReplicaLost):  # it is counted as lost already
+            self.replicas[attempt.replica].abort(attempt.request.request_id)
+
+    def _forget(self, attempt: _Attempt) -> None:
+        self.under_way.remove(attempt)
+        self.requests_on[attempt.replica] -= 1
+        self.samples_on[attempt.replica] -= attempt.request.n
+
+    def _settle(self, attempt: _Attempt) -> None:
+        self._forget(attempt)
+        try:
+            completions = attempt.future.result()
+        except (ReplicaLost, CancelledError) as error:
+            self._lose(attempt, str(error) or "the request was cancelled")
+            return
+        broken_off = [x.finish_reason for x in completions if x.finish_reason not in FINISHED]
+        defect = defect_of(attempt.request, completions)
+        older = sorted({v for x in completions for v, _ in x.weight_versions if v < self.weight_version})
+        if older:  # it was started again behind our back, and samples from its files
+            self._lose(attempt, f"sampled with weights of version {older[0]}, not {self.weight_version}")
+        elif broken_off:
+            self._lose(attempt, f"broke off {len(broken_off)} of {attempt.request.n} samples, reason {broken_off[0]!r}")
+        elif defect is not None:
+            self._reject(attempt, defect)
+        else:
+            self.finished[attempt.request.request_id] = completions
+            if self.on_finished is not None:
+                self.on_finished(attempt.request.request_id, completions)
+
+    def _lose(self, attempt: _Attempt, cause: str) -> None:
+        """The replica is down for the rest of the call; the request goes elsewhere."""
+        self.down.setdefault(attempt.replica, cause)
+        self._again(attempt, cause)
+
+    def _reject(self, attempt: _Attempt, defect: str) -> None:
+        request_id = attempt.request.request_id
+        self._again(attempt, defect)
+        self.defects[request_id].append(attempt.replica)
+        if len(self.defects[request_id]) > DEFECTS_ALLOWED:
+            told = "; ".join(self.causes[request_id])
+            raise EngineError(
+                f"request {request_id} was answered wrongly {len(self.defects[request_id])} times: {told}. The engine's answers cannot "
+                "be trusted: leave that server out of rollout.servers, or run another vLLM release there"
+            )
+
+    def _again(self, attempt: _Attempt, cause: str) -> None:
+        request = attempt.request
+        self.causes[request.request_id].append(f"{self.names[attempt.replica]}: {cause}")
+        if self.issued[request.request_id] < self.attempts:
+            self.waiting.appendleft(request)
+        else:
+            self.lost.append(request)
+
+
+def defect_of(request: GenerateRequest, completions: Sequence[Completion]) -> str | None:
+    """What an answer states against itself or the request, or None."""
+    if len(completions) != request.n:
+        return f"gave {len(completions)} completions where {request.n} were asked for"
+    for index, completion in enumerate(completions):
+        tokens, logprobs = len(completion.token_ids), len(completion.logprobs)
+        if tokens != logprobs:
+            return f"sample {index} has {tokens} tokens and {logprobs} log-probs"
+        if not 1 <= tokens <= request.max_tokens:
+            return f"sample {index} has {tokens} tokens, between 1 and {request.max_tokens} were asked for"
+        finite = int(np.isfinite(completion.logprobs).sum())
+        if finite != logprobs:
+            return f"sample {index}: {logprobs - finite} of {logprobs} log-probs are not finite"
+    return None

@@ -1,0 +1,328 @@
+"""Engine (see engine.py) over vLLM, in processes of the run's own or on servers: this rank's prompts spread over its replicas.
+
+A request is a prompt with all its samples, so that they share the prompt's keys and values; its seed is that of sample 0. Greedy
+log-probs are vLLM's, at temperature 1, where the embedded engine's are at the sampling temperature; nothing trains on greedy samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.errors import ConfigError, EngineError
+from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.vllm.dispatch import dispatch
+from megatron_rl.rollout.vllm.replica import (
+    OLDEST_VLLM,
+    UPDATING,
+    Completion,
+    GenerateRequest,
+    Replica,
+    ReplicaFacts,
+    ReplicaLost,
+    RequestRefused,
+)
+from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.types import Prompt, Rollout
+
+log = logging.getLogger(__name__)
+PROBE_S = 0.6  # for a server that others stand in for
+SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
+# The last is oneDNN's on a CPU, for a kernel that found no memory for itself.
+MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError", "could not create a primitive")
+
+
+class VllmEngine:
+    """This rank's view of the engines.
+
+    replicas: those that it sends prompts to, none on a rank that has no engine of its own.
+    drives:   whether it is the one that sends them weights and restarts them (a server has many clients and one driver).
+
+    With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes tokens of the
+    version that was whole when it began, and of newer ones; what both threads write is written under a lock.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], sync: WeightSync, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig, *, seed: int,
+        stop_ids: Sequence[int], vocab_size: int, longest: int, drives: bool, rank: int = 0, in_flight: bool = False,
+    ):  # fmt: skip
+        """longest: prompt and response together, at most. Starts or connects at once, and waits for it in ``recover``.
+
+        in_flight: ``load_weights`` may come while ``generate`` is under way.
+        """
+        self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
+        self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
+        self._drives, self._rank, self._in_flight = drives, rank, in_flight
+        self._unready = list(self._replicas)
+        self._lost: list[Replica] = []  # a new list at every change, so that one may be read without the lock
+        self._lock = threading.Lock()
+        self._lives: Counter[int] = Counter()  # by a replica's id: how often it was recovered
+        self._delivered = NO_WEIGHTS  # the latest version that all had
+        self._absent: set[str] = set()  # servers that the run does without for now
+        self._restarts = 0
+        self._why_lost = ""  # the latest loss, in an engine's words
+        self._closed = False
+        self._calls = itertools.count(1)
+        for replica in self._replicas:
+            replica.start()
+
+    @property
+    def weight_version(self) -> int:
+        """What all that serve hold; NO_WEIGHTS where they differ, or where one has to be made ready first."""
+        if self._unready or self._lost:
+            return NO_WEIGHTS
+        held = {replica.weight_version for replica in self._present}
+        return held.pop() if len(held) == 1 and UPDATING not in held else NO_WEIGHTS
+
+    @property
+    def _present(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.name not in self._absent]
+
+    @property
+    def lost(self) -> list[str]:
+        return [replica.name for replica in self._lost]
+
+    def recover(self, lost: Sequence[str]) -> Sequence[str]:
+        """Waits for engines that start, and restarts those that were lost; a lost server is somebody else's to restart, and left out for
+        as long as others serve. Raises EngineError after too many restarts in a row."""
+        mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # not what is lost while this goes on
+        self._await()
+        servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
+        for server in servers:
+            self._lives[id(server)] += 1
+            server.restart()
+            self._sync.forget(server)
+        unreached, ends_at = servers, time.monotonic() + self._rollout.start_s
+        while unreached:
+            unreached = [x for x in unreached if not self._serves_again(x)]
+            if len(unreached) < len(self._replicas):
+                break
+            if time.monotonic() > ends_at:
+                raise EngineError(f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: {self._why_lost}")
+        self._absent -= {x.name for x in servers if x not in unreached}
+        self._restart([x for x in self._replicas if x.ours and x.name in lost])
+        with self._lock:
+            self._lost = [x for x in self._lost if x not in mended]
+        self._await()
+        return [x.name for x in unreached]
+
+    def _serves_again(self, server: Replica) -> bool:
+        try:
+            self._check(server, server.wait_ready(PROBE_S))
+        except ReplicaLost as error:
+            self._why_lost = f"{error}"
+            return False
+        except RequestRefused as error:
+            raise ConfigError(f"{error}") from error
+        log.warning("%s serves again", server.name)
+        return True
+
+    def leave_out(self, names: Collection[str]) -> None:
+        for name in sorted(set(names) - self._absent):
+            log.warning("%s is left out until it serves again", name)
+        self._absent |= set(names)
+
+    def _restart(self, gone: Sequence[Replica]) -> None:
+        for replica in gone:
+            if self._restarts >= self._rollout.max_restarts:
+                times = (
+                    f"{replica.name} was lost {self._restarts + 1} times in a row, and rollout.max_restarts={self._rollout.max_restarts}"
+                )
+                raise EngineError(self._with_advice(f"{times}. {self._why_lost}"))
+            log.warning("%s is started again", replica.name)
+            self._sync.forget(replica)
+            self._lives[id(replica)] += 1
+            replica.restart()
+            self._unready.append(replica)
+        with self._lock:
+            self._restarts += bool(gone)
+
+    def _note_lost(self, gone: Collection[Replica]) -> None:
+        with self._lock:
+            self._lost = [x for x in self._replicas if x in self._lost or x in gone]
+
+    def _await(self) -> None:
+        ends_at = time.monotonic() + self._rollout.start_s
+        while self._unready:
+            replica = self._unready[0]
+            try:
+                self._check(replica, replica.wait_ready(max(1.0, ends_at - time.monotonic())))
+                replica.check_tokenizer(lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes())
+            except ReplicaLost as error:
+                if not (replica.ours and self._restarts):  # one that has never served
+                    raise EngineError(self._with_advice(f"{error}")) from error
+                self._why_lost = f"{error}"
+                self._unready.pop(0)
+                self._restart([replica])
+                continue
+            except RequestRefused as error:
+                raise ConfigError(f"{error}") from error
+            self._unready.pop(0)
+
+    def _probes(self) -> list[str]:
+        """Texts that two tokenizers would hardly encode alike by chance: words of this one's own vocabulary, and some of every kind."""
+        ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
+        return [self._tokenizer.decode(list(ids), skip_special_tokens=True), "What is 17 * 23? Größe, 東京, ∑x²\n\tdef f(x): return x"]
+
+    def _check(self, replica: Replica, facts: ReplicaFacts) -> None:
+        release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
+        if release < OLDEST_VLLM:
+            raise ConfigError(f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or newer")
+        if facts.logprobs_mode != "processed_logprobs":
+            raise ConfigError(
+                f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it samples by; "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+        if facts.vocab_size != self._vocab_size:
+            raise ConfigError(
+                f"{replica.name} serves a model of {facts.vocab_size} tokens and the trainer's has {self._vocab_size}; "
+                "start it on the folder that model.hf_path names"
+            )
+        if facts.max_model_tokens < self._longest:
+            raise ConfigError(
+                f"{replica.name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its response may have "
+                f"{self._longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the others"
+            )
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the report."""
+        behind = [x for x in self._present if x.weight_version != version] if self._drives else []
+        report = self._sync.deliver(tensors, version, behind, in_flight=self._in_flight)
+        if report.failed:
+            self._why_lost = "; ".join(report.failed.values())
+        return report
+
+    def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
+        """What all ranks' drivers report together, by the replicas' names."""
+        # one of ours is started anew after any failure: cheaper than to reason about what is left of half a sync
+        with self._lock:
+            # what a call lost while the weights were on their way; a server that took them lives
+            still = [x for x in self._lost if self._in_flight and x.ours and x.weight_version != version]
+            self._lost = [x for x in self._replicas if x in still or x.name in lost or (x.ours and x.name in failed)]
+        for replica in self._present:
+            replica.weight_version = NO_WEIGHTS if replica.name in failed else version
+        if not failed:
+            self._delivered = version
+
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
+        bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
+        version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
+        present = [x for x in self._present if x not in lost]
+        if version == NO_WEIGHTS and self._in_flight:
+            version = self._delivered  # an update is under way; which of them is to be had, dispatch sees
+        if prompts and (not present or (lost and not self._in_flight)):
+            raise EngineLost(self._with_advice(self._why_lost), finished={})
+        if prompts and version == NO_WEIGHTS:
+            raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
+        call = next(self._calls)
+        at = self._rollout.temperature if temperature is None else temperature
+        requests = [
+            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, at, bounds[index]) for index, prompt in enumerate(prompts)
+        ]
+        places = {request.request_id: index for index, request in enumerate(requests)}
+        rollouts: dict[int, list[Rollout]] = {}
+
+        def finish(request_id: str, completions: Sequence[Completion]) -> None:
+            index = places[request_id]
+            rollouts[index] = self._to_rollouts(prompts[index], completions, samples_per_prompt)
+            if on_finished is not None:
+                on_finished(index, rollouts[index])
+
+        found = dispatch(
+            requests, present, weight_version=version, deadline_s=self._rollout.request_s,
+            max_in_flight=self._rollout.max_requests, attempts=self._rollout.max_restarts + 1, rotation=self._rank,
+            on_finished=finish,
+        )  # fmt: skip
+        for name, cause in found.down.items():
+            log.warning("%s: %s", name, cause)
+        # one that was recovered since this call began lives again
+        self._note_lost([x for x in present if x.name in found.down and self._lives[id(x)] == lives[id(x)]])
+        why = "; ".join(dict.fromkeys(found.down.values()))
+        if found.down:
+            self._why_lost = why
+        if found.lost:
+            raise EngineLost(self._with_advice(why), finished=rollouts)
+        with self._lock:
+            if self._restarts == restarts:  # none since this call began
+                self._restarts = 0
+        return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
+
+    def _with_advice(self, why: str) -> str:
+        if any(word in why for word in MEMORY_WORDS):
+            return (
+                f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or "
+                "rollout.vllm.max_num_seqs"
+            )
+        return why
+
+    def _request(self, number: str, prompt: Prompt, samples: int, version: int, temperature: float, max_tokens: int) -> GenerateRequest:
+        seed = sample_seed(self._seed, prompt.prompt_id, 0, version, prompt.attempt) & ((1 << SEED_BITS) - 1)
+        return GenerateRequest(
+            request_id=f"{self._rank}-{number}", token_ids=prompt.token_ids, n=samples if temperature else 1,
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=self._stop_ids,
+        )  # fmt: skip
+
+    def _to_rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:
+        """Greedy samples of a prompt are one, as often as asked for."""
+        if len(completions) == 1:
+            completions = [completions[0]] * samples
+        return [self._to_rollout(prompt, index, completion) for index, completion in enumerate(completions)]
+
+    def _to_rollout(self, prompt: Prompt, index: int, completion: Completion) -> Rollout:
+        token_ids = tuple(completion.token_ids.tolist())
+        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
+            raise EngineError(
+                f"sample {prompt.prompt_id}#{index} holds token {max(token_ids)}; the vocabulary ends at {self._vocab_size - 1}"
+            )
+        stopped = token_ids[-1] in self._stop_ids
+        if stopped != (completion.finish_reason == "stop"):
+            raise EngineError(
+                f"sample {prompt.prompt_id}#{index} ended by {completion.finish_reason!r} with token {token_ids[-1]}, "
+                f"and the stop tokens are {list(self._stop_ids)}"
+            )
+        versions = completion.weight_versions
+        if sum(count for _, count in versions) != len(token_ids):
+            raise EngineError(f"sample {prompt.prompt_id}#{index} of {len(token_ids)} tokens came with weight versions {versions}")
+        body = token_ids[:-1] if stopped else token_ids
+        return Rollout(
+            prompt=prompt, sample_index=index, response_ids=token_ids, logprobs=tuple(completion.logprobs.tolist()),
+            text=self._tokenizer.decode(list(body), skip_special_tokens=True), finish_reason=completion.finish_reason,
+            weight_versions=versions,
+        )  # fmt: skip
+
+    def sleep(self) -> None:
+        """Gives the GPU back: weights to host memory, keys and values dropped. For the driver alone."""
+        self._everywhere("sleep", {"level": 1})
+
+    def wake(self, *, tags: Sequence[str]) -> None:
+        """``weights`` before a sync, ``kv_cache`` before generating."""
+        self._everywhere("wake", {"tags": list(tags)})
+
+    def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
+        """One that still starts is awake when it serves; one that does not answer is lost, which the next sync mends on all ranks."""
+        for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
+            try:
+                replica.control(method, arguments, self._sync.deadline_s)
+            except ReplicaLost as error:
+                self._why_lost = f"{error}"
+                self._note_lost([replica])
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for replica in self._replicas:
+                self._sync.forget(replica)
+                replica.close()
+            self._sync.free()

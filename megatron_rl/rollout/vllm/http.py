@@ -1,0 +1,160 @@
+"""One JSON request to a vLLM server, with a deadline over the whole of it, and what its failures mean.
+
+Each request has a connection of its own, so that cutting the connection ends the request, here and on the server (vLLM aborts what it
+generates for a client that is gone). Proxies and redirects are not followed: the key and the prompts go to the address given, or nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import urllib.parse
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
+from megatron_rl.rollout.vllm.server_command import DEV_MODE, SCALE_OUT
+
+CONNECT_S = 5.0
+TOLD_CHARACTERS = 1500  # of an error's text
+BUSY = (408, 425, 429)  # refused for now, not for good
+
+
+class NotListening(ReplicaLost):
+    """Nobody accepts connections at this address."""
+
+
+class ServerFailed(ReplicaLost):
+    """It answers, and says that it cannot serve (5xx): of /health, that its engine is dead."""
+
+
+class MissingRoute(RequestRefused):
+    """The server does not offer this route, by how it was started or by its age."""
+
+
+class Exchange:
+    """One request and its answer. ``cut`` may be called from any thread, at any time, more than once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.was_cut = False
+        self.timed_out = False
+
+    def cut(self) -> None:
+        with self._lock:
+            self.was_cut = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # ended by itself meanwhile
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def run(self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body. Raises OSError or http.client.HTTPException; ``timed_out`` says whether the deadline was the reason."""
+        # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
+        watchdog = threading.Timer(timeout_s, self._expire)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            connection.connect()
+            connection.sock.settimeout(timeout_s)
+            with self._lock:
+                self._socket = connection.sock
+            if self.was_cut:
+                raise ConnectionAbortedError("the request was given up")
+            connection.request(method, path, body=body, headers=headers)
+            answer = connection.getresponse()
+            content = answer.read()
+            if self.was_cut:
+                raise ConnectionAbortedError("the request was given up")
+            if answer.length is None and not answer.chunked:
+                # http.client takes the connection's end for the end of the headers, or of the body: what was cut there looks whole.
+                raise http.client.HTTPException("an answer without a length, as one that was cut has")
+            return answer.status, content
+        finally:
+            watchdog.cancel()
+            with self._lock:
+                self._socket = None
+            connection.close()
+
+    def _expire(self) -> None:
+        self.timed_out = True
+        self.cut()
+
+
+class Server:
+    """An address and the key for it."""
+
+    def __init__(self, url: str, *, api_key: str | None, key_setting: str) -> None:
+        """``key_setting`` is named in messages; the key never is."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+            raise ConfigError(f"rollout.servers holds {url!r}, which is no server's address; write it as http://HOST:PORT")
+        if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip()):
+            raise ConfigError(f"the key that {key_setting} names is empty or holds characters that no HTTP header can carry")
+        self.url = url.rstrip("/")
+        self.host, self.port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self.key_setting = key_setting
+        self._tls, self._folder, self._key = parts.scheme == "https", parts.path.rstrip("/"), api_key
+
+    def call(self, method: str, path: str, body: object = None, *, timeout_s: float, exchange: Exchange | None = None) -> object:
+        """The answer's JSON, None where it is empty. Raises ReplicaLost and RequestRefused."""
+        exchange = exchange or Exchange()
+        headers = {"Accept": "application/json", "Connection": "close"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        content = None if body is None else json.dumps(body).encode()
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=min(CONNECT_S, timeout_s))
+        what = f"{self.url}: {method} {path}"
+        try:
+            status, answer = exchange.run(connection, method, self._folder + path, content, headers, timeout_s)
+        except ConnectionRefusedError as error:
+            raise NotListening(f"{self.url}: connection refused, nothing listens there") from error
+        except (OSError, http.client.HTTPException) as error:
+            if exchange.timed_out or isinstance(error, TimeoutError):
+                raise ReplicaLost(f"{what} was not answered in {timeout_s:g} s") from error
+            if exchange.was_cut:
+                raise ReplicaLost(f"{what} was given up here") from error
+            raise ReplicaLost(f"{what}: the connection broke, {type(error).__name__}: {self._told(str(error))}") from error
+        if not 200 <= status < 300:
+            raise self._error(what, path, status, answer)
+        try:
+            return json.loads(answer) if answer.strip() else None
+        except ValueError as error:
+            raise ReplicaLost(f"{what}: {len(answer)} bytes that are not JSON, {self._told(text_of(answer))!r}") from error
+
+    def _told(self, text: str) -> str:
+        text = text if self._key is None else text.replace(self._key, "***")
+        return text if len(text) <= TOLD_CHARACTERS else f"{text[:TOLD_CHARACTERS]} ..."
+
+    def _error(self, what: str, path: str, status: int, answer: bytes) -> Exception:
+        told = self._told(text_of(answer))
+        if status >= 500:
+            return ServerFailed(f"{what}: {status}, {told}")
+        if status in BUSY:
+            return ReplicaLost(f"{what}: {status}, {told}")
+        if status == 403 and SCALE_OUT in told or status in (404, 405) and path.startswith("/inference/"):
+            return MissingRoute(f"{what}: {status}, {told}. Start the server with {SCALE_OUT} (vLLM 0.29 or newer)")
+        if status in (401, 403):
+            sent = "no key was sent" if self._key is None else "the key that was sent is not the server's"
+            return RequestRefused(f"{what}: {status}, {sent}; set {self.key_setting} to the name of the environment variable that holds it")
+        if status in (404, 405):
+            return MissingRoute(f"{what}: {status}, {told}. The server has this route only with {'='.join(DEV_MODE)} in its environment")
+        return RequestRefused(f"{what}: {status}, {told}")
+
+
+def text_of(answer: bytes) -> str:
+    """An error body's message, however vLLM, FastAPI or a proxy wrapped it."""
+    text = answer.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text or "no text"
+    for name in ("error", "detail", "message"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    return found if isinstance(found, str) else json.dumps(found)

@@ -1,0 +1,191 @@
+"""The embedded engine's process: vLLM's own engine, stepped here, with a rank at the other end of a socket pair.
+
+    python -m megatron_rl.rollout.vllm.process_main FD       # started by rollout/vllm/process_replica.py, never by hand
+
+The first frame holds the engine's arguments; then requests and control messages arrive at any time and completions leave as they are
+done. Between two control messages of a weight update nothing is stepped, nor between pause and resume. The process ends with its rank,
+however that ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+import numpy as np
+
+from megatron_rl.rollout.vllm import frames
+
+PR_SET_PDEATHSIG = 1
+
+
+class EngineProcess:
+    """vLLM's LLMEngine and what the rank asked of it."""
+
+    def __init__(self, connection: socket.socket, arguments: dict) -> None:
+        from vllm import EngineArgs, LLMEngine
+
+        self.connection = connection
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.updating = self.paused = False
+
+    @property
+    def works(self) -> bool:
+        return self.engine.has_unfinished_requests() and not (self.updating or self.paused)
+
+    def run(self) -> None:
+        import vllm
+
+        frames.send(self.connection, {"kind": "ready", "vllm_version": vllm.__version__, **self._ask("describe")})
+        threading.Thread(target=self._read, daemon=True).start()
+        while True:
+            while not (self.works and self.inbox.empty()):
+                if not self._handle(self.inbox.get()):
+                    return
+            for output in self.engine.step():
+                if output.finished:
+                    self._send_output(output)
+
+    def _read(self) -> None:
+        """Whatever ends it ends the engine: the rank is gone, broke off within a frame, or there was no memory for one."""
+        try:
+            while True:
+                self.inbox.put(frames.receive(self.connection))
+        except frames.Closed:
+            return
+        finally:
+            self.inbox.put(None)
+
+    def _handle(self, message: tuple[dict, dict] | None) -> bool:
+        """False: the rank is gone, or wants us gone."""
+        if message is None:
+            return False
+        header, arrays = message
+        match header["kind"]:
+            case "generate":
+                self._add(header, arrays["token_ids"])
+            case "abort":
+                self.engine.abort_request([header["request_id"]])
+            case "control":
+                self._control(header)
+            case "close":
+                return False
+        return True
+
+    def _add(self, header: dict, token_ids: np.ndarray) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        try:
+            sampling = SamplingParams(**header["sampling"], output_kind=RequestOutputKind.FINAL_ONLY)
+            self.engine.add_request(header["request_id"], {"prompt_token_ids": token_ids.tolist()}, sampling)
+        except (ValueError, TypeError) as error:
+            frames.send(self.connection, {"kind": "refused", "request_id": header["request_id"], "error": str(error)})
+
+    def _send_output(self, output) -> None:
+        """All samples of a request in one frame, flat, with their lengths."""
+        samples = sorted(output.outputs, key=lambda sample: sample.index)
+        token_ids = [np.asarray(sample.token_ids, dtype=np.int64) for sample in samples]
+        logprobs = [_sampled_logprobs(sample) for sample in samples]
+        arrays = {
+            "lengths": np.array([[len(x), len(y)] for x, y in zip(token_ids, logprobs, strict=True)], dtype=np.int64).reshape(-1, 2),
+            "token_ids": np.concatenate([*token_ids, np.empty(0, dtype=np.int64)]),
+            "logprobs": np.concatenate([*logprobs, np.empty(0, dtype=np.float32)]),
+        }
+        versions = [[[span.version, span.end - span.start] for span in sample.weight_versions or []] for sample in samples]
+        header = {"reasons": [sample.finish_reason for sample in samples], "weight_versions": versions}
+        frames.send(self.connection, {"kind": "output", "request_id": output.request_id, **header}, arrays)
+
+    def _control(self, header: dict) -> None:
+        try:
+            answer = self._do(header["method"], header["arguments"])
+        except Exception as error:  # noqa: BLE001 (the rank raises it, with its text)
+            frames.send(self.connection, {"kind": "failed", "id": header["id"], "error": f"{type(error).__name__}: {error}"})
+            if header["method"] in ("update_weights", "finish_weight_update"):
+                self.updating = False
+        else:
+            frames.send(self.connection, {"kind": "answer", "id": header["id"], "answer": answer})
+
+    def _do(self, method: str, arguments: dict) -> object:
+        engine = self.engine
+        match method:
+            case "init_weight_transfer":
+                engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": arguments})
+            case "start_weight_update":
+                self.updating = True
+                engine.collective_rpc("start_weight_update")
+            case "update_weights":
+                engine.collective_rpc("update_weights", kwargs={"update_info": arguments})
+            case "finish_weight_update":
+                engine.collective_rpc("finish_weight_update")
+                engine.set_weight_version(arguments["weight_version"])
+                self.updating = False
+            case "reset_prefix_cache":
+                # Running requests begin again with what they have as their prompt; a step of theirs that is under way on the device
+                # (asynchronous scheduling) is thrown away, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
+                if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
+                    raise RuntimeError("the prefix cache could not be reset: requests are still under way")
+            case "weights_received":
+                return engine.collective_rpc("weights_received")
+            case "pause":
+                self.paused = True
+            case "resume":
+                self.paused = False
+            case "sleep":
+                engine.sleep(level=arguments["level"])
+            case "wake":
+                engine.wake_up(arguments["tags"])
+            case other:
+                raise ValueError(f"an engine has no control message {other!r}")
+        return None
+
+    def _ask(self, method: str) -> dict:
+        return self.engine.collective_rpc(method)[0]
+
+
+def _sampled_logprobs(sample) -> np.ndarray:
+    """[T] float32 of the sampled tokens: with ``logprobs=0, flat_logprobs=True`` vLLM keeps just those, in one list."""
+    return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A rank that is killed takes its engine along; a rank that is asked to leave finishes its step first, and needs it until then."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    descriptor, parent = int(arguments[0]), int(arguments[1])
+    _end_with_parent(parent)
+    connection = socket.socket(fileno=descriptor)
+    given, _ = frames.receive(connection)
+    try:
+        EngineProcess(connection, given["engine"]).run()
+    except Exception as error:  # noqa: BLE001 (told to the rank, and the process ends)
+        traceback.print_exc()
+        try:
+            frames.send(connection, {"kind": "dead", "error": f"{type(error).__name__}: {error}"})
+        except OSError:
+            print("the rank is gone too", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # out of memory, telling it can fail too
+        os._exit(code)  # what is left (worker processes of tensor parallelism) ends with this one; vLLM's own teardown may wait

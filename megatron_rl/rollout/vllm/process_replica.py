@@ -1,0 +1,268 @@
+"""Replica (see rollout/vllm/replica.py) over a vLLM engine in a process of this rank's own, on its GPUs or on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import pathlib
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import numpy as np
+
+from megatron_rl.distributed import child_process
+from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.vllm import frames
+from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
+
+log = logging.getLogger(__name__)
+
+LAST_LINES = 15
+SEND_S = 30  # without a byte taken; an engine that works reads at any time, in a thread of its own
+
+
+def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, threads: int | None) -> dict[str, str]:
+    """The environment of an engine's process: ours without the trainer's world. ``devices``: its GPUs, None on a CPU host."""
+    kept = child_process.environment(given)
+    kept.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
+    kept |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is stepped in that process, which is apart already
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if devices is not None:
+        return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    # vLLM would pin its threads to cores of its choice, the same ones for every engine of the host
+    kept |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads or 1), "TORCHDYNAMO_DISABLE": "1"}
+    kept.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    return kept
+
+
+class ProcessReplica:
+    """One engine process, its frames read by a thread. Its output goes to ``log_path``, whose last lines every error quotes."""
+
+    ours = True
+
+    def __init__(self, engine_arguments: Mapping[str, object], environment: Mapping[str, str], log_path: pathlib.Path) -> None:
+        self.arguments = dict(engine_arguments)
+        self.environment = dict(environment)
+        self.log_path = log_path
+        self.name = "the embedded vLLM engine"
+        self.weight_version = NO_WEIGHTS
+        self._process: subprocess.Popen | None = None
+        self._connection: socket.socket | None = None
+        self._ready: Future[ReplicaFacts] = Future()
+        self._requests: dict[str, Future] = {}
+        self._answers: dict[int, Future] = {}
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        # An engine that hangs reads nothing: with the socket full, a send would wait for ever. Receiving has no such bound.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.rollout.vllm.process_main", str(theirs.fileno()), str(os.getpid())],
+                env=self.environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first
+            )  # fmt: skip
+        theirs.close()
+        self.name = f"the embedded vLLM engine (process {self._process.pid} of {socket.gethostname()})"
+        self.weight_version = NO_WEIGHTS
+        self._ready = Future()
+
+        def connect() -> None:
+            self._connection, self._requests, self._answers = ours, {}, {}
+
+        threading.Thread(target=self._read, args=(ours, self._process, self._ready), daemon=True, name="vllm-frames").start()
+        self._send({"kind": "start", "engine": self.arguments}, first=connect)  # no other thread's frame comes before this one
+
+    def wait_ready(self, timeout_s: float) -> ReplicaFacts:
+        try:
+            return self._ready.result(timeout_s)
+        except FutureTimeout:
+            raise ReplicaLost(
+                f"{self.name} was not ready after {timeout_s:.0f} s; raise rollout.start_s, or read {self.log_path}:\n{self.last_lines()}"
+            ) from None
+
+    def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
+        """Nothing: it has none."""
+
+    def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
+        future: Future[list[Completion]] = Future()
+        header = {"kind": "generate", "request_id": request.request_id, "sampling": sampling_parameters(request)}
+        token_ids = np.array(request.token_ids, dtype=np.int64)
+        try:
+            self._send(header, {"token_ids": token_ids}, first=lambda: self._requests.update({request.request_id: future}))
+        except ReplicaLost as error:
+            _settle(future, error)
+        return future
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            self._requests.pop(request_id, None)
+        self._send({"kind": "abort", "request_id": request_id})
+
+    def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
+        future: Future = Future()
+        number = next(self._ids)
+        header = {"kind": "control", "id": number, "method": method, "arguments": dict(arguments)}
+        self._send(header, first=lambda: self._answers.update({number: future}))
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            raise ReplicaLost(f"{self.name} did not answer {method} in {timeout_s:.0f} s") from None
+
+    def give_up(self, cause: str) -> None:
+        with self._lock:
+            requests, self._requests = self._requests, {}
+        for request_id, future in requests.items():
+            _settle(future, ReplicaLost(f"{self.name}: {cause}"))
+            with contextlib.suppress(ReplicaLost):  # then it generates no more
+                self._send({"kind": "abort", "request_id": request_id})
+
+    def restart(self) -> None:
+        self._end()
+        self.start()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            try:
+                self._send({"kind": "close"})
+                self._process.wait(10)
+            except (ReplicaLost, subprocess.TimeoutExpired):
+                log.info("%s did not end by itself and is killed", self.name)
+        self._end()
+
+    def last_lines(self) -> str:
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(lines[-LAST_LINES:])
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(30)
+        with self._lock:
+            connection, self._connection = self._connection, None
+            waiting = [*self._requests.values(), *self._answers.values()]
+            self._requests, self._answers = {}, {}
+        if connection is not None:
+            connection.close()
+        self.weight_version = NO_WEIGHTS
+        for future in waiting:  # the thread that reads may learn of the end only when the next process has the place
+            _settle(future, ReplicaLost(f"{self.name} was ended"))
+
+    def _send(
+        self, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None, *, first: Callable[[], None] | None = None
+    ) -> None:
+        """first: done under the same lock, so that what waits for an answer and what is sent belong to one process."""
+        try:
+            with self._lock:
+                if first is not None:
+                    first()
+                if self._connection is None:
+                    raise frames.Closed("it was ended")
+                frames.send(self._connection, header, arrays)
+        except OSError as error:
+            self._break_off()  # part of the frame may be on its way
+            raise ReplicaLost(f"{self.name} is gone ({error}); {self.log_path} ends:\n{self.last_lines()}") from error
+
+    def _break_off(self) -> None:
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError):  # the other end may be gone already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _read(self, connection: socket.socket, process: subprocess.Popen, ready: Future) -> None:
+        """Hands every frame to whoever waits for it, until the process ends; then everyone who still waits is told."""
+        said = ""
+        try:
+            while True:
+                header, arrays = frames.receive(connection)
+                if header["kind"] == "dead":
+                    said = f": {header['error']}"
+                self._deliver(header, arrays, ready)
+        except (OSError, ValueError) as error:
+            try:
+                code = process.wait(10)
+            except subprocess.TimeoutExpired:
+                code = f"still running, {error}"
+            what = f"{self.name} ended (exit code {code}){said}"
+            time.sleep(0.05)  # its last lines may still be on their way to the file
+            lost = ReplicaLost(f"{what}; {self.log_path} ends:\n{self.last_lines()}")
+            with self._lock:
+                waiting = [ready, *self._requests.values(), *self._answers.values()] if self._process is process else [ready]
+                if self._process is process:
+                    self._connection, self._requests, self._answers = None, {}, {}
+                    self.weight_version = NO_WEIGHTS
+            for future in waiting:
+                _settle(future, lost)
+
+    def _deliver(self, header: dict, arrays: dict[str, np.ndarray], ready: Future) -> None:
+        match header["kind"]:
+            case "ready":
+                facts = {name: header[name] for name in ("vllm_version", "vocab_size", "max_model_tokens", "logprobs_mode", "dtype")}
+                _settle(ready, ReplicaFacts(**facts))
+            case "output":
+                _settle(self._taken(header), _completions(header, arrays))
+            case "refused":
+                _settle(self._taken(header), RequestRefused(f"{self.name} refused request {header['request_id']}: {header['error']}"))
+            case "answer":
+                with self._lock:
+                    future = self._answers.pop(header["id"], None)
+                _settle(future, header["answer"])
+            case "failed":
+                with self._lock:
+                    future = self._answers.pop(header["id"], None)
+                _settle(future, RequestRefused(f"{self.name}: {header['error']}"))
+
+    def _taken(self, header: dict) -> Future | None:
+        with self._lock:
+            return self._requests.pop(header["request_id"], None)
+
+
+def _settle(future: Future | None, result: object) -> None:
+    """None: nobody waits for it any more."""
+    if future is None:
+        return
+    try:
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+    except InvalidStateError:
+        log.debug("an answer came twice: %r", result)
+
+
+def _completions(header: dict, arrays: dict[str, np.ndarray]) -> list[Completion]:
+    lengths = arrays["lengths"]
+    ends = np.cumsum(lengths, axis=0)
+    return [
+        Completion(
+            token_ids=arrays["token_ids"][ends[k, 0] - lengths[k, 0] : ends[k, 0]],
+            logprobs=arrays["logprobs"][ends[k, 1] - lengths[k, 1] : ends[k, 1]],
+            finish_reason=reason,
+            weight_versions=tuple((parse_version(version), count) for version, count in header["weight_versions"][k]),
+        )
+        for k, reason in enumerate(header["reasons"])
+    ]

@@ -1,0 +1,33 @@
+"""How a request is put to vLLM: every sampling parameter said, so that no default of an engine or a generation_config.json applies."""
+
+from __future__ import annotations
+
+from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.vllm.replica import GenerateRequest
+
+
+def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
+    """Fields of vllm.SamplingParams (0.32.0), JSON-able."""
+    return {
+        "n": request.n,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "min_tokens": 0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # the stop tokens are the trainer's, and only those
+        "logprobs": 0,  # the sampled token's alone
+        "flat_logprobs": True,
+        "detokenize": False,
+    }
+
+
+def parse_version(label: str) -> int:
+    """vLLM labels weights by a text; an engine that never had ours says "default"."""
+    return int(label) if label.isdecimal() else NO_WEIGHTS

@@ -1,0 +1,54 @@
+"""How a vLLM server is started for this trainer: the one place that the supervisor, the error messages and the docs take it from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+MODULE = "vllm.entrypoints.openai.api_server"
+API_KEY = "VLLM_API_KEY"  # by environment: an argument stands in the host's process list
+# Routes for weights, cache and collective_rpc exist only under it (vLLM 0.32.0, entrypoints/launchers/api_server/routers.py).
+DEV_MODE = ("VLLM_SERVER_DEV_MODE", "1")
+SCALE_OUT = "--enable-scale-out"
+LOGPROBS_MODE = "processed_logprobs"
+WORKER_EXTENSION = "megatron_rl.rollout.weight_sync.receiver.Receiver"
+
+# Lets a pickled function be sent to /collective_rpc: whoever reaches the port would run code. Never passed on.
+INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+# A server started beside a trainer must not take the trainer's process group for its own.
+LAUNCHER_VARIABLES = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|"
+    r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|PMI_.*|PMIX_.*|OMPI_.*"
+)
+
+
+def server_command(model: str, host: str, port: int, *extra: str, python: str = "python", module: str = MODULE) -> list[str]:
+    """The command line; it wants ``server_environment`` beside it."""
+    return [
+        python, "-m", module, "--model", model, "--host", host, "--port", str(port),
+        "--worker-extension-cls", WORKER_EXTENSION,
+        "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
+        "--logprobs-mode", LOGPROBS_MODE, SCALE_OUT,
+        "--middleware", "megatron_rl.rollout.vllm.auth_middleware.Guard", *extra,
+    ]  # fmt: skip
+
+
+def example(model: str, host: str, port: int) -> str:
+    """One line for a shell, for messages and docs."""
+    return f"{'='.join(DEV_MODE)} {shlex.join(server_command(model, host, port))}"
+
+
+def server_environment(
+    parent: Mapping[str, str], *, api_key: str | None, devices: Sequence[str] | None
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What a server is started with, and the variables of ``parent`` that it does not get. ``devices``: its GPUs, None for all or none."""
+    dropped = tuple(sorted(name for name in parent if name == INSECURE or LAUNCHER_VARIABLES.fullmatch(name)))
+    environment = {name: value for name, value in parent.items() if name not in (*dropped, API_KEY)}
+    environment.update([DEV_MODE])
+    if api_key is not None:
+        environment[API_KEY] = api_key
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return environment, dropped

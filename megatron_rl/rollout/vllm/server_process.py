@@ -1,0 +1,52 @@
+"""Runs one server and ends all of it: with its parent, at a signal, and what is left of it when it dies.
+
+    python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by rollout/vllm/supervisor.py, never by hand
+
+A vLLM server is several processes. Killed (kill -9, out of memory), its API process leaves the engine behind, which holds the GPU's
+memory, and the next server finds none. So each server gets this small parent, which ends the server's whole process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
+
+
+def end_with_parent(number: int) -> None:
+    """This process gets the signal when its parent ends, however that happens (Linux)."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, number)
+
+
+def main(arguments: list[str]) -> int:
+    parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
+    asked: list[int] = []  # no Event: its lock may be held by the very wait that the handler interrupts
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: asked.append(number))
+    end_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1
+    server = subprocess.Popen(command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGKILL))
+    try:
+        while server.poll() is None and not asked:
+            time.sleep(0.1)
+        if server.poll() is None:
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it had its time
+                server.wait(grace_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
+            os.killpg(server.pid, signal.SIGKILL)
+    code = server.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

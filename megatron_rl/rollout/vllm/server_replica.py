@@ -1,0 +1,373 @@
+"""Replica (see rollout/vllm/replica.py) over one ``vllm serve`` endpoint: tokens in and out by /inference/v1/generate, weights by vLLM's RL routes.
+
+Read and run with vLLM 0.32.0. What this file stands on: ``/inference/v1/generate`` takes SamplingParams field by field, and a field that
+is sent is not replaced by the server's generation_config (entrypoints/scale_out/token_in_token_out/serving.py); a stop token of
+``stop_token_ids`` ends a sample, with it as the last token, whatever ``ignore_eos`` says (v1/core/sched/utils.py, check_stop); a log-prob
+of −inf or NaN, or a missing one, comes as −9999; a client that hangs up ends what was generated for it. /pause?mode=keep answers once no
+step is under way, and requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.vllm.http import Exchange, MissingRoute, NotListening, Server, ServerFailed
+from megatron_rl.rollout.vllm.replica import (
+    OLDEST_VLLM,
+    Completion,
+    GenerateRequest,
+    ReplicaFacts,
+    ReplicaLost,
+    RequestRefused,
+)
+from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
+from megatron_rl.rollout.vllm.server_command import LOGPROBS_MODE, WORKER_EXTENSION, example
+
+log = logging.getLogger(__name__)
+POLL_S = 0.5
+HEALTH_S = 2.0  # between two looks at a server that owes an answer
+UNHEALTHY = 2  # such looks in a row
+ANSWER_S = 10.0  # of what a server answers from memory
+RESUME_S = 30.0  # of all attempts to resume a server after an update in flight that failed
+UPDATING_LABEL = "updating"  # of its weights from a pause to the update's end: no number, so what is sampled by them is never taken
+UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
+NO_LOGPROB = -9999.0  # vLLM's word for −inf, NaN and missing
+KEY_SETTING = "rollout.api_key_env"
+
+
+def api_key_of(variable: str | None) -> str | None:
+    """The key in the environment variable of that name; None where there is none, which a server that wants one answers by 401."""
+    return (os.environ.get(variable) or None) if variable else None
+
+
+class ServerReplica:
+    """One endpoint. Each request has a thread and a connection while it is under way."""
+
+    ours = False
+
+    def __init__(self, url: str, *, deadline_s: float, api_key_env: str | None = None, model: str = "MODEL") -> None:
+        """``deadline_s`` bounds a request; ``model`` stands in the message that says how to start a server."""
+        self.server = Server(url, api_key=api_key_of(api_key_env), key_setting=KEY_SETTING)
+        self.name = self.server.url
+        self.weight_version = NO_WEIGHTS
+        self.deadline_s, self.model = deadline_s, model
+        self._held_before_restart = NO_WEIGHTS
+        self._under_way: dict[str, Exchange] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._sick = ""
+        self._numbers = itertools.count()
+
+    def start(self) -> None:
+        """The server runs already, or somebody starts it; from here on its health is watched while it owes an answer."""
+        threading.Thread(target=self._watch_health, daemon=True, name=f"health-{self.name}").start()
+
+    def _watch_health(self) -> None:
+        """A server whose engine died may go on holding requests for ever, and end only once they are cut. One that is merely busy, and
+        answers /health late, is left alone."""
+        server, bad = self.server, 0
+        while not self._closed:
+            time.sleep(HEALTH_S)
+            if not self._under_way:
+                continue
+            try:
+                server.call("GET", "/health", timeout_s=ANSWER_S)
+                bad = 0
+            except (NotListening, ServerFailed) as error:
+                bad += 1
+                if bad >= UNHEALTHY:
+                    self._sick = str(error)
+                    self._cut_all()
+            except (ReplicaLost, RequestRefused):  # late, or cut itself
+                bad = 0
+
+    def wait_ready(self, timeout_s: float) -> ReplicaFacts:
+        """Tried until the time is up: a server that starts, or dies under its supervisor, fails in every way for a while."""
+        ends_at = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._check_health(min(ANSWER_S, max(0.05, ends_at - time.monotonic())))
+                facts = self._facts()
+                self.weight_version = self._weights_after_restart()
+                return facts
+            except ReplicaLost as error:
+                if time.monotonic() + POLL_S < ends_at:
+                    time.sleep(POLL_S)
+                    continue
+                hint = ""
+                if isinstance(error, NotListening):
+                    hint = f". Start a server: {example(self.model, self.server.host, self.server.port)}"
+                raise ReplicaLost(f"{self.name} was not ready in {timeout_s:g} s: {error}{hint}") from error
+
+    def _check_health(self, timeout_s: float) -> None:
+        try:
+            self.server.call("GET", "/health", timeout_s=timeout_s)
+        except MissingRoute as error:
+            raise RequestRefused(f"{self.name} answers, and has no /health: another program listens there, not vLLM ({error})") from error
+
+    def _weights_after_restart(self) -> int:
+        if self._held_before_restart == NO_WEIGHTS:
+            return self.weight_version
+        # The same process still: a restarted one says "default". What it holds was whole when we last knew it.
+        said = parse_version(str(self._get("/weight_info", "weight_version")))
+        held, self._held_before_restart = self._held_before_restart, NO_WEIGHTS
+        return held if said == held else NO_WEIGHTS
+
+    def _facts(self) -> ReplicaFacts:
+        version = str(self._get("/version", "version"))
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
+            raise RequestRefused(f"{self.name} runs vLLM {version}; {'.'.join(map(str, OLDEST_VLLM))} or newer is needed, update it there")
+        models = self._get("/v1/models", "data")
+        said = self._describe()
+        mode = said["logprobs_mode"]
+        if mode != LOGPROBS_MODE:
+            raise RequestRefused(
+                f"{self.name} gives log-probs in the mode {mode!r}, which are not those at the sampling temperature; start it with "
+                f"--logprobs-mode {LOGPROBS_MODE}"
+            )
+        limits = [said["max_model_tokens"], *(x["max_model_len"] for x in models if x.get("max_model_len"))]
+        return ReplicaFacts(
+            vllm_version=version, vocab_size=int(said["vocab_size"]), max_model_tokens=int(min(limits)), logprobs_mode=mode,
+            dtype=said.get("dtype"),
+        )  # fmt: skip
+
+    def _get(self, path: str, field: str):
+        answer = self.server.call("GET", path, timeout_s=ANSWER_S)
+        if not isinstance(answer, dict) or field not in answer:
+            raise ReplicaLost(f"{self.name}: GET {path} answered without {field!r}: {answer!r:.200}")
+        return answer[field]
+
+    def _describe(self) -> dict:
+        """What every worker's Receiver says of its engine."""
+        try:
+            said = self._ask_workers("describe", ANSWER_S)
+        except (ReplicaLost, RequestRefused) as error:
+            if "describe" in str(error).partition(", ")[2]:  # the server's text: its workers have no such method
+                raise RequestRefused(f"{self.name}: its workers cannot take weights ({error}); start it with {self._flag()}") from error
+            raise
+        wanted = {"vocab_size", "max_model_tokens", "logprobs_mode"}
+        if not said or any(not isinstance(x, dict) or not wanted <= x.keys() for x in said):
+            raise RequestRefused(f"{self.name}: its workers describe themselves as {said!r:.200}; start it with {self._flag()}")
+        if any(x != said[0] for x in said):
+            raise RequestRefused(f"{self.name}: its workers disagree on what they are: {said!r:.400}; restart it")
+        return said[0]
+
+    def _flag(self) -> str:
+        return f"--worker-extension-cls {WORKER_EXTENSION}"
+
+    def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
+        """Raises RequestRefused where the server's tokenizer gives other ids than ``encode`` (no special tokens added) for a text.
+
+        A server without a tokenizer has none that could differ, and passes.
+        """
+        for text in texts:
+            try:
+                answer = self.server.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}, timeout_s=ANSWER_S)
+            except MissingRoute:
+                return
+            except (ReplicaLost, RequestRefused) as error:
+                if "tokenizer" in str(error).lower():  # 400 or 501: skip_tokenizer_init
+                    return
+                raise
+            theirs = answer.get("tokens") if isinstance(answer, dict) else None
+            if theirs is None:
+                raise ReplicaLost(f"{self.name}: POST /tokenize answered without 'tokens': {answer!r:.200}")
+            ours = list(encode(text))
+            if theirs != ours:
+                raise RequestRefused(
+                    f"{self.name} has another tokenizer than the trainer: {text!r} is {theirs} there and {ours} here; serve the model "
+                    "folder that model.hf_path names, with its own tokenizer"
+                )
+
+    def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
+        future: Future[list[Completion]] = Future()
+        exchange = Exchange()
+        with self._lock:
+            if self._closed:
+                raise ReplicaLost(f"{self.name} was closed here")
+            assert request.request_id not in self._under_way, f"request {request.request_id} is under way already"
+            self._under_way[request.request_id] = exchange
+        # A daemon: a request that hangs does not keep the process from ending.
+        threading.Thread(
+            target=self._generate, args=(request, exchange, future), daemon=True, name=f"generate-{request.request_id}"
+        ).start()
+        return future
+
+    def _generate(self, request: GenerateRequest, exchange: Exchange, future: Future) -> None:
+        body = {
+            "request_id": request.request_id,
+            "token_ids": list(request.token_ids),
+            "sampling_params": sampling_parameters(request),
+            "stream": False,
+        }
+        failure: Exception | None = None
+        try:
+            answer = self.server.call("POST", "/inference/v1/generate", body, timeout_s=self.deadline_s, exchange=exchange)
+            completions = self._completions(request, answer)
+        except Exception as error:  # noqa: BLE001 (whatever it is, who waits for the future raises it)
+            failure = self._explained(error)
+        with self._lock:
+            if self._under_way.get(request.request_id) is exchange:
+                del self._under_way[request.request_id]
+        if failure is None:
+            future.set_result(completions)
+        else:
+            future.set_exception(failure)
+
+    def _completions(self, request: GenerateRequest, answer: object) -> list[Completion]:
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            completions = [_completion(choice) for choice in choices]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ReplicaLost(
+                f"{self.name}: the answer to request {request.request_id} cannot be read, {error!r}: {answer!r:.300}"
+            ) from error
+        indices = [choice["index"] for choice in choices]
+        if indices != list(range(len(choices))):
+            raise ReplicaLost(f"{self.name}: the answer to request {request.request_id} numbers its samples {indices}")
+        return completions
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            exchange = self._under_way.pop(request_id, None)
+        if exchange is not None:
+            exchange.cut()
+
+    def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
+        match method:
+            case "init_weight_transfer":
+                with contextlib.suppress(MissingRoute):
+                    self._post("/resume", None, timeout_s)  # a trainer that was killed in mid-update left it paused
+                return self._post("/init_weight_transfer_engine", {"init_info": dict(arguments)}, timeout_s)
+            case "start_weight_update":
+                return self._post("/start_weight_update", None, timeout_s)
+            case "update_weights":
+                return self._post("/update_weights", {"update_info": dict(arguments)}, timeout_s)
+            case "finish_weight_update":
+                return self._post("/finish_weight_update", {"weight_version": str(arguments["weight_version"])}, timeout_s)
+            case "reset_prefix_cache":
+                return self._reset_prefix_cache(bool(arguments.get("running")), timeout_s)
+            case "weights_received":
+                return self._ask_workers("weights_received", timeout_s)
+            case "pause":
+                self._post("/pause?mode=keep&clear_cache=false", None, timeout_s)
+                return self._post(*UNLABEL, timeout_s)
+            case "resume":
+                return self._post("/resume", None, timeout_s)
+            case "sleep":
+                return self._post(f"/sleep?level={int(arguments['level'])}", None, timeout_s)
+            case "wake":
+                tags = urllib.parse.urlencode([("tags", tag) for tag in arguments.get("tags") or ()])
+                return self._post(f"/wake_up?{tags}" if tags else "/wake_up", None, timeout_s)
+            case other:
+                raise ValueError(f"an engine has no control message {other!r}")
+
+    def _post(self, path: str, body: object, timeout_s: float) -> object:
+        name, exchange = f"control {next(self._numbers)}", Exchange()
+        with self._lock:
+            self._under_way[name] = exchange
+        try:
+            return self.server.call("POST", path, body, timeout_s=timeout_s, exchange=exchange)
+        except ReplicaLost as error:
+            raise self._explained(error) from error
+        finally:
+            with self._lock:
+                self._under_way.pop(name, None)
+
+    def _explained(self, error: Exception) -> Exception:
+        """Why a request was cut, where the reason is the server's health."""
+        if self._sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
+            return ReplicaLost(f"{error}, since {self._sick}")
+        return error
+
+    def _ask_workers(self, method: str, timeout_s: float) -> list:
+        answer = self._post("/collective_rpc", {"method": method, "timeout": timeout_s}, timeout_s)
+        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list):
+            raise ReplicaLost(f"{self.name}: POST /collective_rpc {method} answered without 'results': {answer!r:.200}")
+        return answer["results"]
+
+    def give_up(self, cause: str) -> None:
+        """Everybody's requests end there, and then it is resumed: half an update's weights are to sample nothing more, and no server stays
+        paused. One that does not hear of it is cut off here."""
+        log.warning("%s gives up what is under way: %s", self.name, cause)
+        try:
+            self._post("/pause?mode=abort&clear_cache=false", None, ANSWER_S)
+        except (ReplicaLost, RequestRefused) as error:
+            log.warning("%s could not end its requests: %s", self.name, error)
+            self._cut_all()
+        ends_at = time.monotonic() + RESUME_S
+        while True:
+            try:
+                self._post(*UNLABEL, ANSWER_S)
+                self._post("/resume", None, ANSWER_S)
+                return
+            except NotListening:  # gone, and a new one starts awake
+                return
+            except (ReplicaLost, RequestRefused) as error:
+                if time.monotonic() > ends_at:
+                    log.warning("%s may still be paused: %s. POST %s/resume, or start it anew", self.name, error, self.server.url)
+                    return
+            time.sleep(POLL_S)
+
+    def _reset_prefix_cache(self, running: bool, timeout_s: float) -> None:
+        """Blocks that a request holds cannot be reset; one that was just aborted gives its own back within a step or two."""
+        ends_at = time.monotonic() + timeout_s
+        path = "/reset_prefix_cache?reset_running_requests=true" if running else "/reset_prefix_cache"
+        while True:
+            answer = self._post(path, None, max(0.05, ends_at - time.monotonic()))
+            if isinstance(answer, dict) and answer.get("success") is True:
+                return
+            if time.monotonic() + POLL_S >= ends_at:
+                raise ReplicaLost(
+                    f"{self.name} did not reset its prefix cache in {timeout_s:g} s ({answer!r:.200}): requests hold its blocks"
+                )
+            time.sleep(POLL_S / 5)
+
+    def restart(self) -> None:
+        """The server is not ours to end: what is under way here is given up, and ``wait_ready`` waits for whoever restarts it."""
+        self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
+        self._sick = ""
+        self._cut_all()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._cut_all()
+        self.weight_version = NO_WEIGHTS
+
+    def _cut_all(self) -> None:
+        with self._lock:
+            exchanges = list(self._under_way.values())
+            self._under_way.clear()
+        for exchange in exchanges:
+            exchange.cut()
+
+
+def _completion(choice: Mapping) -> Completion:
+    """One choice of vLLM's GenerateTokensResponse."""
+    token_ids = np.array(choice["token_ids"], dtype=np.int64)
+    content = (choice["logprobs"] or {"content": []})["content"]
+    logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
+    of_tokens = [entry["token_id"] for entry in content]
+    if len(of_tokens) == len(token_ids) and of_tokens != token_ids.tolist():
+        raise ValueError("its log-probs are of other tokens than its tokens")
+    versions = tuple((parse_version(x["version"]), x["end"] - x["start"]) for x in choice.get("weight_versions") or ())
+    return Completion(
+        token_ids=token_ids,
+        logprobs=np.where(logprobs <= NO_LOGPROB, np.float32(-np.inf), logprobs),
+        finish_reason=choice["finish_reason"],
+        weight_versions=versions,
+    )

@@ -1,0 +1,234 @@
+"""Starts vLLM servers, one per replica, waits until they serve, starts those again that die, and ends them all with itself.
+
+What a restarted server holds are the weights of its files; the trainer sees that (its weight version is gone) and syncs it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ipaddress
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.vllm.http import NotListening, Server, ServerFailed
+from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
+
+POLL_S = 0.2
+HEALTH_S = 5.0
+WATCH_S = 2.0  # between two looks at one that was ready
+LAST_LINES = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """One server: its command line and environment, where it answers, and the file that takes its output."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    host: str
+    port: int
+    log_path: pathlib.Path
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """restarts: of all servers together within ``window_s`` · ready_s: from start to /health · grace_s: from SIGTERM to SIGKILL ·
+    sick_s: so long a server that was ready may refuse /health."""
+
+    restarts: int = 5
+    window_s: float = 600.0
+    ready_s: float = 900.0
+    grace_s: float = 15.0
+    sick_s: float = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    spec: ServerSpec
+    process: subprocess.Popen
+    started: float
+    ready: threading.Event = field(default_factory=threading.Event)
+    gone: threading.Event = field(default_factory=threading.Event)
+    sick: str = ""
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_key: bool) -> None:
+    """Raises ConfigError where servers would be open to the network without a key."""
+    if not is_loopback(host) and not api_key and not allow_no_key:
+        raise ConfigError(
+            f"--host {host} opens the servers to the network, where anyone could replace the model's weights, and no API key is set; "
+            f"put one into the environment variable that {key_setting} names, bind to 127.0.0.1, or insist with --allow-no-key"
+        )
+
+
+def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathlib.Path("/dev")) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a CPU host."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
+    return [str(x) for x in sorted(int(path.name[6:]) for path in folder.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))]
+
+
+def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> list[list[str] | None]:
+    """Each replica's GPUs, one after the other; None for all on a CPU host."""
+    if not devices:
+        return [None] * replicas
+    if replicas * per_replica > len(devices):
+        raise ConfigError(
+            f"{replicas} servers with --tensor-parallel-size {per_replica} want {replicas * per_replica} GPUs, {len(devices)} are visible "
+            f"({', '.join(devices)}); lower one of the two, or widen CUDA_VISIBLE_DEVICES"
+        )
+    return [list(devices[i * per_replica : (i + 1) * per_replica]) for i in range(replicas)]
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises ConfigError where somebody listens already: a server could not start, and the other one would be taken for it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} of {host} cannot be taken ({error.strerror}); end what holds it, or choose another --port"
+            ) from error
+
+
+class Supervisor:
+    """``run`` from the main thread (it takes the signals); ``stop`` from anywhere."""
+
+    def __init__(self, specs: Sequence[ServerSpec], limits: Limits, say: Callable[[str], None]) -> None:
+        self.specs, self.limits, self.say = tuple(specs), limits, say
+        self._stopped = False  # no Event: a signal's handler may interrupt the wait that holds its lock
+        self._running: list[_Running] = []
+        self._restarts: collections.deque[float] = collections.deque()
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def run(self) -> int:
+        """Until ``stop``, SIGTERM, SIGINT or SIGHUP (0), or until servers die too often (1). No child outlives it."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: self.stop())
+        for spec in self.specs:
+            check_free(spec.host, spec.port)
+        try:
+            self._running = [self._start(spec) for spec in self.specs]
+            while not self._stopped:
+                time.sleep(POLL_S)
+                for index, running in enumerate(self._running):
+                    cause = self._cause_to_restart(running)
+                    if cause is None:
+                        continue
+                    self._end([running])
+                    if not self._may_restart(running.spec, cause):
+                        return 1
+                    self._running[index] = self._start(running.spec)
+            self.say("asked to end: ending all servers")
+            return 0
+        finally:
+            self._end(self._running)
+
+    def _start(self, spec: ServerSpec) -> _Running:
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "megatron_rl.rollout.vllm.server_process", str(os.getpid()), str(self.limits.grace_s), *spec.command]
+        # No preexec_fn: this process has threads, and the child could wait for a lock that one of them held at the fork.
+        with open(spec.log_path, "ab") as output:
+            process = subprocess.Popen(
+                command, env=dict(spec.environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for this process, which ends them in order
+            )  # fmt: skip
+        running = _Running(spec, process, time.monotonic())
+        self.say(f"{spec.name}: starting, process {process.pid}, {spec.url}, log {spec.log_path}")
+        threading.Thread(target=self._watch_health, args=(running,), daemon=True, name=f"health-{spec.name}").start()
+        return running
+
+    def _watch_health(self, running: _Running) -> None:
+        """Until it is healthy, and then whether it stays so: one whose engine died can wait for ever for requests that it still holds.
+        A late answer is no sign of that; a busy server gives one."""
+        server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health wants none
+        bad_since: float | None = None
+        while not running.gone.wait(POLL_S if not running.ready.is_set() else WATCH_S):
+            try:
+                server.call("GET", "/health", timeout_s=HEALTH_S)
+            except (NotListening, ServerFailed) as error:
+                bad_since = bad_since or time.monotonic()
+                if running.ready.is_set() and time.monotonic() - bad_since > self.limits.sick_s:
+                    running.sick = f"runs, and serves no more: {error}"
+                continue
+            except (ReplicaLost, RequestRefused):
+                continue
+            bad_since = None
+            if not running.ready.is_set():
+                running.ready.set()
+                self.say(f"{running.spec.name}: ready after {time.monotonic() - running.started:.1f} s, {running.spec.url}")
+
+    def _cause_to_restart(self, running: _Running) -> str | None:
+        code = running.process.poll()
+        if code is not None:
+            return f"ended with exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
+        if running.sick:
+            return running.sick
+        if not running.ready.is_set() and time.monotonic() - running.started > self.limits.ready_s:
+            return f"did not answer /health in {self.limits.ready_s:g} s"
+        return None
+
+    def _may_restart(self, spec: ServerSpec, cause: str) -> bool:
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > self.limits.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.limits.restarts:
+            self.say(
+                f"{spec.name}: {cause}, after {len(self._restarts)} restarts in {self.limits.window_s:g} s (--max-restarts "
+                f"{self.limits.restarts}): ending all servers. {spec.log_path} ends:\n{last_lines(spec.log_path)}"
+            )
+            return False
+        self._restarts.append(now)
+        self.say(f"{spec.name}: {cause}; restart {len(self._restarts)} of {self.limits.restarts} in {self.limits.window_s:g} s")
+        return True
+
+    def _end(self, running: Sequence[_Running]) -> None:
+        for one in running:
+            one.gone.set()
+            if one.process.poll() is None:
+                one.process.terminate()
+        ends_at = time.monotonic() + self.limits.grace_s + 5.0  # its own parent kills it after grace_s
+        for one in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # killed below
+                one.process.wait(max(0.0, ends_at - time.monotonic()))
+            if one.process.poll() is None:
+                one.process.kill()
+                one.process.wait(5)
+
+
+def last_lines(path: pathlib.Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
+    except OSError as error:
+        return f"(no log: {error})"

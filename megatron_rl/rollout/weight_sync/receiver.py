@@ -1,0 +1,292 @@
+"""What takes the trainer's weights inside a vLLM worker: a backend of vLLM's own weight-transfer API, named ``megatron_rl``.
+
+    vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver --weight-transfer-config '{"backend": "megatron_rl"}'
+
+vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's process, so it imports neither
+Megatron-Core nor a stage of the trainer. A sync is start, one update per bucket, an ``end`` that states what must have arrived, finish;
+whatever is not as stated raises, and the engine has no version until a later sync comes through whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pathlib
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from megatron_rl.rollout.weight_sync.transport import (
+    SEGMENT_PREFIX,
+    Tally,
+    join_group,
+    open_storage,
+    receive,
+    segment_folders,
+)
+from megatron_rl.weights.checksum import Checksum
+
+BACKEND = "megatron_rl"
+
+
+@dataclass
+class ChannelInfo(WeightTransferInitInfo):
+    """How buckets arrive: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the trainer) or
+    ``cuda_ipc`` (the trainer's memory on the same GPU)."""
+
+    channel: str
+    address: str = ""
+    port: int = 0
+    first_rank: int = 1
+    world_size: int = 1
+    group_backend: str = "gloo"
+    deadline_s: float = 300.0
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One message of a sync.
+
+    kind:     ``bucket``: the tensors listed, packed one after the other · ``end``: what the whole sync must have brought · ``abort``.
+    tensors:  [name, dtype, shape, first byte] of each.
+    checksum: of the bucket's tensors (weights/checksum.py), or, at the end, over all buckets (channel.Tally).
+    """
+
+    kind: str
+    tensors: list = field(default_factory=list)
+    num_bytes: int = 0
+    checksum: str = ""
+    segment: str = ""
+    storage: dict = field(default_factory=dict)
+    version: int = -1
+    num_tensors: int = 0
+
+
+class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
+    """The backend. Weights are loaded layer by layer as they arrive, by vLLM's layerwise reload."""
+
+    init_info_cls = ChannelInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self._info: ChannelInfo | None = None
+        self._group = None
+        self._open = False
+        self._broken = ""
+        self._maps: dict[str, torch.Tensor] = {}
+        self._ended: BucketInfo | None = None
+        self._tally = Tally()
+        self._arrived: dict[str, int] = {}  # how many values, by name as the trainer gives it
+        self._loaded: set[str] = set()  # parameters, as vLLM names them; several names may fill one
+        self._wanted: set[str] = set()
+        self._wanted_values = 0  # of all of them, without what pads a vocabulary
+        self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
+
+    def init_transfer_engine(self, init_info: ChannelInfo) -> None:
+        self.shutdown()
+        self._info = init_info
+        if init_info.channel == "broadcast":
+            self._group = join_group(
+                init_info.address, init_info.port, init_info.first_rank + self._worker_rank(), init_info.world_size,
+                init_info.group_backend, timedelta(seconds=init_info.deadline_s),
+            )  # fmt: skip
+
+    def _worker_rank(self) -> int:
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def start_weight_update(self) -> None:
+        if self._broken:
+            raise RuntimeError(f"vLLM could not load an earlier sync's weights ({self._broken}); start this engine anew")
+        if self._open:
+            self._drop_half_loaded()
+        self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
+        self._ended, self._tally, self._arrived, self._loaded = None, Tally(), {}, set()
+        self._maps.clear()
+        if self.device.type == "cpu":
+            self._forget_packed_experts()
+        own = {name for name, _ in self.model.named_parameters()}  # a tied alias is not listed twice here, and is below
+        initialize_layerwise_reload(self.model)
+        self._wanted = own & {name for name, _ in self.model.named_parameters()}
+        self._wanted_values = self._count_values()
+        self._open = True
+
+    def _count_values(self) -> int:
+        padding = {
+            id(layer.weight): (layer.num_embeddings_padded - layer.org_vocab_size) * layer.embedding_dim
+            for layer in self.model.modules()
+            if isinstance(layer, VocabParallelEmbedding)
+        }
+        wanted = [parameter for name, parameter in self.model.named_parameters() if name in self._wanted]
+        return sum(get_tensor_load_numel(parameter) - padding.get(id(parameter), 0) for parameter in wanted)
+
+    def _drop_half_loaded(self) -> None:
+        """The sync before this one broke off. What vLLM still holds back of it is forgotten, and every layer gets its tensors of before
+        again, all to be overwritten: finalizing as it is would load what was refused, a wrong shape for one, and raise for ever."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict) -> None:
+        # the base class synchronises an accelerator, which a CPU host has not
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        match update_info.kind:
+            case "bucket":
+                self._take(update_info)
+            case "end":
+                self._check_end(update_info)
+            case "abort":
+                raise RuntimeError("the trainer broke this sync off")
+            case other:
+                raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket, end and abort")
+
+    def _take(self, bucket: BucketInfo) -> None:
+        packed = self._packed(bucket)
+        seen, weights = Checksum(), []
+        for name, dtype, shape, start in bucket.tensors:
+            kind = getattr(torch, dtype)
+            size = torch.Size(shape)
+            view = packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
+            # vLLM keeps what it was given until a layer is complete, and the bucket's memory is used again before that
+            tensor = view.to(self.device, copy=True)
+            seen.update(name, tensor)
+            weights.append((name, tensor))
+        if str(seen.value()) != bucket.checksum:
+            names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
+            raise ValueError(f"the bucket {names} arrived with checksum {seen.value()}, the trainer sent {bucket.checksum}")
+        self._tally.add(bucket.checksum, len(weights))
+        for name, tensor in weights:
+            if name in self._arrived:
+                raise ValueError(f"weight {name!r} arrived twice; a sync brings every weight once")
+            self._arrived[name] = tensor.numel()
+        try:
+            self._loaded |= self.model.load_weights(weights)
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"  # half a layer processed: a later sync could seem to come through
+            raise
+
+    def _packed(self, bucket: BucketInfo) -> torch.Tensor:
+        """The bucket's bytes, uint8."""
+        if self._group is not None:
+            return receive(self._group, bucket.num_bytes, self.device)
+        if bucket.storage:  # the trainer's GPU is the first that this engine sees
+            return open_storage(bucket.storage, 0)
+        if bucket.segment not in self._maps:
+            self._maps[bucket.segment] = self._mapped(pathlib.Path(bucket.segment))
+        mapped = self._maps[bucket.segment]
+        if len(mapped) < bucket.num_bytes:
+            raise ValueError(f"the segment {bucket.segment} holds {len(mapped):,} bytes and the bucket {bucket.num_bytes:,}")
+        return mapped
+
+    def _mapped(self, path: pathlib.Path) -> torch.Tensor:
+        """A segment's memory; mapped once in a sync, which goes through the same two again and again."""
+        if path.parent not in segment_folders() or not path.name.startswith(SEGMENT_PREFIX):
+            raise ValueError(f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}")
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # torch wants writable memory, even to read it
+        except OSError as error:
+            raise ValueError(
+                f"the trainer's segment {path} cannot be opened here ({error.strerror}); an engine on another host or in a container "
+                "without the host's /dev/shm needs weight_sync.channel=broadcast"
+            ) from error
+        try:
+            return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+    def _check_end(self, end: BucketInfo) -> None:
+        arrived = (self._tally.count, self._tally.value())
+        if arrived != (end.num_tensors, end.checksum):
+            raise ValueError(f"{arrived[0]} tensors arrived with checksum {arrived[1]}, the trainer sent {end.num_tensors}, {end.checksum}")
+        missing = sorted(self._wanted - self._loaded)
+        if missing:
+            raise ValueError(f"{len(missing)} of the engine's {len(self._wanted)} parameters did not arrive: {', '.join(missing[:8])}")
+        partial = self._partial()
+        if partial:
+            raise ValueError(f"{len(partial)} of the engine's layers arrived in part: {', '.join(partial[:8])}")
+        aliases = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
+        values = sum(count for name, count in self._arrived.items() if name not in aliases)
+        if self.parallel_config.world_size == 1 and values != self._wanted_values:  # vLLM takes what it needs, and says nothing
+            raise ValueError(
+                f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has another shape there, or "
+                "the engine has no such weight"
+            )
+        self._ended = end
+
+    def _partial(self) -> list[str]:
+        """Layers that several weights fill (q, k and v; gate and up; experts) and that some of these did not reach. A layer that is
+        complete is processed at once and no longer open; the rows that pad a vocabulary never arrive."""
+        found = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            size = sum(get_tensor_load_numel(parameter) for parameter in layer.parameters(recurse=False))
+            if info.can_load() and 0 < info.load_numel < size and not isinstance(layer, VocabParallelEmbedding):
+                found.append(f"{name} ({info.load_numel:,} of {size:,} values)")
+        return found
+
+    def finish_weight_update(self) -> None:
+        if self._ended is None:
+            raise RuntimeError("finish_weight_update without the sync's end: what arrived may be part of the weights only")
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._open = False
+        self._maps.clear()
+        self._process_tied()
+        end = self._ended
+        self.receipt = {"version": end.version, "checksum": end.checksum, "num_tensors": end.num_tensors}
+
+    def _forget_packed_experts(self) -> None:
+        """vLLM (0.32.0) packs a mixture's experts for a CPU when it first builds their kernel, and not again when weights are reloaded:
+        the kernel would read plain weights as packed ones. Without a kernel it builds one anew, and packs."""
+        for module in self.model.modules():
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel = None
+
+    def _process_tied(self) -> None:
+        """An output layer tied to the embedding receives nothing itself, so vLLM (0.32.0) does not process it again; on a CPU its matrix
+        product would go on with the packed weights of the sync before, 4 nats off."""
+        seen: set[int] = set()
+        for module in self.model.modules():
+            tied = [p for p in module.parameters(recurse=False) if id(p) in seen]
+            if tied:
+                module.quant_method.process_weights_after_loading(module)
+            seen |= {id(p) for p in module.parameters(recurse=False)}
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+        self._group = None
+
+
+class Receiver:
+    """vLLM's worker extension (``worker_extension_cls``): what ``collective_rpc`` can ask of every worker."""
+
+    def weights_received(self) -> dict:
+        """Version, checksum and number of tensors of the last whole sync; version −1 where there is none."""
+        return self.weight_transfer_engine.receipt
+
+    def describe(self) -> dict:
+        model = self.vllm_config.model_config
+        return {
+            "vocab_size": model.get_vocab_size(),
+            "max_model_tokens": model.max_model_len,
+            "logprobs_mode": model.logprobs_mode,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, ReceivingEngine)

@@ -1,0 +1,276 @@
+"""Delivers the trainer's weights to running engines, whole or not at all.
+
+A sync is start, one message per bucket, an end that states version, number and checksum of what must have arrived, finish, a fresh
+prefix cache, and a receipt from every worker that is compared. Whatever fails before that leaves the engine without a version, and the
+caller sends everything again or stops. The exporting iterator is always run to its end, since other ranks are in its collectives.
+
+In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache then takes the running requests' keys
+and values too, which are computed again with the new weights. An engine whose update fails gives up what is under way there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
+from megatron_rl.rollout.vllm.replica import UPDATING, Replica, ReplicaLost, RequestRefused, WeightReceipt
+from megatron_rl.rollout.weight_sync.transport import Segment, Tally, broadcast, listen, open_group, share_storage
+from megatron_rl.weights.checksum import Checksum
+
+BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
+OPEN = "already active"  # vLLM (0.32.0, gpu_worker.py) of an update that broke off, this trainer's or that of one before it
+ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
+
+
+class _Half:
+    """Half a bucket's memory, filled with tensors one after the other while the engines load the other half."""
+
+    def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
+        self.channel = channel
+        self.segment = Segment(num_bytes) if channel == "shared_memory" else None
+        self.bytes = self.segment.bytes if self.segment else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.under_way: list[tuple[Replica, Future]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.used, self.tensors, self.checksum = 0, [], Checksum()
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return self.used + tensor.numel() * tensor.element_size() <= len(self.bytes)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.bytes[self.used : self.used + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self.checksum.update(name, tensor)
+        self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used])
+        self.used += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def message(self) -> dict[str, object]:
+        content = {"kind": "bucket", "tensors": self.tensors, "num_bytes": self.used, "checksum": str(self.checksum.value())}
+        if self.segment:
+            return {**content, "segment": str(self.segment.path)}
+        return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
+
+    def close(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        if self.segment:
+            self.segment.close()
+
+
+class WeightSync:
+    """One rank's sender to the replicas that it drives.
+
+    channel:      ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs), or
+                  ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
+    bucket_bytes: memory of the two halves together; a tensor above a half enlarges it to its size. Shared memory is kept from one sync to
+                  the next, since fresh pages cost more than the copy; memory of a device is not.
+    deadline_s:   of every single answer.
+    """
+
+    def __init__(self, *, channel: str, bucket_bytes: int, deadline_s: float, device: torch.device, address: str = "127.0.0.1") -> None:
+        self.channel, self.bucket_bytes, self.deadline_s, self.device, self.address = channel, bucket_bytes, deadline_s, device, address
+        self.groups: dict[int, object] = {}
+        self.halves: list[_Half | None] = [None, None]
+        self._joined: set[int] = set()
+
+    def forget(self, replica: Replica) -> None:
+        """Its engine is another one now: the channel to it must be opened again."""
+        self._joined.discard(id(replica))
+        group = self.groups.pop(id(replica), None)
+        if group is not None:
+            group.shutdown()
+
+    def free(self) -> None:
+        """Gives the buckets' memory back; the next sync takes new."""
+        for half in self.halves:
+            if half is not None:
+                half.close()
+        self.halves[:] = [None, None]
+
+    def deliver(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], version: int, replicas: Sequence[Replica], *, in_flight: bool = False
+    ) -> SyncReport:
+        """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the report.
+
+        in_flight: requests may be under way on them.
+        """
+        return _Delivery(self, version, replicas, in_flight).run(tensors)
+
+    def join(self, replica: Replica) -> None:
+        """Opens the channel to a replica, once in its life."""
+        if id(replica) in self._joined:
+            return
+        info: dict[str, object] = {"channel": self.channel, "deadline_s": self.deadline_s}
+        if self.channel == "broadcast":
+            self.groups[id(replica)] = self._open_group(replica, info)
+        else:
+            replica.control("init_weight_transfer", info, self.deadline_s)
+        self._joined.add(id(replica))
+
+    def _open_group(self, replica: Replica, info: dict[str, object]):
+        receipts = replica.control("weights_received", {}, self.deadline_s)
+        world = 1 + len(receipts)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        listener = listen(self.address)
+        address, port = listener.getsockname()[:2]
+        info |= {"address": address, "port": port, "world_size": world, "group_backend": backend}
+        with ThreadPoolExecutor(max_workers=1) as waiting:
+            answer = waiting.submit(replica.control, "init_weight_transfer", info, self.deadline_s)
+            group = open_group(listener, world, backend, timedelta(seconds=self.deadline_s))
+            answer.result()
+        return group
+
+
+class _Delivery:
+    """One sync under way. Each replica has a thread of its own, so its messages keep their order."""
+
+    def __init__(self, sync: WeightSync, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
+        self.sync, self.version, self.replicas, self.in_flight = sync, version, replicas, in_flight
+        self.threads = {id(x): ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync") for x in replicas}
+        self.living = list(replicas)
+        self.failed: dict[str, str] = {}
+        self.lost: list[str] = []
+        self.given_up: list[Future] = []
+        self.tally = Tally()
+        self.num_bytes = 0
+        self.halves = sync.halves
+
+    def run(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> SyncReport:
+        started, came_through = time.perf_counter(), False
+        try:
+            self._everywhere(self._begin)
+            self._send(tensors)
+            self._everywhere(self._end)
+            came_through = not self.failed
+        finally:
+            for replica in self.replicas:
+                if replica.weight_version == UPDATING:  # ``tensors`` raised
+                    self._give_up(replica, "the weight update in flight broke off")
+            for future in self.given_up:
+                future.result()
+            for threads in self.threads.values():
+                threads.shutdown(wait=True, cancel_futures=True)
+            if not came_through or self.sync.channel != "shared_memory":
+                self.sync.free()
+        return SyncReport(
+            version=self.version, num_tensors=self.tally.count, num_bytes=self.num_bytes, seconds=time.perf_counter() - started,
+            failed=self.failed, lost=tuple(self.lost),
+        )  # fmt: skip
+
+    def _submit(self, replica: Replica, call: Callable, *arguments) -> Future:
+        return self.threads[id(replica)].submit(call, *arguments)
+
+    def _everywhere(self, step: Callable[[Replica], None]) -> None:
+        for replica, future in [(x, self._submit(x, step, x)) for x in self.living]:
+            self._settle(replica, future)
+
+    def _settle(self, replica: Replica, future: Future) -> None:
+        try:
+            future.result()
+        except (RuntimeError, OSError) as error:  # ReplicaLost, RequestRefused, EngineError, and what sockets and process groups raise
+            self._drop(replica, error)
+
+    def _drop(self, replica: Replica, error: Exception) -> None:
+        self.failed.setdefault(replica.name, f"{error}")
+        if isinstance(error, ReplicaLost):
+            self.lost.append(replica.name)
+        replica.weight_version = NO_WEIGHTS
+        if self.in_flight and any(x is replica for x in self.living):
+            self._give_up(replica, f"a weight update in flight failed: {error}")
+        self.living = [x for x in self.living if x is not replica]
+        self.sync.forget(replica)
+
+    def _give_up(self, replica: Replica, cause: str) -> None:
+        """In its own thread, after the messages that are on their way to it."""
+        replica.weight_version = NO_WEIGHTS
+        self.given_up.append(self._submit(replica, replica.give_up, cause))
+
+    def _begin(self, replica: Replica) -> None:
+        replica.weight_version = UPDATING if self.in_flight else NO_WEIGHTS
+        self.sync.join(replica)
+        call, deadline_s = replica.control, self.sync.deadline_s
+        if self.in_flight:
+            call("pause", {}, deadline_s)
+        try:
+            call("start_weight_update", {}, deadline_s)
+        except (RequestRefused, ReplicaLost) as error:  # a server says 500
+            if OPEN not in str(error):
+                raise
+            with contextlib.suppress(RequestRefused, ReplicaLost):  # its answer to every abort
+                call("update_weights", {"kind": "abort"}, deadline_s)
+            call("start_weight_update", {}, deadline_s)
+
+    def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        turn = 0
+        for name, tensor in tensors:
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            if not self.living:
+                continue  # the other ranks still gather
+            half = self.halves[turn]
+            if half is not None and half.used and not half.fits(tensor):
+                self._flush(half)
+                turn = 1 - turn
+            try:
+                half = self._with_room(turn, tensor)
+            except OSError as error:  # no shared memory; not raised, since the other ranks still gather
+                for replica in self.living:
+                    self._drop(replica, error)
+                continue
+            half.add(name, tensor)
+        if self.halves[turn] is not None and self.halves[turn].used:
+            self._flush(self.halves[turn])
+        for half in self.halves:
+            self._await(half)
+
+    def _with_room(self, turn: int, tensor: torch.Tensor) -> _Half:
+        half = self.halves[turn]
+        if half is not None and half.under_way:
+            self._await(half)
+        if half is None or not half.fits(tensor):
+            if half is not None:
+                half.close()
+            size = max(self.sync.bucket_bytes // 2, tensor.numel() * tensor.element_size())
+            half = self.halves[turn] = _Half(size, self.sync.channel, self.sync.device)
+        return half
+
+    def _flush(self, half: _Half) -> None:
+        """Tells every replica of what is in it; it is under way until ``_await``."""
+        message, deadline_s = half.message(), self.sync.deadline_s
+        self.tally.add(message["checksum"], len(half.tensors))
+        half.under_way = [(x, self._submit(x, x.control, "update_weights", message, deadline_s)) for x in self.living]
+        if self.sync.channel != "broadcast":
+            return
+        for replica, _ in half.under_way:
+            try:
+                broadcast(self.sync.groups[id(replica)], half.bytes[: half.used])
+            except RuntimeError as error:
+                self._drop(replica, error)
+
+    def _await(self, half: _Half | None) -> None:
+        """Its memory is ours again once every replica has answered."""
+        if half is not None and half.under_way:
+            for replica, future in half.under_way:
+                self._settle(replica, future)
+            half.under_way = []
+            half.clear()
+
+    def _end(self, replica: Replica) -> None:
+        call, deadline_s = replica.control, self.sync.deadline_s
+        wanted = WeightReceipt(version=self.version, checksum=self.tally.value(), num_tensors=self.tally.count)
+        end = {"kind": "end", "version": self.version, "checksum": wanted.checksum, "num_tensors": wanted.num_tensors}
+        call("update_weights", end, deadline_s)
+        call("finish_weight_update", {"weight_version": str(self.version)}, deadline_s)
+        call("reset_prefix_cache", {"running": True} if self.in_flight else {}, deadline_s)
+        for worker, said in enumerate(call("weights_received", {}, deadline_s)):
+            if WeightReceipt(**said) != wanted:
+                raise EngineError(f"worker {worker} of {replica.name} says that it holds {said} after a sync of {wanted}")
+        if self.in_flight:
+            call("resume", {}, deadline_s)
+        replica.weight_version = self.version

@@ -1,0 +1,255 @@
+"""Prompts → scored groups, on one rank: at once, in a thread while the trainer trains, or scored in parts while the rest is generated.
+
+A rollout's prompts are named on every rank and each takes every n-th; groups stay whole on one rank. One thread generates, job after job;
+with reward workers another one scores. Functions of the rank's own process are called in its main thread, where signals work.
+
+1. Every place of a job ends in ``found`` and then in ``scores`` exactly once, whatever engines are lost in between.
+2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the last call.
+3. ``wait`` ends: by its places, by what a thread met, by a lost engine once nothing is under way, or by its deadline.
+4. Nothing runs ahead of what was started: memory is bounded by the jobs that the caller starts.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.config import ProducerConfig
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.engine import Engine, EngineLost
+from megatron_rl.types import Prompt, Rollout, Sample, Score
+
+CLOSE_S = 10.0  # for threads to see that the engine is closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """All samples of one prompt, and what rewards say of them: one Score per rollout."""
+
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.rollouts[0].prompt
+
+    def samples(self, *, mask_truncated: bool = False) -> list[Sample]:
+        """Rows to train on. A sample that was taken out of its group (no total) carries no loss token; nor does one that was cut off, with
+        ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4), whose reward stays in its group's statistics."""
+        return [
+            to_sample(rollout, included=score.total is not None and not (mask_truncated and rollout.finish_reason == "length"))
+            for rollout, score in zip(self.rollouts, self.scores, strict=True)
+        ]
+
+
+def to_sample(rollout: Rollout, *, included: bool) -> Sample:
+    """One row; included: whether its response carries loss, where ``Rollout.loss_mask`` says so. Raises ValueError for a mask of another
+    length than the response's."""
+    tokens = len(rollout.response_ids)
+    mask = np.ones(tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
+    if len(mask) != tokens:
+        raise ValueError(f"sample {rollout.sample_id} has {tokens} response tokens and a loss_mask of {len(mask)}; give each token its own")
+    return Sample(
+        sample_id=rollout.sample_id,
+        prompt_tokens=len(rollout.prompt.token_ids),
+        token_ids=np.array([*rollout.prompt.token_ids, *rollout.response_ids], dtype=np.int64),
+        loss_mask=mask & included,
+        logprobs=np.array(rollout.logprobs, dtype=np.float32),
+        weight_version=rollout.weight_version,
+    )
+
+
+class Job:
+    """One rollout's share of a rank. Its fields are read and written under ``change``.
+
+    prompts: of all ranks, by place · mine: this rank's places · found, scores: place → what there is already · lost: why the engine was
+    lost in the middle of it · error: what a thread met, for the main thread to raise · temperature: see ``Engine.generate``.
+    """
+
+    def __init__(
+        self, prompts: Mapping[int, Prompt], mine: Sequence[int], samples_per_prompt: int, *, temperature: float | None = None
+    ) -> None:
+        self.prompts, self.mine = dict(prompts), tuple(mine)
+        self.samples_per_prompt, self.temperature = samples_per_prompt, temperature
+        self.change = threading.Condition()
+        self.found: dict[int, list[Rollout]] = {}
+        self.scores: dict[int, list[Score]] = {}
+        self.lost: str | None = None
+        self.error: BaseException | None = None
+        self.generating, self.scoring = False, False
+        self.generation_s = 0.0
+
+    @property
+    def missing(self) -> list[int]:
+        return [place for place in self.mine if place not in self.found]
+
+    @property
+    def unscored(self) -> list[int]:
+        """In the order in which they were finished."""
+        return [place for place in self.found if place not in self.scores]
+
+    def group(self, place: int) -> Group:
+        return Group(rollouts=tuple(self.found[place]), scores=tuple(self.scores[place]))
+
+    def put(self, place: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
+        """What an earlier process had finished: the place is this rank's from now on."""
+        self.mine = tuple(sorted({*self.mine, place}))
+        self.found[place] = list(rollouts)
+        if scores is not None:
+            self.scores[place] = list(scores)
+
+    def num_tokens(self) -> int:
+        """Those that the engine sampled."""
+        return sum(rollout.num_sampled for group in self.found.values() for rollout in group)
+
+    def num_turns(self) -> int:
+        """Of the policy, over all samples."""
+        return sum(rollout.num_turns for group in self.found.values() for rollout in group)
+
+    def num_samples(self) -> int:
+        return sum(len(group) for group in self.found.values())
+
+
+class Producer:
+    """score: rewards of rollouts, None where there are none · apart: whether it may be called in another thread than the main one.
+
+    share: (this rank's number among the ranks that take prompts, how many these are); None for one that takes none.
+    """
+
+    def __init__(
+        self, engine: Engine, score: Callable[[Sequence[Rollout]], list[Score]] | None, config: ProducerConfig, *, apart: bool,
+        share: tuple[int, int] | None, deadline_s: float,
+    ) -> None:  # fmt: skip
+        self.engine, self.config, self.share, self.deadline_s = engine, config, share, deadline_s
+        self._score = score
+        self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # of a part, what a rank has of it
+        self._apart = apart and config.mode != "sync"
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._to_score: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self.scored_here_s = 0.0  # in the main thread, in all
+
+    def places(self, num_prompts: int) -> range:
+        """The prompts of a rollout that are this rank's."""
+        return range(0) if self.share is None else range(self.share[0], num_prompts, self.share[1])
+
+    def start(self, job: Job) -> None:
+        """Generates in the background what is missing of a job."""
+        if not self._threads:
+            self._begin(self._generate_jobs, "rollouts")
+            if self._apart:
+                self._begin(self._score_jobs, "rewards")
+        with job.change:
+            job.lost = None
+            job.generating = bool(job.missing)
+        if job.generating:
+            self._jobs.put(job)
+        elif self._apart:
+            self._to_score.put(job)
+
+    def _begin(self, loop: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=loop, daemon=True, name=name)
+        self._threads.append(thread)
+        thread.start()
+
+    def _generate_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self.generate(job)
+
+    def generate(self, job: Job) -> None:
+        """What is missing of a job, in the caller's thread. Raises nothing: the job says how it ended."""
+        started, lost, error = time.perf_counter(), None, None
+        places = job.missing
+
+        def keep(index: int, rollouts: list[Rollout]) -> None:
+            with job.change:
+                job.found[places[index]] = rollouts
+                job.change.notify_all()
+            if self._apart and self.config.mode == "streaming":
+                self._to_score.put(job)
+
+        try:
+            if places:
+                prompts = [job.prompts[place] for place in places]
+                self.engine.generate(prompts, job.samples_per_prompt, temperature=job.temperature, on_finished=keep)
+        except EngineLost as met:
+            lost = str(met)
+        except BaseException as met:  # noqa: BLE001 (raised in the main thread, by wait)
+            error = met
+        with job.change:
+            job.lost, job.error, job.generating = lost, job.error or error, False
+            job.generation_s += time.perf_counter() - started
+            job.change.notify_all()
+        if self._apart:
+            self._to_score.put(job)
+
+    def _score_jobs(self) -> None:
+        while (job := self._to_score.get()) is not None:
+            self._score_ready(job)
+
+    def _score_ready(self, job: Job) -> bool:
+        """Scores what is finished, where that is enough for a call; whether there was something to do. One thread at a time per job."""
+        with job.change:
+            ready = [] if job.error else job.unscored
+            streams = self.config.mode == "streaming"
+            enough = len(job.found) == len(job.mine) or (streams and len(ready) >= self._enough)
+            if not ready or not enough:
+                return False
+            if len(job.found) == len(job.mine):
+                ready.sort()
+            rollouts = [rollout for place in ready for rollout in job.found[place]]
+            job.scoring = True
+        started, scores, error = time.perf_counter(), [], None
+        try:
+            scores = self._score(rollouts)
+        except BaseException as met:  # noqa: BLE001 (raised in the main thread, by wait)
+            error = met
+        with job.change:
+            job.error, job.scoring = job.error or error, False
+            self.scored_here_s += 0.0 if self._apart else time.perf_counter() - started
+            for number, place in enumerate(ready if error is None else []):
+                job.scores[place] = scores[number * job.samples_per_prompt : (number + 1) * job.samples_per_prompt]
+            job.change.notify_all()
+        return True
+
+    def wait(self, job: Job, places: Sequence[int]) -> None:
+        """Until the places, all of them this rank's, are scored; or its engine is lost, which ``job.lost`` says. Raises what the job met,
+        and EngineError at ``run.deadline_s``."""
+        ends_at = time.monotonic() + self.deadline_s
+        while True:
+            if not self._apart and self._score_ready(job):
+                continue
+            with job.change:
+                if job.error:
+                    raise job.error
+                if all(place in job.scores for place in places) or (job.lost is not None and not job.generating):
+                    return
+                if not job.change.wait(ends_at - time.monotonic()) and time.monotonic() >= ends_at:
+                    generated = all(place in job.found for place in places) and (job.scoring or not job.generating)
+                    raise EngineError(self._late(job, "scored" if generated else "generated"))
+
+    def drain(self, job: Job) -> None:
+        """Until nothing of a job is generated any more, whatever became of it. Raises EngineError at ``run.deadline_s``."""
+        with job.change:
+            if not job.change.wait_for(lambda: not job.generating, self.deadline_s):
+                raise EngineError(self._late(job, "generated"))
+
+    def _late(self, job: Job, stage: str) -> str:
+        owed = job.missing if stage == "generated" else sorted(job.unscored)
+        first = f" ({len(owed)} of {len(job.mine)}, the first is prompt {job.prompts[owed[0]].name})" if owed else ""
+        return f"groups of a rollout were not {stage} in run.deadline_s={self.deadline_s:g} s{first}; raise it, or look at the engine's log"
+
+    def close(self) -> None:
+        """Ends the threads; what they do is given up. After the engine is closed. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+            self._to_score.put(None)
+            for thread in self._threads:
+                thread.join(CLOSE_S)

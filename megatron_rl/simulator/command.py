@@ -1,0 +1,127 @@
+"""The command lines: ``tools/simulate_cluster.py`` and ``python -m megatron_rl.train --dry-run`` read the same arguments and print this."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned some times over
+
+
+def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """What is simulated besides the configuration."""
+    parser.add_argument("--nodes", type=int, help="nodes of the job; without it WORLD_SIZE or SLURM's variables say how many GPUs")
+    parser.add_argument("--gpus-per-node", type=int, help="default 8, or SLURM_GPUS_ON_NODE")
+    parser.add_argument("--from-run", metavar="FOLDER", help="a run's folder: --trace and --coefficients by the files that it wrote")
+    parser.add_argument("--trace", help="lengths and rewards per sample: a JSONL file, or a run's folder with trace.jsonl")
+    parser.add_argument("--lengths", help="lognormal:MEAN,SIGMA of response tokens, without --trace; default half the limit, 0.5")
+    parser.add_argument("--pass-rate", help="beta:A,B of each prompt's chance of reward 1, without --trace; default beta:0.5,0.5")
+    parser.add_argument("--prompt-tokens", type=int, help="of each prompt, without --trace; default half of data.max_prompt_tokens")
+    parser.add_argument("--coefficients", help="JSON, or a run's folder: its fitted stages, or a machine's rates; without it --flops")
+    parser.add_argument("--flops", type=float, default=4e14, help="FLOP/s of one GPU in matrix products, stated; default 4e14")
+    parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU; default 80")
+    parser.add_argument("--svg", type=pathlib.Path, help="write a picture of the pipeline, dense and skip, there")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
+
+
+def simulate_job(config: Config, given: argparse.Namespace) -> None:
+    """Forecasts the configuration's update, prints it, and writes what was asked for. ConfigError as training would raise it."""
+    from megatron_rl.simulator.degrees import degrees_of, world_size
+    from megatron_rl.simulator.forecast import Job, forecast
+    from megatron_rl.simulator.picture import picture
+
+    given = _from_run(given)
+    gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
+    degrees = degrees_of(config, gpus - (config.critic.ranks or 0))  # a separate critic's hold no policy
+    shape = read_shape(config, degrees)
+    workloads, source = _workloads(config, given)
+    loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)
+    costs = _costs(config, given, shape, degrees, loss_share)
+    found = [forecast(Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs)) for w in workloads]
+    shown = found[int(np.argsort([f.dense.update_s for f in found])[len(found) // 2])]  # the rollout of median length
+    if config.has_critic:
+        print("critic: neither its time nor its memory nor its ranks are in this forecast", file=sys.stderr)
+    title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
+    from megatron_rl.simulator.table import figures, show
+
+    content = figures(shown, config, degrees, title=title, workload=source, num_rollouts=len(found))
+    show(content, given.gpu_memory_gib)
+    if given.json:
+        given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {given.json}")
+    if given.svg:
+        given.svg.write_text(picture(shown, title), encoding="utf-8")
+        print(f"written: {given.svg}")
+
+
+def _from_run(given: argparse.Namespace) -> argparse.Namespace:
+    """With ``--from-run`` as the two options that it stands for."""
+    if given.from_run is None:
+        return given
+    twice = [option for option, value in {"--trace": given.trace, "--coefficients": given.coefficients}.items() if value]
+    if twice:
+        raise ConfigError(
+            f"--from-run {given.from_run} stands for --trace and --coefficients, and {' and '.join(twice)} is given too; drop one"
+        )
+    if not os.path.isdir(given.from_run):
+        raise ConfigError(f"--from-run {given.from_run} is no folder; give the one that holds the run's trace.jsonl and coefficients.json")
+    return argparse.Namespace(**vars(given) | {"trace": given.from_run, "coefficients": given.from_run})
+
+
+def read_shape(config: Config, degrees):
+    """ModelShape of ``model.hf_path``'s config.json; weights are not read."""
+    if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
+        raise ConfigError(
+            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights are not read)"
+        )
+    from transformers import AutoConfig
+
+    from megatron_rl.backend.trainable_model import REFUSED_DDP_FIELDS, DistributedDataParallelConfig
+    from megatron_rl.config.megatron_fields import resolve_fields
+    from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS, TransformerConfig, model_shape
+    from megatron_rl.validate import check_lengths
+
+    shape = model_shape(AutoConfig.from_pretrained(config.model.hf_path), config, degrees, layer_spec="torch")
+    check_lengths(config, shape.context_tokens)
+    resolve_fields(config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
+    resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
+    return shape
+
+
+def _workloads(config: Config, given: argparse.Namespace):
+    from megatron_rl.simulator.workload import draw, read_trace
+
+    if given.trace is None:
+        workload, source = draw(
+            config, lengths=given.lengths, pass_rate=given.pass_rate, prompt_tokens=given.prompt_tokens, seed=config.run.seed
+        )
+        return [workload], source
+    drawn = {"--lengths": given.lengths, "--pass-rate": given.pass_rate, "--prompt-tokens": given.prompt_tokens}
+    chosen = [option for option, value in drawn.items() if value]
+    if chosen:
+        raise ConfigError(f"--trace {given.trace} and {' and '.join(chosen)} both say what the samples are; give one of them")
+    recorded = read_trace(given.trace)
+    chosen = np.unique(np.linspace(0, len(recorded) - 1, min(len(recorded), MAX_ROLLOUTS)).round().astype(int))
+    workloads = [recorded[i] for i in chosen]
+    count = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    some = f"{len(workloads)} of " if len(workloads) < len(recorded) else ""
+    source = f"recorded: {some}{len(recorded)} rollout(s) of {len(workloads[0].rewards)} samples, from {pathlib.Path(given.trace).name}"
+    return workloads, source + (f" (the configuration asks for {count})" if count != len(workloads[0].rewards) else "")
+
+
+def _costs(config: Config, given: argparse.Namespace, shape, degrees, loss_share: float):
+    from megatron_rl.simulator.machine import load_coefficients, machine_costs, stated_machine
+
+    if given.coefficients:
+        return load_coefficients(given.coefficients, shape, config, degrees, loss_share=loss_share)
+    machine = stated_machine(given.flops, shape, config, degrees)
+    source = f"stated: {given.flops:.3g} FLOP/s per GPU in the prior's proportions; not measured"
+    return machine_costs(machine, shape, config, degrees, loss_share=loss_share, source=source)

@@ -1,0 +1,74 @@
+"""The sizes of a topology that nobody has joined."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.distributed.topology import check_degrees
+from megatron_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """Sizes as Topology names them, without ranks or groups.
+
+    Example: 16 GPUs with TP=2 and PP=2 leave ``data_size=4``.
+    """
+
+    world_size: int
+    tensor_size: int
+    pipeline_size: int
+    virtual_size: int
+    context_size: int
+    data_size: int
+    expert_size: int
+    expert_tensor_size: int
+
+    @property
+    def lockstep_replicas(self) -> int:
+        """As Topology.lockstep_replicas."""
+        return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
+
+    @property
+    def expert_data_size(self) -> int:
+        """Ranks that hold the same experts and add their gradients."""
+        return self.world_size // (self.expert_size * self.expert_tensor_size * self.pipeline_size)
+
+    @property
+    def named(self) -> str:
+        """For tables: TP, PP and DP always, the others where they are above 1."""
+        rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
+        always = f"TP {self.tensor_size}, PP {self.pipeline_size}, DP {self.data_size}"
+        return ", ".join([always, *(f"{name} {size}" for name, size in rarer if size > 1)])
+
+
+def degrees_of(config: Config, world_size: int) -> Degrees:
+    """ConfigError where the degrees do not divide the world or one another, as at the start of a run."""
+    given = config.parallel
+    expert_tensor = given.expert_tensor or given.tensor
+    check_degrees(world_size, given.tensor, given.context, given.pipeline, given.expert, expert_tensor)
+    return Degrees(
+        world_size=world_size, tensor_size=given.tensor, pipeline_size=given.pipeline, virtual_size=given.virtual_pipeline,
+        context_size=given.context, data_size=world_size // (given.tensor * given.context * given.pipeline), expert_size=given.expert,
+        expert_tensor_size=expert_tensor,
+    )  # fmt: skip
+
+
+def world_size(nodes: int | None, gpus_per_node: int | None, environment: Mapping[str, str] = os.environ) -> int:
+    """GPUs from the arguments, else from what torchrun or SLURM have set; ConfigError where nobody says it."""
+    if nodes is not None:
+        return nodes * (gpus_per_node or 8)
+    if "WORLD_SIZE" in environment:
+        return int(environment["WORLD_SIZE"])
+    slurm_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES")
+    if slurm_nodes is not None:
+        on_node = gpus_per_node or int(environment.get("SLURM_GPUS_ON_NODE", 0))
+        if on_node:
+            return int(slurm_nodes) * on_node
+        raise ConfigError(f"SLURM gives {slurm_nodes} nodes and no SLURM_GPUS_ON_NODE; add --gpus-per-node N")
+    if gpus_per_node is not None:
+        return gpus_per_node
+    raise ConfigError("the number of GPUs is unknown: neither WORLD_SIZE nor SLURM_NNODES is set; add --nodes N [--gpus-per-node 8]")

@@ -1,0 +1,245 @@
+"""The real planner's plans, dense and with the skip, run on planning/timeline.py's clock: update time, bubble, balance, memory, and what binds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.algorithm.signal import signal_rule
+from megatron_rl.config import Config
+from megatron_rl.model.build import ModelShape
+from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_rules, plan_steps, split_mini_batches
+from megatron_rl.planning.timeline import Timeline, simulate
+from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.simulator.machine import Costs
+from megatron_rl.simulator.memory import StageMemory, stage_memory
+from megatron_rl.simulator.workload import Workload
+from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+
+MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs for the busiest data-parallel ranks alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drawn:
+    """The first mini-batch that runs, on its slowest data-parallel rank: what the picture shows.
+
+    dead: [M] share of each micro-batch's tokens without signal; filler: [M] bool.
+    """
+
+    rank: int
+    timeline: Timeline
+    dead: np.ndarray
+    filler: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """One way to run a rollout's update. Seconds and counts over all its optimizer steps.
+
+    bubble_share: [P] of the slowest replica, over all mini-batches. imbalance: the busiest replica's work over the mean, less 1.
+    busiest_s, mean_s: what the busiest stage of the slowest replica computes, and its stages on average.
+    microbatches: (fewest, most) of a replica in one mini-batch.
+    """
+
+    plan: StepPlan
+    pipeline_s: float
+    busiest_s: float
+    mean_s: float
+    optimizer_s: float
+    bubble_share: np.ndarray
+    imbalance: float
+    microbatches: tuple[int, int]
+    largest_tokens: int
+    largest_loss_tokens: int
+    tokens: int
+    drawn: Drawn | None
+
+    @property
+    def update_s(self) -> float:
+        return self.pipeline_s + self.optimizer_s
+
+    def count(self, name: str) -> int:
+        """``num_fillers`` or ``silent_ranks`` over all mini-batches, or ``ghosts``."""
+        if name == "ghosts":
+            return sum(x.kind is StepKind.GHOST for x in self.plan.mini_batches)
+        return sum({"num_fillers": x.num_fillers, "silent_ranks": x.silent_ranks}[name] for x in self.plan.mini_batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What keeps an update from being shorter, and the seconds that it would save without it."""
+
+    name: str
+    saves_s: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forecast:
+    """``ideal``: dense over surviving tokens, None where nothing survives; ``gain``: predicted dense over skip update time."""
+
+    dense: Outcome
+    skip: Outcome
+    ideal: float | None
+    gain: float
+    memory: tuple[StageMemory, ...]
+    constraints: tuple[Constraint, ...]
+    dead_samples: float
+    costs: Costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """What is simulated."""
+
+    config: Config
+    shape: ModelShape
+    degrees: Degrees
+    workload: Workload
+    costs: Costs
+
+    def rules(self) -> PlanRules:
+        """As the backend's: the prior's costs, or a run's own where they were given and ``plan.calibrate`` is on."""
+        rules = plan_rules(self.config, self.degrees, self.shape)
+        calibrated = self.costs.from_run and self.config.plan.calibrate
+        return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
+
+    def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> StepPlan:
+        """As MegatronBackend.plan("train", ...) makes it."""
+        config = self.config
+        members = split_mini_batches(np.arange(len(signal)), config.train.samples_per_mini_batch)
+        merge = config.skip.steps == "merge" and drops
+        return plan_steps("train", members, self.workload.lengths, signal, rules, drops=drops, merge=merge)
+
+
+def forecast(job: Job) -> Forecast:
+    """Everything; ConfigError where the planner or the configuration refuses."""
+    rules, signal = job.rules(), job.workload.signal(job.config)
+    drops = signal_rule(job.config).drops
+    dense = run_plan(job, rules, signal, drops=False)
+    skip = run_plan(job, rules, signal, drops=drops)
+    lengths = job.workload.lengths
+    survivors = int(lengths[signal].sum()) if drops else int(lengths.sum())
+    memory = tuple(
+        stage_memory(
+            job.shape, job.config, job.degrees, stage, tokens=dense.largest_tokens, loss_tokens=dense.largest_loss_tokens,
+            microbatches=dense.microbatches[1],
+        )
+        for stage in range(job.degrees.pipeline_size)
+    )  # fmt: skip
+    return Forecast(
+        dense=dense, skip=skip, ideal=int(lengths.sum()) / survivors if survivors else None,
+        gain=dense.update_s / skip.update_s if skip.update_s else 1.0, memory=memory, costs=job.costs,
+        constraints=_constraints(job, rules, signal, skip, drops=drops), dead_samples=float((~signal).mean()),
+    )  # fmt: skip
+
+
+def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: StepPlan | None = None) -> Outcome:
+    """Plans and puts every mini-batch on the clock. A ghost step takes the optimizer step's local part, at most; it counts as one.
+
+    plan: what ``job.plan`` made of the same arguments before, whose costs do not depend on the job's.
+    """
+    plan = plan or job.plan(rules, signal, drops=drops)
+    padded = padded_lengths(job.workload.lengths, rules.pad_multiple).astype(np.float64)
+    epochs = job.config.train.epochs_per_rollout
+    pipeline_s = busiest_s = mean_s = optimizer_s = 0.0
+    idle, works, counts, drawn, largest = np.zeros(job.degrees.pipeline_size), [], [], None, (0, 0)
+    for mini_batch in plan.mini_batches:
+        optimizer_s += job.costs.optimizer_s * epochs
+        if mini_batch.kind is StepKind.GHOST:
+            continue
+        rank, timeline, work = _slowest(job, rules, mini_batch, padded)
+        pipeline_s, busiest_s = pipeline_s + timeline.makespan * epochs, busiest_s + float(timeline.busy_s.max()) * epochs
+        mean_s += float(timeline.busy_s.mean()) * epochs
+        idle += timeline.bubble_share * timeline.makespan * epochs
+        works.append(work.max() / work.mean() - 1)
+        counts += mini_batch.num_microbatches.tolist()
+        largest = max(largest, _largest(mini_batch, padded, job.workload.loss_tokens))
+        if drawn is None:
+            drawn = _drawn(rank, timeline, mini_batch, job.workload.lengths, signal)
+    return Outcome(
+        plan=plan, pipeline_s=pipeline_s, busiest_s=busiest_s, mean_s=mean_s, optimizer_s=optimizer_s,
+        bubble_share=idle / pipeline_s if pipeline_s else idle, imbalance=float(np.mean(works)) if works else 0.0,
+        microbatches=(min(counts, default=0), max(counts, default=0)), largest_tokens=largest[0], largest_loss_tokens=largest[1],
+        tokens=int(sum(job.workload.lengths[x.order].sum() for x in plan.mini_batches)) * epochs, drawn=drawn,
+    )  # fmt: skip
+
+
+def _sums(mini_batch: MiniBatchPlan, values: np.ndarray) -> np.ndarray:
+    """[M] a value summed over each micro-batch; none is empty."""
+    return np.add.reduceat(values[mini_batch.order], mini_batch.microbatch_offsets[:-1])
+
+
+def _largest(mini_batch: MiniBatchPlan, padded: np.ndarray, loss_tokens: np.ndarray) -> tuple[int, int]:
+    tokens = _sums(mini_batch, padded)
+    return int(tokens.max()), int(_sums(mini_batch, loss_tokens)[tokens.argmax()])
+
+
+def _slowest(job: Job, rules: PlanRules, mini_batch: MiniBatchPlan, padded: np.ndarray) -> tuple[int, Timeline, np.ndarray]:
+    """The data-parallel rank whose pipeline ends last, its timeline, and [D] each rank's own work on its busiest stage.
+
+    Ranks that share experts wait for one another in every layer: each micro-batch takes as long as the longest of its block.
+    """
+    forward_s, backward_s = job.costs.chunk_seconds(_sums(mini_batch, padded), _sums(mini_batch, padded**2))
+    starts, pipeline = mini_batch.rank_offsets, job.degrees.pipeline_size
+    spent = (forward_s + backward_s).reshape(-1, pipeline, forward_s.shape[1]).sum(0)
+    cumulated = np.concatenate([np.zeros((pipeline, 1)), np.cumsum(spent, axis=1)], axis=1)
+    work = np.diff(cumulated[:, starts], axis=1).max(0)
+    block = rules.lockstep_ranks
+    leaders = np.array([first + int(work[first : first + block].argmax()) for first in range(0, rules.data_size, block)])
+    if 2 * forward_s.size > MAX_OPERATIONS:
+        few = max(1, MAX_OPERATIONS * len(leaders) // (2 * forward_s.size))
+        leaders = leaders[np.argsort(-work[leaders], kind="stable")[:few]]
+    best: tuple[int, Timeline] | None = None
+    for leader in leaders.tolist():
+        first = leader // block * block
+        ranks = [slice(starts[r], starts[r + 1]) for r in range(first, first + block)]
+        f, b = (np.max([x[:, r] for r in ranks], axis=0) for x in (forward_s, backward_s))
+        found = simulate(*_whole_groups(f, b, job.degrees), pipeline=pipeline)
+        if best is None or found.makespan > best[1].makespan:
+            best = (leader, found)
+    return (*best, work)
+
+
+def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
+    """Micro-batches that take no time up to a multiple of the pipeline, for what-if plans that the interleaved schedule would refuse."""
+    short = -forward_s.shape[1] % degrees.pipeline_size if degrees.virtual_size > 1 else 0
+    return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))
+
+
+def _drawn(rank: int, timeline: Timeline, mini_batch: MiniBatchPlan, lengths: np.ndarray, signal: np.ndarray) -> Drawn:
+    own = slice(mini_batch.rank_offsets[rank], mini_batch.rank_offsets[rank + 1])
+    dead = _sums(mini_batch, np.where(signal, 0, lengths)) / _sums(mini_batch, lengths)
+    filler = mini_batch.filler_microbatches
+    return Drawn(rank=rank, timeline=timeline, dead=np.where(filler, 0.0, dead)[own], filler=filler[own])
+
+
+def _constraints(job: Job, rules: PlanRules, signal: np.ndarray, found: Outcome, *, drops: bool) -> tuple[Constraint, ...]:
+    """Most binding first: plans without one rule each, on the same clock."""
+    epochs_s, longest = found.update_s, int(padded_lengths(job.workload.lengths, rules.pad_multiple).max(initial=0))
+
+    def saved(**changed) -> float:
+        return epochs_s - run_plan(job, dataclasses.replace(rules, **changed), signal, drops=drops).update_s
+
+    bubble, uneven = found.pipeline_s - found.busiest_s, found.busiest_s - found.mean_s
+    balance = found.busiest_s * (1 - 1 / (1 + found.imbalance))
+    constraints = [
+        Constraint(name="longest sample", saves_s=balance, note=f"{longest} tokens; what perfect balance over replicas would save"),
+        Constraint(name="optimizer step", saves_s=found.optimizer_s, note="reduction, norm, AdamW, gather"),
+    ]
+    if job.degrees.pipeline_size > 1:
+        note = "the busiest stage waits: the pipeline fills, drains, and stalls behind long micro-batches"
+        constraints.append(Constraint(name="pipeline bubble", saves_s=bubble, note=note))
+        constraints.append(Constraint(name="uneven stages", saves_s=uneven, note="the busiest stage (the LM head's) over the mean of all"))
+    if rules.samples_per_microbatch is None:
+        more = saved(max_tokens=2 * rules.max_tokens)
+        constraints.append(Constraint(name="token cap", saves_s=more, note=f"{rules.max_tokens} tokens; what twice as many would save"))
+    if rules.microbatch_multiple > 1:
+        note = f"micro-batches in multiples of {rules.microbatch_multiple}"
+        constraints.append(Constraint(name="VPP multiple", saves_s=saved(microbatch_multiple=1), note=note))
+    if rules.lockstep_ranks > 1:
+        note = f"{rules.lockstep_ranks} replicas run equally many and wait for each other's longest"
+        constraints.append(Constraint(name="EP lockstep", saves_s=saved(lockstep_ranks=1), note=note))
+    return tuple(sorted(constraints, key=lambda c: -c.saves_s))

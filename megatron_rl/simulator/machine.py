@@ -1,0 +1,167 @@
+"""Seconds: what a GPU does per second, stated or fitted, and a run's own coefficients → the costs that a forecast uses.
+
+FLOPs of a token, forward and backward: 6 per element of each matrix it passes (8 under full recompute; 8 in the LM head, whose logits
+are made twice, and only at loss positions), and 6 · heads · head_dim per layer and Σ l² for causal attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.build import ModelShape
+from megatron_rl.planning.cost import CostModel, StageCost
+from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.simulator.memory import full_recompute, stage_parameters
+
+# Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16 weights back)
+# over 100 GB/s per GPU.
+ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One GPU's (or process's) rates.
+
+    flops_per_s: in matrix products. attention_flops_per_s: in attention scores. layer_overhead_s: per micro-batch and layer, forward and
+    backward. adam_s: per parameter whose optimizer state the rank holds. reduce_s: per parameter held, where gradients are reduced.
+    update_overhead_s: per update.
+    """
+
+    flops_per_s: float
+    attention_flops_per_s: float
+    layer_overhead_s: float
+    adam_s: float = ADAM_S
+    reduce_s: float = REDUCE_S
+    update_overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a forecast counts with. forward_share: of a micro-batch's time. optimizer_s: reduction, norm, AdamW, gather. source: words.
+
+    from_run: the model is what a run of these stages has fitted, so that a calibrated planner would plan by it.
+    """
+
+    model: CostModel
+    forward_share: float
+    optimizer_s: float
+    source: str
+    from_run: bool = False
+
+    def chunk_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward seconds [stages x virtual, M], in the order of the layers.
+
+        A stage's time lies evenly on its chunks; what the last stage takes beyond the one before it (the LM head) on the last chunk.
+        """
+        virtual = self.model.virtual
+        each = np.array([stage.seconds(tokens, squares) for stage in self.model.stages]).reshape(len(self.model.stages), len(tokens))
+        even = each.copy()
+        if virtual > 1:
+            even[-1] = np.minimum(each[-1], each[-2])
+        every = np.concatenate([even / virtual] * virtual)
+        every[-1] += each[-1] - even[-1]
+        return every * self.forward_share, every * (1 - self.forward_share)
+
+
+def layer_flops(shape: ModelShape) -> tuple[float, float]:
+    """Forward and backward FLOPs of one layer per token without attention scores, and per Σ l² of them."""
+    return 6.0 * shape.layer_parameters, 6.0 * shape.num_heads * shape.head_dim
+
+
+def machine_costs(machine: Machine, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float, source: str) -> Costs:
+    """The costs of every stage. loss_share: loss tokens over all tokens."""
+    layers = shape.num_layers // degrees.pipeline_size
+    again = 4 / 3 if full_recompute(config) else 1.0
+    split = degrees.tensor_size * degrees.context_size
+    linear, scores = layer_flops(shape)
+    inner = StageCost(
+        overhead=machine.layer_overhead_s * layers * again, token=linear * again * layers / split / machine.flops_per_s,
+        square=scores * again * layers / split / machine.attention_flops_per_s,
+    )  # fmt: skip
+    head = 8.0 * shape.padded_vocab_size * shape.hidden_size * loss_share / split / machine.flops_per_s
+    last = dataclasses.replace(inner, token=inner.token + head)
+    stages = (inner,) * (degrees.pipeline_size - 1) + (last,)
+    return Costs(
+        model=CostModel(stages=stages, virtual=degrees.virtual_size), forward_share=1 / 4 if again > 1 else 1 / 3,
+        optimizer_s=max(optimizer_seconds(machine, shape, config, degrees, stage) for stage in range(degrees.pipeline_size)), source=source,
+    )  # fmt: skip
+
+
+def optimizer_parameters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[float, float]:
+    """Parameters (that AdamW updates, that are reduced) on a rank of the stage."""
+    dense, experts = stage_parameters(shape, degrees, stage)
+    replicas = degrees.data_size * degrees.context_size
+    own = dense / replicas + experts / degrees.expert_data_size if config.optimizer.distributed else dense + experts
+    return own, (dense if replicas > 1 else 0) + (experts if degrees.expert_data_size > 1 else 0)
+
+
+def optimizer_seconds(machine: Machine, shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> float:
+    own, reduced = optimizer_parameters(shape, config, degrees, stage)
+    return machine.update_overhead_s + machine.adam_s * own + machine.reduce_s * reduced
+
+
+def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degrees: Degrees) -> Machine:
+    """Stated FLOP/s, and the planner's own ``plan.microbatch_overhead_tokens`` for what a micro-batch costs besides its tokens."""
+    token = layer_flops(shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
+    return Machine(
+        flops_per_s=flops_per_s, attention_flops_per_s=flops_per_s, layer_overhead_s=config.plan.microbatch_overhead_tokens * token
+    )  # fmt: skip
+
+
+def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, int | str]:
+    """What a stage's seconds per token belong to besides the machine; the number of replicas is not among it."""
+    return {
+        "num_layers": shape.num_layers, "hidden_size": shape.hidden_size, "dtype": config.model.dtype, "tensor": degrees.tensor_size,
+        "context": degrees.context_size, "expert": degrees.expert_size, "expert_tensor": degrees.expert_tensor_size,
+    }  # fmt: skip
+
+
+def load_coefficients(path: str | pathlib.Path, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float) -> Costs:
+    """A JSON file with a ``machine`` (Machine's fields) or with a run's ``stages``, or a run's folder with such a coefficients.json.
+
+    ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, one per
+    pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see there), which then must be this configuration's;
+    ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
+    """
+    path = pathlib.Path(path)
+    path = path / "coefficients.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"--coefficients {path} does not exist; give a file, or the folder of a run that has taken an optimizer step")
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        source = f"coefficients of {path.name}: {given.get('measured_on', 'not said where measured')}"
+        if "machine" in given:
+            machine = Machine(**given["machine"])
+            return machine_costs(machine, shape, config, degrees, loss_share=loss_share, source=source)
+        model = CostModel(stages=tuple(StageCost(**stage) for stage in given["stages"]), virtual=given.get("virtual", 1))
+        forward_share = float(given.get("forward_share", 1 / 4 if full_recompute(config) else 1 / 3))
+        costs = Costs(model=model, forward_share=forward_share, optimizer_s=float(given["optimizer_s"]), source=source, from_run=True)
+        fitted = dict(given.get("fitted_with", {}))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"--coefficients {path} cannot be read ({type(error).__name__}: {error}); it holds JSON with stages, virtual and optimizer_s, "
+            "or with machine (see docs/simulate-cluster.md)"
+        ) from error
+    _check_fitted(path, costs.model, fitted, degrees, fitted_with(shape, config, degrees))
+    return costs
+
+
+def _check_fitted(path: pathlib.Path, model: CostModel, fitted: dict, degrees: Degrees, wanted: dict) -> None:
+    way = "give a file fitted there, one with machine rates, or --flops (with --trace for a run's samples alone)"
+    if (len(model.stages), model.virtual) != (degrees.pipeline_size, degrees.virtual_size):
+        raise ConfigError(
+            f"--coefficients {path} was fitted with {len(model.stages)} pipeline stages of {model.virtual} chunks and this configuration "
+            f"has {degrees.pipeline_size} of {degrees.virtual_size}; {way}"
+        )
+    odd = {name: (fitted[name], value) for name, value in wanted.items() if name in fitted and fitted[name] != value}
+    if odd:
+        said = ", ".join(f"{name}={was} where this configuration has {value}" for name, (was, value) in odd.items())
+        raise ConfigError(f"--coefficients {path} was fitted with {said}; {way}")

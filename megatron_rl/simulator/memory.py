@@ -1,0 +1,144 @@
+"""Bytes on one GPU of each pipeline stage: weights, the reference policy's, gradients, optimizer state, activations, logits.
+
+Weights are counted from the shape and equal those of the built model (tests/test_simulate_cluster.py). Gradients lie in one buffer per
+rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per parameter and, for bfloat16 weights,
+a float32 master, which ``optimizer.distributed`` shards over data and context parallel ranks. Beside adapters (``lora.rank``) the rest
+of the weights has neither. Activations are what autograd saves per
+token and layer with an attention that keeps no scores; not in the sum: allocator fragments, communication buffers, CUDA itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.model.build import ModelShape
+from megatron_rl.model.logprob import LINEAR_CHUNK_TOKENS
+from megatron_rl.planning.timeline import warmup_forwards
+from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on a GPU of one pipeline stage.
+
+    optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``. activations: as the config
+    recomputes; the two after it without and with full recompute. reference: weights again where a KL is measured under
+    ``reference.placement=device``.
+    """
+
+    stage: int
+    weights: int
+    reference: int
+    gradients: int
+    optimizer: int
+    optimizer_sharded: int
+    optimizer_whole: int
+    activations: int
+    activations_kept: int
+    activations_recomputed: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.reference + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
+    """(parameters of one layer on a rank outside the experts, those of the experts that it holds)."""
+    tensor, hidden, heads = degrees.tensor_size, shape.hidden_size, shape.num_heads
+    qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
+    attention = qkv * hidden + (qkv if shape.qkv_bias else 0) + heads * shape.head_dim // tensor * hidden
+    norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    if not shape.num_experts:
+        return attention + norms + 3 * hidden * shape.ffn_hidden_size // tensor, 0
+    experts = shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
+    return attention + norms + shape.num_experts * hidden, experts
+
+
+def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
+    """(dense, experts') parameters that a rank of the pipeline stage holds; a tied embedding lies on both ends of a pipeline."""
+    dense, experts = (n * shape.num_layers // degrees.pipeline_size for n in layer_parameters(shape, degrees))
+    vocabulary = shape.padded_vocab_size // degrees.tensor_size * shape.hidden_size
+    last = stage == degrees.pipeline_size - 1
+    if stage == 0:
+        dense += vocabulary
+    if last:
+        dense += shape.hidden_size
+        if not (shape.tied_embeddings and degrees.pipeline_size == 1):
+            dense += vocabulary
+    return dense, experts
+
+
+def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees) -> int:
+    """Numbers of the adapters that a rank of any pipeline stage holds; 0 where every weight is trained."""
+    adapted = shape.with_adapters(config.lora)
+    entries = [pair for weight in target_entries(adapted) for pair in pair_entries(weight)]
+    layer = sum(math.prod(shard_size(entry, adapted, degrees.tensor_size)) for entry in entries)
+    return layer * shape.num_layers // degrees.pipeline_size
+
+
+def full_recompute(config: Config) -> bool:
+    return config.megatron.transformer.get("recompute_granularity") == "full"
+
+
+def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
+    """Elements that autograd saves per token of a rank and layer, with torch's layers; Transformer Engine's fuse some and keep less.
+
+    Of both norms input, normalised and output (6 h, split by sequence parallelism); q, k, v and the attention's output twice, and the
+    cosines and sines; under q/k norms their inputs and the normalised too; of the MLP gate and up, the activated gate, up, their product.
+    An expert's tokens lie in memory before and after it, once per choice.
+    """
+    tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
+    attention = (3 * heads + 2 * kv_heads) / tensor + 4 + (3 * (heads + kv_heads) / tensor if shape.qk_norm else 0)
+    attention *= shape.head_dim
+    norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    if not shape.num_experts:
+        return norms + attention + 5 * shape.ffn_hidden_size / tensor
+    routed = shape.experts_per_token * (2 * hidden + 5 * shape.ffn_hidden_size / degrees.expert_tensor_size)
+    return norms + attention + routed
+
+
+def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
+    """Micro-batches whose activations a rank of the stage holds at most, each for all of its layers."""
+    virtual = degrees.virtual_size
+    warm = warmup_forwards(stage, degrees.pipeline_size, virtual, microbatches, degrees.pipeline_size)
+    return min(warm + 1, microbatches * virtual) / virtual
+
+
+def stage_memory(
+    shape: ModelShape, config: Config, degrees: Degrees, stage: int, *, tokens: int, loss_tokens: int, microbatches: int
+) -> StageMemory:
+    """tokens, loss_tokens: of the largest micro-batch; microbatches: the most that a data-parallel rank runs."""
+    size, layers = ELEMENT_BYTES[config.model.dtype], shape.num_layers // degrees.pipeline_size
+    dense, experts = stage_parameters(shape, degrees, stage)
+    adapters = stage_adapters(shape, config, degrees)
+    weights = dense + experts + adapters
+    if adapters:
+        dense, experts = adapters, 0  # what is trained
+    per_parameter = 8 + (4 if size == 2 else 0)
+    whole = (dense + experts) * per_parameter
+    sharded = round(per_parameter * (dense / (degrees.data_size * degrees.context_size) + experts / degrees.expert_data_size))
+    gradient_bytes = 4 if config.megatron.ddp.get("grad_reduce_in_fp32", True) else size
+    own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)
+    layer = own_tokens * kept_elements(shape, config, degrees) * size
+    boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)
+    at_once = config.megatron.transformer.get("recompute_num_layers") or 1
+    kept, recomputed = flying * layers * layer, flying * layers * boundary / at_once + at_once * layer
+    second = config.loss.kl_coefficient != 0 and config.reference.placement == "device"
+    logits = 0.0
+    if stage == degrees.pipeline_size - 1 and microbatches:
+        rows = min(loss_tokens / degrees.context_size, LINEAR_CHUNK_TOKENS)
+        logits = rows * shape.padded_vocab_size / degrees.tensor_size * (4 + (size if size != 4 else 0))
+    return StageMemory(
+        stage=stage, weights=weights * size, reference=weights * size * second,
+        gradients=(dense + experts) * gradient_bytes,
+        optimizer=sharded if config.optimizer.distributed else whole,
+        optimizer_sharded=sharded, optimizer_whole=whole,
+        activations=round(recomputed if full_recompute(config) else kept), activations_kept=round(kept),
+        activations_recomputed=round(recomputed), logits=round(logits),
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""What a run leaves for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the fit after its last optimizer step.
+
+Both lie in the run's folder and are written by the main rank alone. ``tools/simulate_cluster.py --from-run FOLDER`` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections import deque
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.config import Config
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.observability.metrics import set_aside
+from megatron_rl.simulator.machine import fitted_with
+from megatron_rl.simulator.workload import Workload, append_trace
+from megatron_rl.types import BatchFacts, StepKind, StepResult
+
+REMEMBERED_STEPS = 50  # of which the median optimizer step is taken
+
+
+class TimedBackend(MegatronBackend):
+    """The backend, and how long its last REAL optimizer steps took: seconds, of the rank that waited least for the others."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.optimizer_seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+
+    def optim_step(self, kind: StepKind) -> StepResult:
+        HOST.synchronize()
+        started = time.perf_counter()
+        result = super().optim_step(kind)
+        if kind is StepKind.REAL:
+            HOST.synchronize()
+            spent = torch.tensor([time.perf_counter() - started], dtype=torch.float64).to(HOST.device)
+            dist.all_reduce(spent, op=dist.ReduceOp.MIN)
+            self.optimizer_seconds.append(spent.item())
+        return result
+
+
+class Recorder:
+    """Writes both files; on ranks that are not the main one it writes nothing. What an earlier run left in the folder is renamed,
+    unless this run goes on from a checkpoint (``resumed``)."""
+
+    def __init__(self, config: Config, backend: TimedBackend, *, resumed: bool = False) -> None:
+        self.config = config
+        self.backend = backend
+        self.is_main = backend.topology.is_main
+        self.num_rollouts = 0
+        folder = config.run.path
+        self.trace, self.coefficients = folder / "trace.jsonl", folder / "coefficients.json"
+        if self.is_main and not resumed:
+            for path in (self.trace, self.coefficients):
+                if path.exists():
+                    set_aside(path)
+
+    def rollout(self, facts: BatchFacts, rewards: np.ndarray, by_function: np.ndarray) -> None:
+        """One line of the trace, numbered as ``rollout`` in the metrics. rewards [S], by_function [S, F]: NaN where there is none."""
+        self.num_rollouts += 1
+        if not self.is_main:
+            return
+        names = self.config.reward.functions
+        workload = Workload(
+            prompt_tokens=facts.prompt_tokens, response_tokens=facts.response_tokens, loss_tokens=facts.loss_tokens, rewards=rewards,
+            groups=facts.groups, by_function=dict(zip(names, by_function.T, strict=True)) if len(names) > 1 else {},
+        )  # fmt: skip
+        prompts = dict.fromkeys(sample_id.rpartition("#")[0] for sample_id in facts.sample_ids)
+        append_trace(self.trace, self.num_rollouts, workload, list(prompts))
+
+    def fit(self) -> None:
+        """Replaces coefficients.json by what is measured so far, at once: a reader never sees half of it."""
+        backend = self.backend
+        if not self.is_main or not backend.fit.is_fitted or not backend.optimizer_seconds:
+            return
+        model = backend.fit.model()
+        forward_s, backward_s = backend.fit.sums[:, -2:].sum(0)
+        content = {
+            "stages": [dataclasses.asdict(stage) for stage in model.stages], "virtual": model.virtual,
+            "optimizer_s": statistics.median(backend.optimizer_seconds), "forward_share": float(forward_s / (forward_s + backward_s)),
+            "fitted_with": fitted_with(backend.shape, self.config, backend.topology), "measured_on": self._where(),
+        }  # fmt: skip
+        _replace(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+    def _where(self) -> str:
+        place = self.backend.topology
+        device = torch.cuda.get_device_name() if HOST.is_cuda else f"{platform.machine()} CPU of {os.cpu_count()} cores"
+        return f"{device}, {place.world_size} process(es), {place.degrees}, torch {torch.__version__}, {self.backend.step_index} step(s)"
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)

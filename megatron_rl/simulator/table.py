@@ -1,0 +1,99 @@
+"""A forecast → the figures that are written as JSON, and their tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.observability.svg import short
+from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.simulator.forecast import Forecast, Outcome
+from megatron_rl.simulator.memory import full_recompute
+
+GIB = 2**30
+
+
+def _outcome(found: Outcome) -> dict[str, Any]:
+    kinds = ("num_fillers", "silent_ranks", "ghosts")
+    return {
+        "update_s": found.update_s, "pipeline_s": found.pipeline_s, "optimizer_s": found.optimizer_s,
+        "bubble_share": found.bubble_share.tolist(), "data_parallel_imbalance": found.imbalance,
+        "microbatches_per_replica": list(found.microbatches), "largest_microbatch_tokens": found.largest_tokens, "tokens": found.tokens,
+        "optimizer_steps": len(found.plan.mini_batches), **{name: found.count(name) for name in kinds},
+    }  # fmt: skip
+
+
+def figures(found: Forecast, config: Config, degrees: Degrees, *, title: str, workload: str, num_rollouts: int) -> dict[str, Any]:
+    """Everything that is printed. Seconds, tokens, bytes."""
+    return {
+        "title": title, "world_size": degrees.world_size, "degrees": degrees.named, "workload": workload, "rollouts": num_rollouts,
+        "costs": found.costs.source, "dead_samples": found.dead_samples, "dense": _outcome(found.dense), "skip": _outcome(found.skip),
+        "gain_ideal": found.ideal, "gain_predicted": found.gain, "recompute": "full" if full_recompute(config) else "none",
+        "distributed_optimizer": config.optimizer.distributed,
+        "memory": [dataclasses.asdict(stage) | {"total": stage.total} for stage in found.memory],
+        "constraints": [dataclasses.asdict(x) for x in found.constraints],
+    }  # fmt: skip
+
+
+ROWS = (
+    ("update", "update_s", "s"), ("  pipeline", "pipeline_s", "s"), ("  optimizer", "optimizer_s", "s"), ("tokens", "tokens", ""),
+    ("bubble, mean of stages", "bubble_share", "%"), ("data-parallel imbalance", "data_parallel_imbalance", "%"),
+    ("micro-batches per replica", "microbatches_per_replica", "range"), ("largest micro-batch", "largest_microbatch_tokens", "tokens"),
+    ("optimizer steps", "optimizer_steps", ""), ("ghost steps", "ghosts", ""), ("silent replicas", "silent_ranks", ""),
+    ("filler micro-batches", "num_fillers", ""),
+)  # fmt: skip
+
+
+def _cell(value: Any, unit: str) -> str:
+    if unit == "%":
+        return f"{100 * (sum(value) / len(value) if isinstance(value, list) else value):.1f} %"
+    if unit == "range":
+        return str(value[0]) if value[0] == value[1] else f"{value[0]} to {value[1]}"
+    return f"{short(value)} {unit}".rstrip() if isinstance(value, float) else f"{value:,} {unit}".rstrip()
+
+
+def binding(content: dict[str, Any], gpu_memory_gib: float) -> str:
+    """In words, what keeps the update from being shorter, or from running at all."""
+    worst = max(content["memory"], key=lambda stage: stage["total"])
+    if worst["total"] > gpu_memory_gib * GIB:
+        way = "more TP or PP, a smaller plan.max_tokens_per_microbatch"
+        if content["recompute"] == "none":
+            way += ", or megatron.transformer.recompute_granularity=full with recompute_method=uniform and recompute_num_layers=1"
+        return f"memory: stage {worst['stage']} needs {worst['total'] / GIB:.1f} GiB of {gpu_memory_gib:g}; {way}"
+    first = content["constraints"][0]
+    share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0
+    return f"{first['name']}: {100 * share:.1f} % of the skip run's update ({first['note']})"
+
+
+def show(content: dict[str, Any], gpu_memory_gib: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=118)
+    ideal = "-" if content["gain_ideal"] is None else f"{content['gain_ideal']:.2f}"
+    plans = Table(title=content["title"], caption=f"gain of the skip: predicted {content['gain_predicted']:.2f}, ideal {ideal} by tokens")
+    for name in ("one rollout's update", "dense", "skip"):
+        plans.add_column(name, justify="left" if name.startswith("one") else "right")
+    for label, key, unit in ROWS:
+        plans.add_row(label, *(_cell(content[kind][key], unit) for kind in ("dense", "skip")))
+    console.print(plans)
+    memory = Table(title=f"GiB on a GPU of each stage (recompute {content['recompute']}); right: were it otherwise")
+    second = ("reference",) if any(stage["reference"] for stage in content["memory"]) else ()
+    names = ("weights", *second, "gradients", "optimizer", "activations", "logits", "total")
+    other = {"optimizer_whole": "unsharded", "activations_kept": "all kept", "activations_recomputed": "recomputed"}
+    for name in ("stage", *names, *other.values()):
+        memory.add_column(name, justify="right")
+    for stage in content["memory"]:
+        memory.add_row(str(stage["stage"]), *(f"{stage[name] / GIB:.2f}" for name in (*names, *other)))
+    console.print(memory)
+    limits = Table(title="what binds the skip run's update")
+    for name in ("constraint", "would save", "share", "what it is"):
+        limits.add_column(name, justify="right" if name in ("would save", "share") else "left")
+    whole = content["skip"]["update_s"] or 1.0
+    for each in content["constraints"]:
+        limits.add_row(each["name"], f"{short(each['saves_s'])} s", f"{100 * each['saves_s'] / whole:.1f} %", each["note"])
+    console.print(limits)
+    console.print(f"binds: {binding(content, gpu_memory_gib)}", highlight=False)
+    console.print(f"samples: {content['workload']}; {100 * content['dead_samples']:.0f} % without signal", highlight=False)
+    console.print(f"times: {content['costs']}", highlight=False)

@@ -1,0 +1,190 @@
+"""What a simulated job trains on: lengths and rewards per sample, recorded by a run or drawn from a stated distribution.
+
+A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder`` in simulator/record.py):
+
+    {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97], "loss_tokens": [41, 97], "reward": [1, null]}
+
+A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch without it). ``loss_tokens`` (response tokens
+with loss) may be left out: all. ``reward: null`` is a sample that was taken out of its group. ``reward_functions``, a list for each
+function by name, is what ``advantage.estimator=gdpo`` needs where there are several. Other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.algorithm.advantage import advantages
+from megatron_rl.algorithm.signal import has_signal, signal_rule
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TOKENS = ("group", "prompt_tokens", "response_tokens", "loss_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """One rollout's samples, struct of arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
+
+    by_function: float64 [S] of each reward function by name, NaN where it did not apply; {} where only their weighted sum is known.
+
+    Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12], rewards=[1, 0], groups=[0, 0]``.
+    """
+
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
+    loss_tokens: np.ndarray
+    rewards: np.ndarray
+    groups: np.ndarray
+    by_function: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[S] int64 tokens of prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+    def signal(self, config: Config) -> np.ndarray:
+        """[S] bool, by the run's own advantages and rule; every sample with a loss token where these hang on values or log-probs."""
+        given, rewards = config.advantage, self.rewards
+        if given.estimator == "gae" or config.kl_in_reward:
+            return self.loss_tokens > 0
+        columns, weights = rewards[:, None], ()
+        if given.estimator == "gdpo" and self.by_function:
+            names, weights = config.reward.functions, config.reward.resolved_weights
+            unknown = [name for name in names if name not in self.by_function]
+            if unknown or not names:
+                raise ConfigError(
+                    f"advantage.estimator=gdpo needs each function's rewards: reward.functions={list(names)} and the trace has those of "
+                    f"{list(self.by_function)}; name these in reward.functions, or choose another estimator"
+                )
+            columns = np.stack([self.by_function[name] for name in names], axis=1)
+        values = advantages(
+            rewards, self.groups, ~np.isnan(rewards), estimator=given.estimator, epsilon=given.epsilon, whiten=given.whiten,
+            rewards_by_function=columns, function_weights=weights, loss_tokens=self.loss_tokens,
+        )  # fmt: skip
+        return has_signal(values, self.loss_tokens, advantage_epsilon=signal_rule(config).advantage_epsilon)
+
+
+def read_trace(path: str | pathlib.Path) -> list[Workload]:
+    """One Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder. ConfigError ``<file>:<line>: ...``.
+
+    A last line without its newline is what an interrupted write leaves: it is left out, with a warning in the log.
+    """
+    path = pathlib.Path(path)
+    file = path / "trace.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"--trace {file} does not exist; give a file of JSON lines, or the folder of a run that has trained a rollout")
+    rollouts: dict[int, list[dict]] = {}
+    *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate([*lines, rest], start=1):
+        if not line.strip():
+            continue
+        try:
+            _add(rollouts, line, f"{file}:{number}")
+        except ConfigError:
+            if number <= len(lines):
+                raise
+            log.warning("%s:%d is cut off and was left out; the run was interrupted while writing it", file, number)
+    if not rollouts:
+        raise ConfigError(f"--trace {file} holds no sample; give a file of JSON lines")
+    return [_workload(parts) for _, parts in sorted(rollouts.items())]
+
+
+def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
+    """A line's samples, as columns, to their rollout's."""
+    try:
+        given = json.loads(line)
+        whole = isinstance(given["reward"], list)
+        given.setdefault("loss_tokens", given["response_tokens"])
+        columns = {name: _column(given[name], np.int64) for name in TOKENS} | {"reward": _column(given["reward"], np.float64)}
+        columns |= {f"of {name}": _column(x, np.float64) for name, x in given.get("reward_functions", {}).items()}
+        sizes = {name: len(x) for name, x in columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"lists of different lengths: {sizes}")
+        rollout = int(given.get("rollout", 0))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: {line[:80]!r} is no sample of a trace ({type(error).__name__}: {error}); each line needs prompt_tokens, "
+            "response_tokens, reward and group, a number or a list over a rollout's samples each"
+        ) from error
+    parts = rollouts.setdefault(rollout, [])
+    if parts and (whole or columns.keys() != parts[0].keys()):
+        raise ConfigError(
+            f"{where}: rollout {rollout} came before, and its groups would mix with these; number rollouts over the whole file"
+        )
+    parts.append(columns)
+
+
+def _column(given: object, kind: type) -> np.ndarray:
+    values = given if isinstance(given, list) else [given]
+    return np.array([np.nan if value is None else value for value in values], dtype=kind).reshape(len(values))
+
+
+def _workload(parts: list[dict]) -> Workload:
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    by_function = {name.removeprefix("of "): x for name, x in columns.items() if name.startswith("of ")}
+    tokens = {name: columns[name] for name in TOKENS[1:]}
+    return Workload(**tokens, groups=columns["group"], rewards=columns["reward"], by_function=by_function)
+
+
+def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompts: Sequence[str] = ()) -> None:
+    """Adds one rollout to a trace, in one write; ``read_trace`` reads it back. With several functions the reward is their weighted sum.
+
+    prompts: the name of each group's prompt, in the order of the groups; for people, and for whoever counts them.
+    """
+
+    def plain(values: np.ndarray) -> list[float | None]:
+        return [None if np.isnan(x) else x for x in values.tolist()]
+
+    row = {
+        "rollout": rollout, "group": given.groups.tolist(), "prompt_tokens": given.prompt_tokens.tolist(),
+        "response_tokens": given.response_tokens.tolist(), "loss_tokens": given.loss_tokens.tolist(), "reward": plain(given.rewards),
+    }  # fmt: skip
+    if given.by_function:
+        row["reward_functions"] = {name: plain(x) for name, x in given.by_function.items()}
+    if prompts:
+        row["prompts"] = list(prompts)
+    with pathlib.Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, float]:
+    name, _, values = text.partition(":")
+    try:
+        first, second = (float(x) for x in values.split(","))
+    except ValueError:
+        first = second = -1.0
+    if name != kind or first <= 0 or second < 0:
+        raise ConfigError(f"{option} {text!r} is not of the form {kind}:{names}, as in {option} {kind}:0.5,0.5; numbers must be positive")
+    return first, second
+
+
+def draw(config: Config, *, lengths: str | None, pass_rate: str | None, prompt_tokens: int | None, seed: int) -> tuple[Workload, str]:
+    """A rollout of ``train.prompts_per_step`` groups from stated distributions, and those in words.
+
+    lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm), cut at
+    rollout.max_response_tokens. pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
+    """
+    limit = config.rollout.max_response_tokens
+    lengths, pass_rate = lengths or f"lognormal:{max(1, limit // 2)},0.5", pass_rate or "beta:0.5,0.5"
+    prompt_tokens = prompt_tokens or max(1, config.data.max_prompt_tokens // 2)
+    mean, sigma = _numbers("--lengths", lengths, "lognormal", "MEAN,SIGMA")
+    a, b = _numbers("--pass-rate", pass_rate, "beta", "A,B")
+    random = np.random.default_rng(seed)
+    prompts, size = config.train.prompts_per_step, config.rollout.samples_per_prompt
+    response = np.exp(random.normal(np.log(mean) - sigma**2 / 2, sigma, prompts * size))
+    response = np.clip(np.rint(response), 1, limit).astype(np.int64)
+    passes = random.random((prompts, size)) < random.beta(a, b, (prompts, 1))
+    workload = Workload(
+        prompt_tokens=np.full(prompts * size, prompt_tokens, dtype=np.int64), response_tokens=response, loss_tokens=response,
+        rewards=passes.reshape(-1).astype(np.float64), groups=np.repeat(np.arange(prompts), size),
+    )  # fmt: skip
+    return workload, f"drawn: prompts of {prompt_tokens} tokens, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed {seed}"

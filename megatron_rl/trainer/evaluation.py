@@ -1,0 +1,152 @@
+"""Held-out prompts under the current weights: named sets, and mean@k and pass@k of each. Nothing that is trained depends on it.
+
+A set's prompts are called ``eval/<set>/<row>@0``, as no training prompt is. The seed of a sample derives from that, its index and the
+weight version (rollout/engine.py): the same weights give the same samples, on any layout and whatever was drawn for training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.backend import batch_exchange
+from megatron_rl.config import Config
+from megatron_rl.data.prompt_dataset import PromptSource, load_rows
+from megatron_rl.distributed import collectives
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.manager import Generation
+from megatron_rl.rollout.worker import Job
+from megatron_rl.types import Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcomes:
+    """One set's samples: P prompts, k samples each.
+
+    totals:      float64 [P, k], the total reward; NaN where the sample is excluded (it has none).
+    by_function: float64 [P, k, F], of each reward function; NaN where it did not apply.
+    response_tokens: of all samples together.
+
+    Example: two prompts of one sample each, the second of which broke its reward function under ``reward.on_error=drop``:
+    ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9``.
+    """
+
+    totals: np.ndarray
+    by_function: np.ndarray
+    response_tokens: int
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """The chance that among k of a prompt's n samples, c of which passed, there is one that did:
+
+        pass@k = 1 − C(n − c, k) / C(n, k)
+
+    Chen et al. 2021 (arXiv:2107.03374), equation 1: unbiased for k independent samples, n ≥ k. Computed in integers, rounded once.
+
+    Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the one that passed: pass@2 = 1 − 3/6 = 0.5.
+    """
+    if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
+        raise ValueError(f"pass@{k} of {num_samples} samples of which {num_passed} passed; 1 <= k <= samples and 0 <= passed <= samples")
+    draws = math.comb(num_samples, k)
+    return (draws - math.comb(num_samples - num_passed, k)) / draws
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... up to ``limit``."""
+    return [2**power for power in range(limit.bit_length())]
+
+
+def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, threshold: float) -> dict[str, float]:
+    """``eval/<name>/*`` of one set. An excluded sample has not passed and stands in no mean; where all are, there is no mean.
+
+    functions: [F] names. threshold: of the total reward that a sample must have to count as passed.
+    """
+    totals = outcomes.totals
+    num_prompts, num_samples = totals.shape
+    included = ~np.isnan(totals)
+    metrics = {f"mean@{num_samples}": float(totals[included].mean())} if included.any() else {}
+    passed_P = np.count_nonzero(totals >= threshold, axis=1).tolist()  # NaN is not
+    for k in powers_of_two(num_samples):
+        metrics[f"pass@{k}"] = math.fsum(pass_at_k(num_samples, passed, k) for passed in passed_P) / num_prompts
+    for index, function in enumerate(functions):
+        column = outcomes.by_function[:, :, index]
+        if not np.isnan(column).all():
+            metrics[function] = float(np.nanmean(column))
+    metrics["response_tokens_mean"] = outcomes.response_tokens / totals.size
+    metrics["excluded"] = float(np.count_nonzero(~included))
+    return {f"eval/{name}/{key}": value for key, value in metrics.items()}
+
+
+class Evaluation:
+    """The held-out sets of ``eval.sets`` and ``eval.path``; their prompts are tokenized at once, so that a bad row ends the run at its
+    start. Raises ConfigError, with the set's key. context_tokens: the model's."""
+
+    def __init__(self, config: Config, tokenizer, context_tokens: int) -> None:
+        self.config = config
+        short_form = config.eval.path is not None
+        self.sets: dict[str, list[Prompt]] = {}
+        for number, (name, path) in enumerate(config.eval.named_sets.items()):
+            key = "eval.path" if short_form and number == 0 else f"eval.sets.{name}"
+            self.sets[name] = self._load(name, path, key, tokenizer, context_tokens)
+
+    def _load(self, name: str, path: str, key: str, tokenizer, context_tokens: int) -> list[Prompt]:
+        data = dataclasses.replace(self.config.data, shuffle=False)
+        rows = load_rows(path, key)
+        try:
+            source = PromptSource(rows, tokenizer, data, self.config.run.seed, context_tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{key}={path!r}: {error}") from error
+        drawn = source.next(min(len(source), self.config.eval.max_prompts or len(source)))
+        return [dataclasses.replace(prompt, prompt_id=f"eval/{name}/{prompt.prompt_id}") for prompt in drawn]
+
+    def due_at_start(self) -> bool:
+        """Before RL's first step; a run that has none is at its end there."""
+        return self.config.eval.at_start or self.config.train.steps == 0
+
+    def due(self, num_rollouts: int, *, last: bool) -> bool:
+        """After the last rollout, and after every ``eval.every``-th."""
+        every = self.config.eval.every
+        return last or (every is not None and num_rollouts % every == 0)
+
+    def run(self, generation: Generation, *, step: int, suffix: str = "") -> dict[str, float]:
+        """``eval/*`` of all sets by the current weights, generated in one call, and the time it took. A collective.
+
+        step: for the log. suffix: at the end of every name.
+        """
+        started, given = time.perf_counter(), self.config.eval
+        prompts = [prompt for members in self.sets.values() for prompt in members]
+        job = generation.produce(dict(enumerate(prompts)), given.samples_per_prompt, temperature=given.temperature)
+        metrics = {}
+        for name, outcomes in self._outcomes(job).items():
+            found = set_metrics(name, outcomes, self.config.reward.functions, threshold=given.reward_threshold)
+            told = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in found.items() if "@" in key.rpartition("/")[2])
+            log.info("eval/%s after %d steps: %s over %d prompts", name, step, told, len(self.sets[name]))
+            metrics |= {f"{key}{suffix}": value for key, value in found.items()}
+        return {**metrics, "time/eval_s": time.perf_counter() - started}
+
+    def _outcomes(self, job: Job) -> dict[str, Outcomes]:
+        """Of every set, on every rank. job: this rank's share of all sets' prompts, one set after the other."""
+        size, functions = job.samples_per_prompt, self.config.reward.functions
+        places = [place * size + index for place in job.mine for index in range(size)]
+        scores = [score for place in job.mine for score in job.scores[place]]
+        totals, by_function = batch_exchange.gather_scores(scores, places, len(functions))
+        ends = np.cumsum([len(members) for members in self.sets.values()])
+        local = np.zeros(len(ends), dtype=np.int64)
+        for place in job.mine:
+            local[np.searchsorted(ends, place, side="right")] += sum(len(rollout.response_ids) for rollout in job.found[place])
+        tokens = np.sum(collectives.gather_json(local.tolist()), axis=0)
+        shape = (int(ends[-1]), size)
+        totals_of = np.split(totals.reshape(shape), ends[:-1])
+        by_function_of = np.split(by_function.reshape(*shape, len(functions)), ends[:-1])
+        return {
+            name: Outcomes(totals=totals_of[i], by_function=by_function_of[i], response_tokens=int(tokens[i]))
+            for i, name in enumerate(self.sets)
+        }
