@@ -14,13 +14,13 @@ VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
-LATEST_TESTS ?= tests/distributed/test_matrix.py tests/distributed/test_checkpoint.py tests/distributed/test_convert_megatron.py tests/test_passthrough.py tests/test_verify_topology.py tests/test_verify_topology_naming.py
+LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/unit/config/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py
 VLLM := .venv-vllm
 ORACLES := .venv-oracles
 PYTEST_ARGS ?=
 LANES ?= 3
 VLLM_LANES ?= 2
-FAR = --ignore=tests/distributed --ignore=tests/vllm --ignore=tests/oracles --ignore=tests/slurm
+FAR = $(foreach room,equality runs faults vllm oracles slurm,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
@@ -128,11 +128,11 @@ acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gl
 
 bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and PP=4·VPP2 on a virtual clock; runs/benchmark_skip_*.json
 	mkdir -p runs
-	torchrun --standalone --nproc_per_node 1 tools/benchmark_skip.py --json runs/benchmark_skip_dp1.json $(BENCH_ARGS)
-	torchrun --standalone --nproc_per_node 2 tools/benchmark_skip.py --dp 2 --json runs/benchmark_skip_dp2.json $(BENCH_ARGS)
-	torchrun --standalone --nproc_per_node 2 tools/benchmark_skip.py --pp 2 --json runs/benchmark_skip_pp2.json $(BENCH_ARGS)
-	torchrun --standalone --nproc_per_node 4 tools/benchmark_skip.py --json runs/benchmark_skip_pp4.json $(CLOCK_ARGS)
-	torchrun --standalone --nproc_per_node 4 tools/benchmark_skip.py --json runs/benchmark_skip_pp4vpp2.json $(CLOCK_ARGS) --virtual-pipeline 2
+	torchrun --standalone --nproc_per_node 1 tools/benchmarks/skip.py --json runs/benchmark_skip_dp1.json $(BENCH_ARGS)
+	torchrun --standalone --nproc_per_node 2 tools/benchmarks/skip.py --dp 2 --json runs/benchmark_skip_dp2.json $(BENCH_ARGS)
+	torchrun --standalone --nproc_per_node 2 tools/benchmarks/skip.py --pp 2 --json runs/benchmark_skip_pp2.json $(BENCH_ARGS)
+	torchrun --standalone --nproc_per_node 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4.json $(CLOCK_ARGS)
+	torchrun --standalone --nproc_per_node 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4vpp2.json $(CLOCK_ARGS) --virtual-pipeline 2
 
 lint: $(STAMP)  ## ruff
 	ruff check .

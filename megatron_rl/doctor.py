@@ -26,7 +26,7 @@ from megatron_rl.distributed.versions import MEGATRON_BELOW, MEGATRON_LEAST, old
 
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 
-# The least version of each package that setup.py asks for; tests/test_doctor.py holds the two together.
+# The least version of each package that setup.py asks for; tests/unit/test_doctor.py holds the two together.
 REQUIRED = {
     "torch": "2.6",
     "megatron-core": MEGATRON_LEAST,

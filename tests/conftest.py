@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.distributed.nursery import Nursery
-from tests.distributed.pool import Pool
+from tests.workers.nursery import Nursery
+from tests.workers.pool import Pool
 
 # Hypothesis's own clocks, off: a deadline for each example, and a complaint about slow drawing. On a loaded host both are met by chance.
 settings.register_profile("clockless", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,14 +18,14 @@ settings.load_profile("clockless")
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """A process that has imported everything, to fork from; see tests/distributed/nursery.py."""
+    """A process that has imported everything, to fork from; see tests/workers/nursery.py."""
     with Nursery() as forks:
         yield forks
 
 
 @pytest.fixture(scope="session")
 def pool(nursery: Nursery) -> Iterator[Pool]:
-    """Gloo workers for the whole session; see tests/distributed/pool.py."""
+    """Gloo workers for the whole session; see tests/workers/pool.py."""
     with Pool(nursery=nursery) as workers:
         yield workers
 
@@ -33,7 +33,7 @@ def pool(nursery: Nursery) -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory) -> pathlib.Path:
     """Make a folder with data, tokenizer and a model of two layers, which no test writes to."""
-    from tests.distributed.inputs import prepare_inputs
+    from tests.workers.inputs import prepare_inputs
 
     return prepare_inputs(tmp_path_factory.mktemp("arithmetic"), hidden=64, layers=2, heads=2, intermediate=96)
 
@@ -41,7 +41,7 @@ def arithmetic(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def mixture(arithmetic, tmp_path_factory) -> pathlib.Path:
     """Make the same with a mixture of experts as the model."""
-    from tests.distributed.inputs import prepare_mixture
+    from tests.workers.inputs import prepare_mixture
 
     return prepare_mixture(arithmetic, tmp_path_factory.mktemp("mixture"))
 

@@ -18,8 +18,8 @@ import tempfile
 
 from safetensors.torch import load_file
 
-from tests.distributed.environment import worker_environment
-from tests.distributed.inputs import ROOT, prepare_inputs, prepare_mixture
+from tests.workers.environment import worker_environment
+from tests.workers.inputs import ROOT, prepare_inputs, prepare_mixture
 
 BOUND_S = 1200  # a run that hangs ends here
 COMMON = (

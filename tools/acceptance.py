@@ -4,7 +4,7 @@
 
 With GPUs, one process per GPU over NCCL; without, gloo on the CPU. A cell that this host cannot run is listed as not run, with the
 reason, and never as passed. A cell that does not answer in --timeout seconds has failed; every process it started is killed.
-What a cell must show stands in acceptance_cells.py, how it is measured in acceptance_checks.py.
+What a cell must show stands in acceptance_matrix/cells.py, how it is measured in acceptance_matrix/checks.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 
 import psutil
-from acceptance_cells import CELLS, FAULTS, LABELS, Cell, tolerances
+from acceptance_matrix.cells import CELLS, FAULTS, LABELS, Cell, tolerances
 
 PROBE_S = 120.0
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -133,7 +133,7 @@ def end(process: subprocess.Popen) -> None:
                 child.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.stdin.close()  # what is left of the cell exits by itself, see acceptance_checks.py
+    process.stdin.close()  # what is left of the cell exits by itself, see acceptance_matrix/checks.py
     process.wait()
 
 
@@ -243,7 +243,7 @@ def footnote(cuda: bool) -> list[str]:
     full, half = (tolerances(dtype, cuda=cuda) for dtype in ("float32", "bfloat16"))
     return [
         "`result` names, of all checks of the cell, the one nearest its bound (or those that failed). The checks, with the error "
-        "allowed in float32 and in bfloat16 (`silent` and `replicas` where DP > 1); why so much is in `tools/acceptance_cells.py`:",
+        "allowed in float32 and in bfloat16 (`silent` and `replicas` where DP > 1); why so much is in `tools/acceptance_matrix/cells.py`:",
         "",
         *(f"- `{name}`: {label}; {full[name]:g}, {half[name]:g}" for name, label in LABELS.items()),
     ]
@@ -252,11 +252,11 @@ def footnote(cuda: bool) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     if given.cell:
-        import acceptance_checks  # starts Megatron-Core
+        from acceptance_matrix import checks  # starts Megatron-Core
 
         (cell,) = (x for x in CELLS if x.name == given.cell)
         # Shorter than the cell's own time, so that a collective that hangs can still say so.
-        acceptance_checks.run(cell, given.out, fault=given.inject or "", deadline_s=max(1.0, given.timeout / 2))
+        checks.run(cell, given.out, fault=given.inject or "", deadline_s=max(1.0, given.timeout / 2))
         return 0
     if given.list:
         print("\n".join(f"{cell.name:<22} {cell.layout:<14} {cell.dtype:<9} {cell.feature}" for cell in given.cells))

@@ -3,7 +3,7 @@
     python tools/check_mutants.py                                        # all of them, one row each
     python tools/check_mutants.py --only gspo-single-token --whole       # one; the whole of `make test` too, where its own tests pass
 
-The faults stand in check_mutants_{numbers,ranks,rollouts}.py, each with the tests that should fail. Those tests must pass without a
+The faults stand in mutants/{numbers,ranks,rollouts}.py, each with the tests that should fail. Those tests must pass without a
 fault first, or a broken test would count as a kill. Nothing in this tree is changed. Exit codes: 0 all killed; 1 a fault survived, its
 tests did not end in a failure (they were not found, ran too long), or its line is not there; 2 nothing can be said, with the reason.
 """
@@ -27,10 +27,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-from check_mutants_numbers import NUMBERS
-from check_mutants_ranks import RANKS
-from check_mutants_rollouts import ROLLOUTS
-from check_mutants_table import Mutant, read
+from mutants.numbers import NUMBERS
+from mutants.ranks import RANKS
+from mutants.rollouts import ROLLOUTS
+from mutants.table import Mutant, read
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MUTANTS = (*NUMBERS, *RANKS, *ROLLOUTS)
@@ -201,7 +201,7 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
         "Each row is one line of the package as a tired engineer might have written it: nothing crashes at the start, and what comes out "
         "is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the faults one at a time in a copy of the tree, "
         "after the tests named have passed there without one; only the failure of a test counts as a kill. The lines themselves are in "
-        "`tools/check_mutants_{numbers,ranks,rollouts}.py`. It is no part of CI.",
+        "`tools/mutants/{numbers,ranks,rollouts}.py`. It is no part of CI.",
         "",
         f"`{command_line(given)}`, {machine()}: {killed} of {len(rows)} killed, {seconds / 60:.0f} minutes.",
         "",

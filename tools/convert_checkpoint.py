@@ -175,7 +175,7 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
 
 
 def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
-    from convert_checkpoint_check import check_logits, compare_folders
+    from conversion.check import check_logits, compare_folders
 
     from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
     from megatron_rl.checkpoint.megatron_lm import open_folder
@@ -201,7 +201,7 @@ def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
 
 
 def inspect_command(given: argparse.Namespace) -> tuple[int, dict]:
-    from convert_checkpoint_inspect import inspect
+    from conversion.inspect import inspect
 
     found = inspect(given.source, given.hf, given.iteration, read_model)
     for name, value in found.items():
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_rl.errors import CheckpointError, ConfigError
 
     commands = {"import": import_command, "export": export_command, "roundtrip": roundtrip_command, "inspect": inspect_command}
-    from convert_checkpoint_bridge import bridge_command, needs_bridge
+    from conversion.bridge import bridge_command, needs_bridge
 
     try:
         code, report = (bridge_command if needs_bridge(given) else commands[given.command])(given)

@@ -66,7 +66,7 @@ class Thin:
 
 def prepare(given: argparse.Namespace) -> Thin:
     """Raises ConfigError, the same on every rank, before any of them joins another."""
-    from verify_topology_thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, user_config
+    from topology_check.thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, user_config
 
     from megatron_rl.algorithm.signal import signal_rule
     from megatron_rl.config import load_config
@@ -89,9 +89,9 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """(measured, reference); the reference is None on every rank but the main one, which takes it before it joins the others."""
     import torch
     import torch.distributed as dist
-    from verify_topology_faults import Fault
-    from verify_topology_measure import add_steps, measure_reference, measure_topology, open_bench
-    from verify_topology_thin import gradient_config, reference_config, thin_weights
+    from topology_check.faults import Fault
+    from topology_check.measure import add_steps, measure_reference, measure_topology, open_bench
+    from topology_check.thin import gradient_config, reference_config, thin_weights
 
     from megatron_rl.algorithm.signal import coupling_terms
     from megatron_rl.distributed import topology
@@ -139,8 +139,8 @@ def share_logprobs(bare, main_work):
 
 def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
     """Prints and writes, on the main rank."""
-    from verify_topology_report import layout, machine, model_line, show, topology_facts, verdict_line, write_json
-    from verify_topology_verdict import judge
+    from topology_check.report import layout, machine, model_line, show, topology_facts, verdict_line, write_json
+    from topology_check.verdict import judge
 
     from megatron_rl.algorithm.signal import coupling_terms
 
@@ -194,7 +194,7 @@ def run(given: argparse.Namespace) -> int:
         said = f"FAILED, {type(error).__name__}: {error}"
         print(f"verdict: {said}", file=sys.stderr, flush=True)
         if is_main and given.json:
-            from verify_topology_report import machine, topology_facts, write_json
+            from topology_check.report import machine, topology_facts, write_json
 
             common = {"topology": topology_facts(thin.config, thin.world), "machine": machine(), "injected": given.inject}
             write_json(given.json, common, None, given.tolerance, said)

@@ -1,6 +1,6 @@
 """Rewards → advantages, and the token weights of the reduction that are folded into them. Pure: numbers in, numbers out.
 
-Invariants (``assert_invariants`` in tests/test_advantage.py):
+Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
 1. A group whose included rewards (``gdpo``: each function's) are equal as numbers has advantages of exactly 0.0 (but under
    ``center_and_scale``).

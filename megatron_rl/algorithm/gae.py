@@ -4,7 +4,7 @@ Every array [T] is flat over the batch's response tokens, sample after sample (B
 alone**: what a tool or the environment wrote is no action of the policy, so that the recursion goes from a loss token to the sample's next
 loss token, however many others stand between, and a hole in the mask neither discounts nor breaks the chain.
 
-Invariants (``assert_invariants`` in tests/test_gae.py):
+Invariants (``assert_invariants`` in tests/unit/algorithm/test_gae.py):
 
 1. Advantages and returns are exactly 0.0 where the mask is, whatever stands there (NaN too); a sample without a loss token is all 0.
 2. No sample's numbers depend on another sample's, or on where it stands in the batch; whitening alone is over the batch.

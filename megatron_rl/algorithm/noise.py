@@ -4,7 +4,7 @@ A loss of 0 needs no such help (docs/zero-loss.md); this is here to be compared 
 sampled, so that the expected gradient of a batch is the gradient without it, and its variance is larger. It is **not** centred within a
 group: centred, it would leave a group's sum, and with it the first loss under ``sequence_mean``, at 0, which is what it is asked to move.
 
-Invariants (``assert_invariants`` in tests/test_noise.py):
+Invariants (``assert_invariants`` in tests/unit/algorithm/test_noise.py):
 
 1. A sample without signal keeps its advantage exactly, in a group with signal too: noise brings nothing back that the skip drops.
 2. The noise of a sample depends on (run seed, sample id) alone: not on its batch, its place there, a rank or a topology.

@@ -1,6 +1,6 @@
 """Which samples carry signal, and which configuration makes dropping the others exact. Pure. Semantics §2.
 
-Invariants (``assert_invariants`` in tests/test_signal.py):
+Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 
 1. Decided on advantages and masks alone, never on a loss value.
 2. A sample without loss token has no signal, whatever its advantage.

@@ -8,7 +8,7 @@
             manifest.json                     every other file's bytes and SHA-256, and its own; written last
         iter_0000040.partial/                 being written, or what a killed run left of it; never read
 
-Invariants (tests/test_checkpoint_folder.py):
+Invariants (tests/unit/checkpoint/test_folder.py):
 
 1. A folder named iter_NNNNNNN is complete: it was renamed to that when every file in it, and the manifest, had been synced.
 2. ``verify`` passes iff every file of the manifest is there with the bytes that it had, and no other file is.

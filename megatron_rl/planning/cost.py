@@ -9,7 +9,7 @@ waits for it, its longest micro-batch on each other stage over the interleaved c
 micro-batches that is 1F1B's own (Narayanan et al., arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p − 1 slots), for others a
 flow shop's whose jobs take equally long on every machine.
 
-Invariants (tests/test_cost.py):
+Invariants (tests/unit/planning/test_cost.py):
 
 1. Coefficients are never negative, whatever was measured; without measurements they are the prior's.
 2. More tokens, longer sequences or a micro-batch more never predict less time on a stage.

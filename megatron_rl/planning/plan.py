@@ -1,6 +1,6 @@
 """Survivors → StepPlan: mini-batches, drop, pack, balance. Pure numpy; the same facts give the same plan on every rank.
 
-Invariants (``assert_invariants`` in tests/test_plan.py):
+Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
 1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
 2. With ``drops``, only members without signal are dropped; without it none is.

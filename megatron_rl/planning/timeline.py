@@ -7,7 +7,7 @@ _without_interleaving. An operation starts when its rank has ended the one befor
 
 Stages are counted in the order of the layers: stage s is chunk s // P of pipeline rank s % P, of P ranks with V chunks each.
 
-Invariants (tests/test_timeline.py):
+Invariants (tests/unit/planning/test_timeline.py):
 
 1. Each stage runs each micro-batch once forward and once backward, for the seconds given.
 2. No two operations overlap on a rank, and each rank runs them in Megatron-Core's order.

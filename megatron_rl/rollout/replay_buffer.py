@@ -3,7 +3,7 @@
 Every rank holds the same buffer of facts and takes the same decisions; the rows (tokens) are held elsewhere, by key, and go where this
 says that a key left. Scores are compared, added and divided, no more: no library's logarithm decides what a rank draws.
 
-Invariants (``assert_invariants`` in tests/test_replay.py):
+Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
 1. The buffer holds at most ``replay.size`` entries, one per key, every score finite and above 0, the best first: the higher score, then
    the newer weights, then the smaller key. What is kept of a call of ``add`` is the best of all it had and was given.

@@ -2,7 +2,7 @@
 
 Every rank holds the same buffer of (prompt_id, attempt) and takes the same decisions.
 
-Invariants (``assert_invariants`` in tests/test_reroll.py):
+Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 
 1. At most ``reroll.buffer_size`` prompts wait, each once; the longest-waiting leaves for a newer one.
 2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an attempt above it.

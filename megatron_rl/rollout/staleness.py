@@ -3,7 +3,7 @@
 Versions count optimizer steps. A rollout that is started ``between`` rollouts before its turn is trained at most
 ``between · steps_per_rollout`` versions later than now; ghost steps that move nothing only make that less.
 
-Invariants (``assert_invariants`` in tests/test_admission.py):
+Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 
 1. What is started is trained at most ``max_staleness`` versions after the weights that it is started with.
 2. The rollout whose turn it is (``between`` 0) may always be started.

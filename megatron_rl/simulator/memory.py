@@ -1,6 +1,6 @@
 """Bytes on one GPU of each pipeline stage: weights, the reference policy's, gradients, optimizer state, activations, logits.
 
-Weights are counted from the shape and equal those of the built model (tests/test_simulate_cluster.py). Gradients lie in one buffer per
+Weights are counted from the shape and equal those of the built model (tests/tools/test_simulate_cluster.py). Gradients lie in one buffer per
 rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per parameter and, for bfloat16 weights,
 a float32 master, which ``optimizer.distributed`` shards over data and context parallel ranks. Beside adapters (``lora.rank``) the rest
 of the weights has neither. Activations are what autograd saves per

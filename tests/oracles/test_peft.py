@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.adapted import PROJECTIONS, adapt, adapters_of
-from tests.distributed.pool import Pool
-from tests.distributed.rig import open_rig, ragged_advantages
+from tests.equality.rig import open_rig, ragged_advantages
 from tests.reference import make_samples, near_policy, reference_gradient, relative_error, tiny_model
+from tests.workers.pool import Pool
 
 peft = pytest.importorskip("peft")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.inputs import prepare_inputs
 from tests.patience import patient
+from tests.workers.inputs import prepare_inputs
 
 BOUND_S = patient(240.0)
 

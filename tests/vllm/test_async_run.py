@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
-from tests.distributed.test_async import trained_prompts
-from tests.distributed.test_resume import timeless
-from tests.distributed.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.test_async import trained_prompts
+from tests.runs.test_resume import timeless
+from tests.runs.test_train import arguments, command_line, rows_of, weights_of
 
 pytestmark = pytest.mark.vllm
 VLLM = (

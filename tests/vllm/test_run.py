@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.distributed.test_train import ROOT, arguments, command_line, rows_of
+from tests.runs.test_train import ROOT, arguments, command_line, rows_of
 
 pytestmark = pytest.mark.vllm
 VLLM = (
@@ -75,7 +75,7 @@ def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic,
 
 @pytest.mark.long(seconds=150)
 def test_the_quickstart_learns(tmp_path):
-    """As tests/test_quickstart.py, with rollouts by vLLM, for 60 of 200 rollouts."""
+    """As tests/runs/test_quickstart.py, with rollouts by vLLM, for 60 of 200 rollouts."""
     environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "examples/quickstart/run.sh", "rollout.engine=vllm", "rollout.num_engines=1", "train.steps=60"], cwd=ROOT, env=environment,

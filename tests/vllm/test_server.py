@@ -30,9 +30,9 @@ from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.vllm.http import Server
 from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
-from tests.distributed.inputs import prepare_inputs
-from tests.misbehaving_server import unused_port
 from tests.patience import patient, until
+from tests.unit.rollout.misbehaving_server import unused_port
+from tests.workers.inputs import prepare_inputs
 
 pytestmark = pytest.mark.vllm
 

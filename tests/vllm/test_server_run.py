@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.test_train import arguments, command_line, rows_of
+from tests.runs.test_train import arguments, command_line, rows_of
 from tests.vllm.test_run import GAP, VLLM
 from tests.vllm.test_server import KEY, START_S, Served, wait_for
 

@@ -16,7 +16,7 @@ from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.multi_turn import Episodes
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from tests.distributed.test_train import arguments, command_line, rows_of
+from tests.runs.test_train import arguments, command_line, rows_of
 from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
@@ -79,7 +79,7 @@ def test_a_whole_run(pool, arithmetic, tmp_path) -> None:
     """DP2, an engine each: the trainer's log-probs are the engine's on every sampled token, turn after turn."""
     given = arguments(
         arithmetic, tmp_path, "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60",
-        "metrics.dense_every=1", "metrics.dense_samples=64", "environment.name=tests.distributed.test_turn_runs:Riddle",
+        "metrics.dense_every=1", "metrics.dense_samples=64", "environment.name=tests.runs.test_turn_runs:Riddle",
         "environment.max_turns=3", "rollout.max_response_tokens=24", "warmup.steps=20",
         "reward.functions=[environment,tests.reward_functions:parity]",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Spreads requests over replicas: threads and futures, nothing of a network.
 
-Invariants (tests/test_dispatch.py checks them under Hypothesis):
+Invariants (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 
 1. Every request ends in exactly one of ``finished`` and ``lost``.
 2. What stands in ``finished`` is one attempt's whole answer, and that attempt was not given up before it arrived.

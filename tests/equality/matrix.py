@@ -1,0 +1,170 @@
+"""The equality matrix: every topology against the plain loop of tests/reference.py. test_matrix.py asserts it, matrix_table.py prints it.
+
+Per cell and model: log-probs and gradient, dense and skip, packed (token cap) and padded (a fixed number of samples, each padded to
+the longest); the gradient norm of the first step; and all weights after three AdamW steps of mini-batches of 4 of 11 samples, dense
+over padded and skip over packed micro-batches, with the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.equality.rig import Rig, open_rig, ragged_advantages
+from tests.reference import file_weights, make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
+
+BOUND = 1e-5
+NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-3, 0.1, 0.5
+LAYOUTS = {"packed": dict(max_tokens=60), "padded": dict(samples_per_microbatch=2)}
+STEPS = (
+    f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
+    f"optimizer.clip_grad={CLIP}", "optimizer.distributed=true",
+)  # fmt: skip
+DENSE, EXPERTS = ("qwen2_tied", "qwen2_untied"), ("mixtral", "qwen3_moe")
+QUANTITIES = ("logprobs", "gradient", "norm", "weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A topology: its name, how many processes, the configuration that asks for it, and the models it is tried on."""
+
+    name: str
+    world: int
+    parallel: tuple[str, ...]
+    families: tuple[str, ...] = DENSE
+    layers: int = 4
+    extra: tuple[str, ...] = ()
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return (*(f"parallel.{x}" for x in self.parallel), *self.extra)
+
+
+SP, TP2, PP2, CP2, EP2, VPP2 = "sequence_parallel=true", "tensor=2", "pipeline=2", "context=2", "expert=2", "virtual_pipeline=2"
+OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
+GATHER = (*OVERLAP, "megatron.ddp.overlap_param_gather=true")
+RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
+CELLS = (
+    Cell(name="1 process", world=1, parallel=()),
+    Cell(name="TP2", world=2, parallel=(TP2,)),
+    Cell(name="PP2", world=2, parallel=(PP2,)),
+    Cell(name="PP2·VPP2", world=2, parallel=(PP2, VPP2)),
+    Cell(name="CP2", world=2, parallel=(CP2,)),
+    Cell(name="DP2", world=2, parallel=()),
+    Cell(name="TP2·SP", world=2, parallel=(TP2, SP)),
+    Cell(name="EP2", world=2, parallel=(EP2,), families=EXPERTS),
+    Cell(name="TP2·PP2", world=4, parallel=(TP2, PP2)),
+    Cell(name="PP2·DP2", world=4, parallel=(PP2,)),
+    Cell(name="CP2·PP2", world=4, parallel=(CP2, PP2)),
+    Cell(name="EP2·PP2", world=4, parallel=(EP2, PP2), families=EXPERTS),
+    Cell(name="TP2·CP2", world=4, parallel=(TP2, CP2)),
+    Cell(name="PP4·VPP2", world=4, parallel=("pipeline=4", VPP2), layers=8),
+    Cell(name="TP2·SP·CP2", world=4, parallel=(TP2, SP, CP2)),
+    Cell(name="CP2·DP2", world=4, parallel=(CP2,), extra=GATHER),
+    Cell(name="CP4", world=4, parallel=("context=4",)),
+    Cell(name="CP2·PP2·VPP2", world=4, parallel=(CP2, PP2, VPP2)),
+    Cell(name="CP2, recomputed", world=2, parallel=(CP2,), families=("llama3_rope",), extra=RECOMPUTE),
+    Cell(name="TP2·SP·EP2, expert TP 1", world=2, parallel=(TP2, SP, EP2, "expert_tensor=1"), families=EXPERTS),
+    Cell(name="TP2·SP·EP2", world=4, parallel=(TP2, SP, EP2), families=EXPERTS),
+    Cell(name="CP2·EP2", world=2, parallel=(CP2, EP2), families=EXPERTS),
+    Cell(name="EP2·PP2·VPP2", world=4, parallel=(EP2, PP2, VPP2), families=EXPERTS),
+    Cell(name="EP2·DP2, overlaps", world=4, parallel=(EP2,), families=EXPERTS, extra=GATHER),
+    Cell(name="EP2, recomputed", world=2, parallel=(EP2,), families=("qwen3_moe",), extra=RECOMPUTE),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The reference's side of a cell: ``start`` is the model as both sides begin, ``weights`` after the three steps."""
+
+    logprobs: torch.Tensor
+    gradient: dict[str, torch.Tensor]
+    norms: tuple[float, ...]
+    weights: dict[str, torch.Tensor]
+
+
+@functools.cache
+def wanted(family: str, layers: int) -> Wanted:
+    """Plain loops over the Hugging Face model, one sample at a time, and torch's AdamW. Kept, as a pool's worker outlives its tasks.
+
+    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
+    """
+    _, model = tiny_model(family, layers=layers)
+    samples = near_policy(model, make_samples(NUM_SAMPLES))
+    advantages, groups = list(ragged_advantages(NUM_SAMPLES)), [i // 2 for i in range(NUM_SAMPLES)]
+    with torch.no_grad():
+        logprobs = torch.cat([reference_logprobs(model, s)[0][torch.from_numpy(s.loss_mask)] for s in samples])
+    gradient, _ = reference_gradient(model, samples, groups, advantages)
+    decayed, plain = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}], lr=LR)
+    norms = []
+    for start in range(0, NUM_SAMPLES, PER_MINI_BATCH):
+        part = slice(start, min(start + PER_MINI_BATCH, NUM_SAMPLES))
+        reference_gradient(model, samples[part], groups[part], advantages[part])
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    return Wanted(logprobs=logprobs, gradient=gradient, norms=tuple(norms), weights=file_weights(model))
+
+
+def take_layout(rig: Rig, layout: str) -> None:
+    """Packed under the token cap, or padded: every sequence as long as the longest, a fixed number to a micro-batch."""
+    rules = dict(LAYOUTS[layout])
+    if layout == "padded":
+        multiple = rig.backend.rules.pad_multiple
+        rules["pad_multiple"] = -(-int(rig.batch.facts.total_tokens.max()) // multiple) * multiple
+    rig.rules(**rules)
+
+
+def trained_logprobs(rig: Rig) -> torch.Tensor:
+    """Of every loss token of the batch, in order."""
+    plan = rig.plan(np.ones(NUM_SAMPLES), drops=False, purpose="logprob")
+    flat = torch.from_numpy(rig.backend.forward(rig.batch, plan).flat)
+    return flat[torch.from_numpy(np.concatenate([s.loss_mask for s in rig.samples]))]
+
+
+def one_step(rig: Rig, want: Wanted | None, found: dict[str, float]) -> None:
+    """Log-probs and gradients of one layout after the other, dense and skip."""
+    advantages = ragged_advantages(NUM_SAMPLES)
+    for layout in LAYOUTS:
+        take_layout(rig, layout)
+        logprobs = trained_logprobs(rig)
+        if rig.is_main:
+            found[f"logprobs {layout}"] = relative_error({"": logprobs}, {"": want.logprobs})
+        for drops in (False, True):
+            gradient = rig.gradient(advantages, rig.plan(advantages, drops=drops))
+            if rig.is_main:
+                found[f"gradient {layout} {'skip' if drops else 'dense'}"] = relative_error(gradient, want.gradient)
+
+
+def three_steps(rig: Rig, want: Wanted | None, found: dict[str, float], *, layout: str, drops: bool) -> None:
+    take_layout(rig, layout)
+    old = np.concatenate([s.logprobs for s in rig.samples])
+    results = rig.step(ragged_advantages(NUM_SAMPLES), drops=drops, old=old)
+    weights = rig.weights()
+    assert len(results) == 3 and (not drops or sum(r.kind.value == "REAL" for r in results) == 3)
+    if rig.is_main:
+        kind = "skip" if drops else "dense"
+        # the first norm: later ones are taken at weights that AdamW has already moved by rounding
+        found[f"norm {layout} {kind}"] = abs(results[0].grad_norm / want.norms[0] - 1)
+        found[f"weights {layout} {kind}"] = relative_error(weights, {k: v for k, v in want.weights.items() if k in weights})
+
+
+def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
+    """Every error of a cell on the main rank; {} on the others."""
+    want = wanted(family, cell.layers) if rank == 0 else None
+    found: dict[str, float] = {}
+    plain = [x for x in cell.overrides if "overlap_param_gather" not in x]  # which needs the distributed optimizer; gradient() the other
+    with open_rig(family, *plain, samples=NUM_SAMPLES, layers=cell.layers) as rig:
+        one_step(rig, want, found)
+    for layout, drops in (("padded", False), ("packed", True)):
+        with open_rig(family, *cell.overrides, *STEPS, samples=NUM_SAMPLES, layers=cell.layers) as rig:
+            three_steps(rig, want, found, layout=layout, drops=drops)
+    return found if rank == 0 else {}
+
+
+def worst(found: dict[str, float]) -> dict[str, float]:
+    """Per quantity, the largest over layouts and modes."""
+    return {q: max(value for key, value in found.items() if key.startswith(q)) for q in QUANTITIES}

@@ -1,0 +1,343 @@
+"""Adapters: gradient, norm, steps, export and checkpoints at every topology = a plain loop over a Hugging Face model that has them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import load_config
+from megatron_rl.critic import Critic
+from megatron_rl.distributed import topology
+from megatron_rl.model.adapter import adapters_of as own_adapters
+from megatron_rl.model.adapter import adapters_off, fill_adapters
+from megatron_rl.types import StepKind
+from megatron_rl.weights.export import MemoryReader
+from tests.adapted import PROJECTIONS, adapt, adapters_of, merged
+from tests.allocated import AllocationMeter
+from tests.equality.matrix import CP2, EP2, GATHER, PP2, RECOMPUTE, SP, TP2, VPP2
+from tests.equality.rig import DEFAULTS, Rig, config_of, equal, equal_by_name, layers_of, open_rig, ragged_advantages
+from tests.pairwise import quick
+from tests.reference import LAYERS, file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
+from tests.workers.pool import Pool
+
+# Float32 and another order of summation: seen up to 9e-7. A gradient that lacks a rank's part shows at 1e-1.
+TOLERANCE = 1e-5
+NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-2, 0.1, 0.5
+RANK, ALPHA = 3, 5.0
+LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
+STEPS = (
+    f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
+    f"optimizer.clip_grad={CLIP}",
+)  # fmt: skip
+ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
+# (processes, model, what of parallel.*, anything else)
+TOPOLOGIES = {
+    "1 process": (1, "qwen3", (), ()),
+    "recomputed": (1, "qwen2_tied", (), RECOMPUTE),
+    "DP2": (2, "llama3_rope", (), ()),
+    "TP2": (2, "qwen2_tied", (TP2,), ()),
+    "TP2-SP": (2, "qwen3", (TP2, SP), ()),
+    "PP2-tied": (2, "qwen2_tied", (PP2,), ()),
+    "PP2-recomputed": (2, "qwen2_untied", (PP2,), RECOMPUTE),
+    "PP2-VPP2": (2, "qwen2_tied", (PP2, VPP2), ()),
+    "CP2": (2, "llama3_rope", (CP2,), ()),
+    "EP2": (2, "qwen3_moe", (EP2,), (ATTENTION,)),
+    "TP2-PP2": (4, "qwen2_untied", (TP2, PP2), ()),
+    "TP2-SP-PP2-VPP2": (4, "qwen3", (TP2, SP, PP2, VPP2), ()),
+    "PP2-DP2": (4, "qwen2_tied", (PP2,), ()),
+    "TP2-SP-CP2": (4, "qwen2_untied", (TP2, SP, CP2), ()),
+    "TP2-SP-EP2": (4, "mixtral", (TP2, SP, EP2), (ATTENTION,)),
+}
+
+
+def targets_of(extra: tuple[str, ...]) -> tuple[str, ...]:
+    return ("linear_qkv", "linear_proj") if ATTENTION in extra else tuple(PROJECTIONS)
+
+
+def overrides_of(parallel: tuple[str, ...], extra: tuple[str, ...]) -> tuple[str, ...]:
+    return (*LORA, *(f"parallel.{x}" for x in parallel), *extra)
+
+
+def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS) -> torch.nn.Module:
+    _, model = tiny_model(family, layers=layers)
+    adapt(model, rank=RANK, alpha=ALPHA, targets=targets_of(extra))
+    return model
+
+
+@contextlib.contextmanager
+def open_adapted(family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES) -> Iterator[Rig]:
+    """A rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``."""
+    model = adapted_model(family, extra, layers_of(config_of(*overrides_of(parallel, extra))))
+    with open_rig(family, *overrides_of(parallel, extra), total_steps=20) as rig:
+        backend = rig.backend
+        fill_adapters([chunk.module for chunk in backend.chunks], backend.shape, backend.topology, MemoryReader(adapters_of(model)))
+        backend.optimizer.megatron.reload_model_params()
+        rig.model = model
+        if samples:
+            rig.take(near_policy(model, make_samples(samples)))
+        yield rig
+
+
+def gradients(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, float]:
+    """Relative errors: gradient of the dense and of the skip run; log-probs are where the gradient is taken."""
+    advantages, found = ragged_advantages(NUM_SAMPLES), {}
+    with open_adapted(family, parallel, extra) as rig:
+        want, _ = reference_gradient(rig.model, rig.samples, rig.groups, list(advantages))
+        for drops in (False, True):
+            gradient = rig.gradient(advantages, rig.plan(advantages, drops=drops))
+            assert set(gradient) == set(adapters_of(rig.model))
+            found["skip" if drops else "dense"] = relative_error(gradient, want)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", quick(TOPOLOGIES, *(x for x in TOPOLOGIES if x not in ("TP2-SP-PP2-VPP2", "PP2-DP2", "TP2-SP-CP2", "TP2-PP2")))
+)
+def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: str) -> None:
+    world, family, parallel, extra = TOPOLOGIES[name]
+    found = pool.run(world, gradients, family, parallel, extra, timeout_s=90)
+    print(name, found)
+    assert all(max(x.values()) < TOLERANCE for x in found), found
+
+
+def reference_steps(model: torch.nn.Module, samples: list, groups: list[int], advantages: list[float]) -> list[float]:
+    """Gradient norms of torch's AdamW over the same mini-batches; the adapters end where they are wanted."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=DECAY)
+    norms = []
+    for start in range(0, NUM_SAMPLES, PER_MINI_BATCH):
+        part = slice(start, min(start + PER_MINI_BATCH, NUM_SAMPLES))
+        reference_gradient(model, samples[part], groups[part], advantages[part])
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
+        optimizer.step()
+    return norms
+
+
+def replicas_agree(rig: Rig) -> bool:
+    """Whether every tensor rank holds the same bits of what is not split: it was exported from the first of them."""
+    group, same = rig.backend.topology.tensor_group, True
+    for adapter in own_adapters(rig.backend.chunks):
+        for parameter in (p for name, p in adapter.named_parameters() if name not in adapter.split):
+            first = parameter.detach().clone()
+            dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
+            same &= torch.equal(first, parameter)
+    return same
+
+
+def three_steps(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, object]:
+    """Against torch's AdamW: the first norm, what the adapters moved by, and the merged weights; and whether W is still what it was."""
+    advantages = ragged_advantages(NUM_SAMPLES)
+    with open_adapted(family, parallel, (*STEPS, *extra)) as rig:
+        before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])
+        norms = reference_steps(rig.model, rig.samples, rig.groups, list(advantages))
+        results = rig.step(advantages, drops=True, old=old)
+        found = {name: x.clone() for name, x in rig.backend.export_adapters()}
+        after = adapters_of(rig.model)
+        whole = merged({**file_weights(without_adapters(rig.model)), **after}, rank=RANK, alpha=ALPHA)
+        exported = rig.weights()
+        with adapters_off([chunk.module for chunk in rig.backend.chunks]):
+            frozen = rig.weights()
+        base = file_weights(tiny_model(family, layers=rig.model.config.num_hidden_layers)[1])
+        return {
+            "norm": abs(results[0].grad_norm / norms[0] - 1),
+            "moved": relative_error({k: found[k] - before[k] for k in found}, {k: after[k] - before[k] for k in found}),
+            "export": relative_error(exported, {k: whole[k] for k in exported}),
+            "trained": relative_error(exported, {k: base[k] for k in exported}) > 1e-2,
+            "frozen": all(torch.equal(x, base[k]) for k, x in frozen.items()) and set(frozen) == set(exported),
+            "replicas": replicas_agree(rig),
+        }
+
+
+def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model object; its state has adapters no longer."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and "lora_A" in module._modules:
+            del module.lora_A, module.lora_B
+            module._forward_hooks.clear()
+    return model
+
+
+SHARDED = {
+    "DP2-sharded-overlaps": (2, "llama3_rope", (), (*GATHER, "optimizer.distributed=true")),
+    "PP2-DP2-sharded-overlaps": (4, "qwen2_tied", (PP2,), (*GATHER, "optimizer.distributed=true")),
+    "EP2-DP2-sharded": (4, "qwen3_moe", (EP2,), (ATTENTION, "optimizer.distributed=true")),
+}
+
+
+LARGE = ("TP2-PP2", "PP2-DP2", "TP2-SP-CP2", "TP2-SP-EP2", "PP2-recomputed", "EP2-DP2-sharded")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.long] if x in LARGE else []) for x in (*TOPOLOGIES, *SHARDED)])
+def test_three_adamw_steps_of_adapters_equal_torchs(pool: Pool, name: str) -> None:
+    """And the export is W + (alpha / rank) · B A of those adapters, W to the bit where they are off.
+
+    Of what moved: AdamW amplifies the summation order where a gradient is near zero.
+    """
+    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    found = pool.run(world, three_steps, family, parallel, extra, timeout_s=120)
+    print(name, found[0])
+    for each in found:
+        assert each["norm"] < 1e-6 and each["moved"] < 1e-3 and each["export"] < TOLERANCE, found
+        assert each["frozen"] and each["trained"] and each["replicas"], found
+
+
+def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
+    """A step, then a ghost against a step on an all-zero gradient; both then take a further step."""
+    advantages, ended = ragged_advantages(NUM_SAMPLES), []
+    for ghost in (True, False):
+        with open_adapted(family, parallel, (*STEPS[1:], *extra)) as rig:
+            rig.step(advantages, drops=True)
+            if ghost:
+                rig.ghost()
+            else:
+                plan = rig.plan(advantages, drops=False)
+                rig.accumulate(np.zeros(NUM_SAMPLES), plan)
+                rig.backend.optim_step(StepKind.REAL)
+            between = (list(rig.weights().values()), rig.optimizer_state())
+            rig.step(advantages, drops=True)
+            ended.append((*between, list(rig.weights().values()), rig.optimizer_state()))
+    names = ("weights", "state", "later weights", "later state")
+    return {name: equal(one, two) for name, one, two in zip(names, *ended, strict=True)}
+
+
+@pytest.mark.parametrize("name", quick(["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps"], "TP2-SP", "PP2-DP2-sharded-overlaps"))
+def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str) -> None:
+    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    for found in pool.run(world, ghosts, family, parallel, extra, timeout_s=90):
+        assert all(found.values()), found
+
+
+def silent(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
+    """Two steps in which one sample of eleven has signal: the skip run's merged weights against the dense run's."""
+    advantages, ended = np.zeros(NUM_SAMPLES), []
+    advantages[5] = 0.7
+    for drops in (True, False):
+        with open_adapted(family, parallel, (*STEPS[1:], *extra)) as rig:
+            plan = rig.plan(advantages, drops=drops)
+            assert bool(plan.mini_batches[0].silent_ranks) == drops
+            for _ in range(2):
+                rig.step(advantages, drops=drops)
+            ended.append(rig.weights())
+    return relative_error(*ended)
+
+
+@pytest.mark.parametrize(
+    "name", quick(["DP2", "PP2-DP2", "DP2-sharded-overlaps", "PP2-DP2-sharded-overlaps"], "DP2", "PP2-DP2-sharded-overlaps")
+)
+def test_a_silent_rank_joins_the_reduction_of_adapters(pool: Pool, name: str) -> None:
+    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    found = pool.run(world, silent, family, parallel, extra, timeout_s=90)
+    print(name, found)
+    assert max(found) < TOLERANCE, found
+
+
+def untrained(rank: int, world: int, parallel: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    with open_rig("qwen3", *overrides_of(parallel, ()), layers=4) as rig:
+        return {name: x.clone() for name, x in rig.backend.export_adapters()}
+
+
+def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
+    """To the bit; and another run.seed with others."""
+    first = pool.run(1, untrained, (), timeout_s=60)[0]
+    for world, parallel in ((2, (TP2,)), (2, (TP2, SP)), (2, (PP2, VPP2)), (4, (TP2, PP2))):
+        for found in pool.run(world, untrained, parallel, timeout_s=60):
+            assert equal_by_name(found, first), parallel
+    assert all(x.any() == (".lora_A." in name) for name, x in first.items())
+    columns = [x for name, x in first.items() if ".lora_A." in name]
+    assert len({x.flatten()[0].item() for x in columns}) == len(columns), "no two are drawn alike"
+
+
+def off_and_on(rank: int, world: int, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
+    """Log-probs with the adapters off are those of the model without any; on again, what they were."""
+    everyone = np.ones(NUM_SAMPLES, dtype=bool)
+    with open_adapted("qwen2_tied", parallel, extra) as rig:
+        samples, backend = rig.samples, rig.backend
+        before = backend.logprobs(rig.batch, everyone).flat
+        backend.schedule.gather_parameters()
+        with adapters_off(backend.chunks):
+            inside = backend.logprobs(rig.batch, everyone).flat
+        after = backend.logprobs(rig.batch, everyone).flat
+        rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+        results = rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+    with open_rig("qwen2_tied", *(f"parallel.{x}" for x in parallel), *extra) as rig:
+        rig.take(samples)
+        base = rig.backend.logprobs(rig.batch, everyone).flat
+        with pytest.raises(ValueError, match="set lora.rank"), adapters_off(rig.backend.chunks):
+            pass
+    return {
+        "off is the model without": np.array_equal(inside, base),
+        "on again": np.array_equal(after, before),
+        "they differ": float(np.abs(before - base).max()) > 0.01,
+        "training goes on": results[0].applied and results[0].grad_norm > 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps"])
+def test_adapters_off_is_the_frozen_model_to_the_bit(pool: Pool, name: str) -> None:
+    world, _, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    for found in pool.run(world, off_and_on, parallel, extra, timeout_s=90):
+        assert all(found.values()), found
+
+
+def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[int, int]:
+    """By bucket_bytes the most bytes that an export takes beside the model."""
+    found = {}
+    with open_adapted("qwen2_untied", parallel, samples=0) as rig:
+        for bucket_bytes in (1, 200_000):
+            meter, tensors = AllocationMeter(), rig.backend.export(bucket_bytes=bucket_bytes)
+            while True:
+                with meter:
+                    if next(tensors, None) is None:
+                        break
+            found[bucket_bytes] = meter.peak_bytes
+    return found
+
+
+@pytest.mark.parametrize("parallel", [(), (TP2,), (PP2,)], ids=["1 process", "TP2", "PP2"])
+def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple[str, ...]) -> None:
+    """The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks and the whole tensor where one is made of it."""
+    for found in pool.run(2 if parallel else 1, memory_of_export, parallel, timeout_s=60):
+        print(parallel, found)
+        one = 192 * 64 * 4
+        assert found[200_000] <= 200_000 + 3 * one and found[1] <= 5 * one, found
+
+
+def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
+    """A step, everything off the device and back, a step: as without."""
+    ended = []
+    for moves in (False, True):
+        with open_adapted("qwen2_tied", (), (*STEPS[1:], *extra)) as rig:
+            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+            if moves:
+                assert rig.backend.offload().total > 0
+                rig.weights()
+                rig.backend.restore()
+            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
+            ended.append([*rig.weights().values(), *rig.optimizer_state()])
+    return equal(*ended)
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+def test_offload_and_restore_leave_adapters_as_they_were(pool: Pool, sharded: str) -> None:
+    assert all(pool.run(2, offloaded, (f"optimizer.distributed={sharded}", "model.dtype=bfloat16"), timeout_s=60))
+
+
+def critic_without(rank: int, world: int) -> bool:
+    """Whether a value model under a configuration with adapters has none and trains every weight."""
+    hf_config, model = tiny_model("qwen2_untied")
+    config = load_config(None, [*DEFAULTS, *LORA, "advantage.estimator=gae"])
+    critic = Critic(config, hf_config=hf_config, weights=file_weights(model), alone=True)
+    try:
+        return not own_adapters(critic.chunks) and all(p.requires_grad for p in critic.parameters())
+    finally:
+        critic.close()
+        topology.destroy()
+
+
+def test_a_critic_has_no_adapters(pool: Pool) -> None:
+    assert pool.run(1, critic_without, timeout_s=60) == [True]

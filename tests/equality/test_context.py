@@ -1,0 +1,96 @@
+"""Packed sequences, whole and split: a neighbour changes nothing, and what needs a whole sequence gets it from all context ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import POLICIES
+from tests.equality.rig import open_rig, ragged_advantages
+from tests.reference import make_samples, near_policy, relative_error
+from tests.workers.pool import Pool
+
+NUM_SAMPLES = 9
+TERMS = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01", "skip.mode=approximate")
+
+
+def one_policy(rank: int, world: int, policy: str, extra: tuple[str, ...]) -> dict[str, object]:
+    """Gradient and the sums behind the metrics; a reference policy that differs, so that the KL term has a size."""
+    with open_rig("qwen2_tied", f"loss.policy={policy}", *TERMS, *extra, samples=NUM_SAMPLES) as rig:
+        advantages = ragged_advantages(NUM_SAMPLES)
+        plan = rig.plan(advantages, drops=False)
+        (mini_batch,) = plan.mini_batches
+        inputs = rig.inputs(advantages, mini_batch.members)
+        reference = inputs.old_logprobs + 0.1 * np.sin(np.arange(len(inputs.old_logprobs), dtype=np.float32))
+        inputs = type(inputs)(
+            advantages=inputs.advantages, weights=inputs.weights, old_logprobs=inputs.old_logprobs, reference_logprobs=reference
+        )
+        rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
+        gradient = rig.backend.gradient()
+        rig.backend.zero_grad()
+        rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
+        return {"gradient": gradient, "sums": dict(rig.backend.optim_step(mini_batch.kind).sums)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_equals_the_unsplit_run(pool: Pool, policy: str) -> None:
+    """gspo's ratio is a mean over a sequence that two ranks hold between them; the others' terms are per token."""
+    whole = pool.run(1, one_policy, policy, (), timeout_s=60)[0]
+    for found in pool.run(2, one_policy, policy, ("parallel.context=2",), timeout_s=60):
+        assert relative_error(found["gradient"], whole["gradient"]) < 1e-5
+        for name, value in whole["sums"].items():
+            assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert whole["sums"]["tokens"] > 20 and whole["sums"]["kl"] != 0
+
+
+def gaps(rank: int, world: int, extra: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, float]]:
+    """A log-prob pass over sequences of two to four tokens: most are shorter than their 2·CP chunks, some ranks hold pads alone."""
+    with open_rig("qwen3", *extra) as rig:
+        samples = [s for s in make_samples(60) if s.prompt_tokens + len(s.loss_mask) <= 4][:3] + make_samples(4, seed=1)
+        assert min(len(s.token_ids) for s in samples) < 8
+        rig.take(near_policy(rig.model, samples))
+        passed = rig.backend.logprobs(rig.batch, np.ones(len(samples), dtype=bool))
+        return torch.from_numpy(passed.flat), dict(passed.sums)
+
+
+@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_sequences_shorter_than_their_chunks(pool: Pool, context: int) -> None:
+    (whole, sums), *_ = pool.run(1, gaps, (), timeout_s=60)
+    for flat, found in pool.run(context, gaps, (f"parallel.context={context}",), timeout_s=60):
+        assert float((flat - whole).abs().max()) < 1e-5
+        assert found == pytest.approx(sums, rel=1e-4)
+
+
+def beside(rank: int, world: int, extra: tuple[str, ...]) -> bool:
+    """Log-probs of four samples in one micro-batch, twice: with other tokens in the second of them."""
+    with open_rig("qwen3", *extra) as rig:
+        samples = near_policy(rig.model, make_samples(4, seed=2))
+        found = []
+        for disturbed in (False, True):
+            if disturbed:
+                samples[1] = dataclasses.replace(samples[1], token_ids=(samples[1].token_ids + 7) % 97 + 2)
+            rig.take(samples)
+            rig.rules(max_tokens=1000)
+            found.append(rig.backend.logprobs(rig.batch, np.ones(4, dtype=bool)).flat)
+            (mini_batch,) = rig.backend.plan("logprob", rig.batch, np.ones(4, dtype=bool), drops=True).mini_batches
+            assert mini_batch.num_microbatches.max() == 1, "the neighbours must be in one micro-batch"
+        bounds = rig.batch.facts.response_offsets
+        same = [np.array_equal(found[0][a:b], found[1][a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return same == [True, False, True, True]
+
+
+LAYOUTS = {
+    "whole": (1, ()),
+    "CP2": (2, ("parallel.context=2",)),
+    "TP2·SP": (2, ("parallel.tensor=2", "parallel.sequence_parallel=true")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_neighbour_in_the_micro_batch_changes_no_log_prob(pool: Pool, layout: str) -> None:
+    """Bit by bit: nothing of one packed sequence reaches another anywhere in the model."""
+    world, extra = LAYOUTS[layout]
+    assert all(pool.run(world, beside, extra, timeout_s=60))

@@ -1,0 +1,193 @@
+"""Checkpoints that Megatron-Core's own code saved, exported; and imported ones loaded by it, under tensor parallelism.
+
+The model here is Megatron-Core's alone: its layer spec, its attention and rotary embedding over padded rows, its sharded state dict, its
+save and load. Nothing of megatron_rl stands between it and the files but the conversion, so that two mistakes cannot cancel.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
+from megatron_rl.checkpoint.megatron_lm import open_folder
+from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.distributed import topology
+from megatron_rl.model.build import read_shape
+from tests.equality.rig import open_rig, ragged_advantages, sizes
+from tests.patience import patient
+from tests.reference import tiny_config, tiny_model
+from tests.workers.pool import Pool
+
+from megatron.core import dist_checkpointing  # isort: skip  (after platform)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PADDED = 128  # Megatron-LM's --make-vocab-size-divisible-by; the vocabulary has 99
+TOLERANCE = 1e-5  # of a log-prob, float32, two implementations of 4 layers
+
+
+def megatron_model(family: str, tensor: int) -> GPTModel:
+    """GPTModel of ``tiny_config(family)``'s shape with weights of its own."""
+    hf = tiny_config(family)
+    mixture = family in ("mixtral", "qwen3_moe")
+    ffn = hf.moe_intermediate_size if family == "qwen3_moe" else hf.intermediate_size
+    experts = dict(
+        num_moe_experts=4, moe_ffn_hidden_size=ffn, moe_router_topk=2, moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+    )  # fmt: skip
+    config = TransformerConfig(
+        num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, ffn_hidden_size=ffn, num_attention_heads=4, num_query_groups=2,
+        kv_channels=hf.to_dict().get("head_dim") or hf.hidden_size // 4, normalization="RMSNorm", layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, add_qkv_bias=family.startswith("qwen2"),
+        qk_layernorm=family.startswith("qwen3"), tensor_model_parallel_size=tensor, use_cpu_initialization=True, attention_dropout=0.0,
+        hidden_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_activation_fusion=False,
+        bias_dropout_fusion=False, params_dtype=torch.float32, init_method_std=0.08, **(experts if mixture else {}),
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=4 if mixture else None, moe_grouped_gemm=False
+    )
+    torch.manual_seed(0)  # the initialisation makes whole matrices on every rank and cuts them
+    return GPTModel(
+        config, spec, vocab_size=PADDED, max_sequence_length=256, position_embedding_type="rope", parallel_output=False,
+        rotary_base=hf.rope_parameters["rope_theta"], share_embeddings_and_output_weights=hf.tie_word_embeddings,
+    ).eval()  # fmt: skip
+
+
+@torch.no_grad()
+def megatron_logprobs(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """[rows, tokens, 99]."""
+    places = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+    return model(tokens, places, None)[..., :99].float().log_softmax(-1)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(99, (3, 24), generator=torch.Generator().manual_seed(5))
+
+
+def saved_by_megatron(rank: int, world: int, family: str, folder: str, metadata: dict) -> torch.Tensor:
+    place = topology.initialize(tensor=world, deadline_s=60)
+    try:
+        model = megatron_model(family, place.tensor_size)
+        path = pathlib.Path(folder, "iter_0000100")
+        path.mkdir(parents=True, exist_ok=True)
+        state = {"model": model.sharded_state_dict(metadata=metadata), "iteration": 100, "checkpoint_version": 3.0}
+        dist_checkpointing.save(state, str(path))
+        pathlib.Path(folder, "latest_checkpointed_iteration.txt").write_text("100")
+        return megatron_logprobs(model, tokens())
+    finally:
+        topology.destroy()
+
+
+def loaded_by_megatron(rank: int, world: int, family: str, folder: str) -> torch.Tensor:
+    place = topology.initialize(tensor=world, deadline_s=60)
+    try:
+        model = megatron_model(family, place.tensor_size)
+        asked = {"model": model.sharded_state_dict(metadata={})}
+        loaded = dist_checkpointing.load(asked, folder)
+        assert loaded["iteration"] == 0
+        model.load_state_dict(loaded["model"])
+        return megatron_logprobs(model, tokens())
+    finally:
+        topology.destroy()
+
+
+@torch.no_grad()
+def transformers_logprobs(path: pathlib.Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    mixture = json.loads((path / "config.json").read_text())["model_type"] in ("mixtral", "qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(path, **({"experts_implementation": "eager"} if mixture else {})).eval()
+    return model(tokens()).logits.float().log_softmax(-1)
+
+
+SAVED = [
+    (2, "qwen2_untied", {}), (2, "llama", {"non_homogeneous_layers": True}), (2, "mistral", {"singleton_local_shards": True}),
+    (1, "mixtral", {}), (1, "qwen3_moe", {"singleton_local_shards": True}), (2, "qwen3", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "family", "metadata"), SAVED, ids=[f"TP{w}-{f}-{next(iter(m), 'stacked')}" for w, f, m in SAVED])
+def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(
+    pool: Pool, tmp_path: pathlib.Path, world: int, family: str, metadata: dict
+) -> None:
+    wanted = pool.run(world, saved_by_megatron, family, str(tmp_path / "megatron"), metadata, timeout_s=60)[0]
+    hf_config = tiny_config(family)
+    hf_config.save_pretrained(tmp_path / "hf")
+    source = open_folder(tmp_path / "megatron")
+    assert source.name == "iter_0000100"
+    export_folder(source, read_shape(hf_config, layer_spec="torch"), tmp_path / "hf", tmp_path / "out")
+    gap = (transformers_logprobs(tmp_path / "out") - wanted).abs().max().item()
+    print(f"TP{world} {family} {metadata}: {gap:.1e}; spread of the log-probs {wanted.std():.2f}")
+    assert gap < TOLERANCE and wanted.std() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen2_untied", "qwen3", "mixtral"])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_an_imported_checkpoint_loads_in_megatron_core_under_another_topology(
+    pool: Pool, tmp_path: pathlib.Path, family: str, cut: int
+) -> None:
+    """Cut for TP1 or TP2, loaded by TP2 (a mixture by TP1: tensor ranks with experts want sequence parallelism), with more pads."""
+    _, model = tiny_model(family)
+    model.save_pretrained(tmp_path / "hf")
+    shape = read_shape(model.config, layer_spec="torch", vocab_multiple=cut)
+    path = import_folder(tmp_path / "hf", shape, tmp_path / "megatron", cut=Cut(tensor=cut, pipeline=2))
+    assert path.name == "release" and (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    found = pool.run(1 if family == "mixtral" else 2, loaded_by_megatron, family, str(path), timeout_s=60)
+    wanted = transformers_logprobs(tmp_path / "hf")
+    assert all((x - wanted).abs().max() < TOLERANCE for x in found)
+
+
+def saved_by_training(rank: int, world: int, root: str, topology: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    with open_rig("qwen3", *topology, "optimizer.lr=0.01", "model.dtype=bfloat16", samples=8, total_steps=4) as rig:
+        rig.backend.keep_reference()
+        rig.step(ragged_advantages(8), drops=True)
+        model_state.save(rig.backend, pathlib.Path(root), 7, {"state.json": "{}"}).finish()
+        return rig.weights()
+
+
+@pytest.mark.parametrize("topology", [sizes(2, 1), (*sizes(1, 2), "optimizer.distributed=true")], ids=["TP2", "PP2-sharded"])
+def test_a_training_runs_checkpoint_exports_its_weights(pool: Pool, tmp_path: pathlib.Path, topology: tuple[str, ...]) -> None:
+    """AdamW's states and the reference policy lie beside them and stay behind."""
+    trained = pool.run(2, saved_by_training, str(tmp_path / "checkpoints"), topology, timeout_s=60)[0]
+    hf_config = tiny_config("qwen3")
+    hf_config.save_pretrained(tmp_path / "hf")
+    source = open_folder(tmp_path / "checkpoints")
+    assert source.name == "iter_0000007"
+    reader = TorchDistReader(source.path)
+    assert any(x.startswith("optimizer.state.exp_avg.") for x in reader.tensors)
+    export_folder(source, read_shape(hf_config, layer_spec="torch"), tmp_path / "hf", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(trained)
+    assert all(found[k].dtype == torch.bfloat16 and torch.equal(found[k], v.cpu()) for k, v in trained.items())
+    command = [sys.executable, "tools/convert_checkpoint.py", "export", str(tmp_path / "checkpoints"), str(tmp_path / "again")]
+    command += ["--hf", str(tmp_path / "hf"), "--overwrite"]
+    call = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
+    assert call().returncode == 0 and (tmp_path / "again" / "model.safetensors").exists()
+    largest = max(source.path.glob("*.distcp"), key=lambda x: x.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    done = call()
+    assert done.returncode == 2 and f"{largest} has SHA-256" in done.stderr
+
+
+def test_pads_and_other_tensors_stay_behind(pool: Pool, tmp_path: pathlib.Path) -> None:
+    """The checkpoint has 128 rows of embedding, the exported file the vocabulary's 99."""
+    pool.run(1, saved_by_megatron, "qwen2_tied", str(tmp_path / "megatron"), {}, timeout_s=60)
+    hf_config = tiny_config("qwen2_tied")
+    hf_config.save_pretrained(tmp_path / "hf")
+    export_folder(open_folder(tmp_path / "megatron"), read_shape(hf_config, layer_spec="torch"), tmp_path / "hf", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["model.embed_tokens.weight"].shape == (99, 64) and "lm_head.weight" not in found

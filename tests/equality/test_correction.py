@@ -1,0 +1,203 @@
+"""Importance corrections on real schedules: the naive loop's gradient, unchanged denominators, and no forward of what is masked."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.config import CorrectionConfig
+from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.train import samples_of
+from megatron_rl.trainer.corrections import Verdict, decide
+from megatron_rl.types import Advantages, LossInputs, StepPlan
+from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
+from tests.equality.test_gradient import TOLERANCE
+from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
+from tests.runs.test_run import ForwardedLengths
+from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.unit.algorithm.test_importance import MODES, naive
+from tests.workers.pool import Pool
+
+NUM_SAMPLES, FAMILY = 11, "qwen2_tied"
+ADVANTAGES = ragged_advantages(NUM_SAMPLES)
+CORRECTIONS = {
+    **{mode: CorrectionConfig(mode=mode, cap=1.4, floor=0.5) for mode in MODES if not mode.startswith("geometric")},
+    **{mode: CorrectionConfig(mode=mode, cap=1.1, floor=0.9) for mode in MODES if mode.startswith("geometric")},
+    "off-policy": CorrectionConfig(off_policy_delta=0.05),
+    "both": CorrectionConfig(mode="token_mask", cap=1.5, off_policy_delta=0.0),
+}
+NEVER = CorrectionConfig(mode="sequence_mask", cap=1.0, floor=1.0)  # no noisy sample's product is 1
+
+
+@functools.cache
+def drawn() -> tuple[torch.nn.Module, list]:
+    """The model, and samples whose engine is 0.4 nats of noise away from it at each token; no two of the same length."""
+    _, model = tiny_model(FAMILY)
+    return model, near_policy(model, make_samples(NUM_SAMPLES, unique_lengths=True), spread=0.4)
+
+
+@functools.cache
+def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The reference's gradient at π_θ = π_old, each token's advantage times the naive loop's weight; and those weights."""
+    model, samples = drawn()
+    with torch.no_grad():
+        old = [reference_logprobs(model, s)[0] for s in samples]
+    gaps = [(before.double() - torch.from_numpy(s.logprobs).double()).tolist() for before, s in zip(old, samples, strict=True)]
+    weights = naive(CORRECTIONS[name], ADVANTAGES.tolist(), gaps, [s.loss_mask.tolist() for s in samples])
+    each = torch.tensor(weights).split([len(s.loss_mask) for s in samples])
+    advantages = [float(a) * w for a, w in zip(ADVANTAGES, each, strict=True)]
+    return reference_gradient(model, samples, [i // 2 for i in range(NUM_SAMPLES)], advantages, old=old)[0], weights
+
+
+def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[StepPlan, np.ndarray, Verdict]:
+    """As train_on_rollout does: a draft by advantage, the log-prob pass, the verdict, the plan."""
+    backend, batch = rig.backend, rig.batch
+    signal = has_signal(ADVANTAGES, batch.facts.loss_tokens)
+    passed = samples_of(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
+    old = backend.logprobs(batch, passed).flat
+    advantages = Advantages(of_sample=ADVANTAGES)
+    verdict = decide(correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old)
+    plan = backend.plan("train", batch, verdict.signal, drops=drops)
+    assert not (samples_of(plan, NUM_SAMPLES) & ~passed).any()
+    backend.load_rows(batch, plan)
+    return plan, old, verdict
+
+
+def inputs_of(rig: Rig, plan: StepPlan, old: np.ndarray, verdict: Verdict) -> LossInputs:
+    inputs = rig.inputs(ADVANTAGES, plan.mini_batches[0].members, old=old)
+    tokens = sum(int(s.loss_mask.sum()) for s in rig.samples)
+    assert np.array_equal(inputs.weights, np.full(NUM_SAMPLES, 1 / tokens))  # masked tokens are still counted
+    return dataclasses.replace(inputs, importance_weights=verdict.weights)
+
+
+def without_signal(rig: Rig, weights: list[float]) -> set[int]:
+    """The samples of which the naive loop's weights leave nothing."""
+    bounds = rig.batch.facts.response_offsets
+    return {i for i in range(NUM_SAMPLES) if not any(weights[t] * ADVANTAGES[i] for t in range(bounds[i], bounds[i + 1]))}
+
+
+def every_correction(rank: int, world: int, tensor: int, pipeline: int, cut: dict) -> dict[str, float]:
+    found: dict[str, float] = {}
+    with open_rig(FAMILY, *sizes(tensor, pipeline)) as rig:
+        rig.take(drawn()[1])
+        rig.rules(**cut)
+        seen, place, lengths = ForwardedLengths(rig), rig.backend.topology, rig.batch.facts.total_tokens
+        for name, correction in CORRECTIONS.items():
+            for drops in (False, True):
+                plan, old, verdict = corrected(rig, correction, drops=drops)
+                (mini_batch,) = plan.mini_batches
+                seen.take()
+                inputs = inputs_of(rig, plan, old, verdict)
+                rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
+                forwarded = seen.take()
+                assert forwarded == sorted(lengths[mini_batch.rank_samples(place.data_rank)].tolist())
+                if drops and rig.backend.rules.repack:
+                    assert set(mini_batch.dropped.tolist()) == without_signal(rig, wanted(name)[1])
+                gradient = rig.backend.gradient()
+                rig.backend.zero_grad()
+                found[f"{name} {'skip' if drops else 'dense'}"] = relative_error(gradient, wanted(name)[0]) if rig.is_main else 0.0
+                found[f"{name} masked"] = verdict.metrics["correction/masked_samples"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data"), [(1, 1, 2), (1, 2, 1), *(pytest.param(*x, marks=pytest.mark.long) for x in ((2, 2, 1), (1, 2, 2)))]
+)
+@pytest.mark.parametrize("cut", [{"max_tokens": 25}, {"samples_per_microbatch": 2, "repack": False}], ids=["repacked", "as cut"])
+def test_corrected_gradient_equals_the_naive_loops(pool: Pool, tensor: int, pipeline: int, data: int, cut: dict) -> None:
+    """Every mode and δ, skip and dense, and what runs is what the naive loop's weights leave."""
+    found = pool.run(tensor * pipeline * data, every_correction, tensor, pipeline, cut, timeout_s=90)[0]
+    masked = {name.removesuffix(" masked"): count for name, count in found.items() if name.endswith(" masked")}
+    errors = {name: error for name, error in found.items() if not name.endswith(" masked")}
+    print(f"worst {max(errors.values()):.1e}", masked)
+    # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight, so that sequence modes show 2e-6 and not 4e-7
+    assert max(errors.values()) < TOLERANCE, errors
+    assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), masked  # else it proves little
+
+
+def nothing_left(rank: int, world: int) -> tuple[str, int, list[float]]:
+    with open_rig(FAMILY) as rig:
+        rig.take(drawn()[1])
+        plan, _, verdict = corrected(rig, NEVER, drops=True)
+        return plan.mini_batches[0].kind.value, len(plan.mini_batches[0].dropped), verdict.weights.tolist()
+
+
+def test_a_batch_that_is_masked_whole_is_a_ghost(pool: Pool) -> None:
+    for kind, dropped, weights in pool.run(2, nothing_left, timeout_s=60):
+        assert kind == "GHOST" and dropped == NUM_SAMPLES and not any(weights)
+
+
+# ---- whole runs through the command line -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def noisy_engine():
+    """The embedded engine, whose log-probs come 0.3 nats of noise away from its own; the noise hangs on the sample alone."""
+    true = TransformersEngine.generate
+
+    def generate(self, *args, on_finished, **kwargs):
+        return [_noisy(x) for x in true(self, *args, on_finished=lambda k, group: on_finished(k, [_noisy(x) for x in group]), **kwargs)]
+
+    def _noisy(rollout):
+        random = np.random.default_rng(zlib.crc32(rollout.sample_id.encode()))
+        noise = random.normal(0.0, 0.3, len(rollout.logprobs))
+        return dataclasses.replace(rollout, logprobs=tuple(float(x) for x in np.array(rollout.logprobs) + noise))
+
+    TransformersEngine.generate = generate
+    try:
+        yield
+    finally:
+        TransformersEngine.generate = true
+
+
+def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, str]:
+    with noisy_engine():
+        return command_line(rank, world, given)
+
+
+@pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.pipeline=1"])
+def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:
+    """Skip against dense with masked tokens and samples, nothing repacked: bitwise, and another run than without corrections."""
+    weights, rows = {}, {}
+    masked = ("correction.mode=token_mask", "correction.cap=1.3", "correction.floor=0.8", "correction.off_policy_delta=0.1")
+    for name, extra in (("exact", masked), ("off", masked), ("plain", ())):
+        run_dir, mode = tmp_path / name, "exact" if name == "plain" else name
+        given = arguments(arithmetic, run_dir, layout, f"skip.mode={mode}", "plan.repack=false", "plan.samples_per_microbatch=2", *extra)
+        results = pool.run(2, noisy_command_line, given, timeout_s=120)
+        assert [code for code, _ in results] == [0, 0], results
+        weights[name], rows[name] = weights_of(run_dir), rows_of(run_dir)
+    assert all(torch.equal(weights["exact"][name], weights["off"][name]) for name in weights["off"])
+    assert not all(torch.equal(weights["exact"][name], weights["plain"][name]) for name in weights["off"])
+    found = [{k: v for k, v in row.items() if k.startswith("correction/")} for row in rows["exact"]]
+    assert found == [{k: v for k, v in row.items() if k.startswith("correction/")} for row in rows["off"]]
+    assert 0 < found[0]["correction/masked_share"] < 1 and found[0]["correction/masked_samples"] > 0, found
+    dropped = {name: sum(row["skip/samples_dropped"] for row in rows[name]) for name in rows}
+    assert dropped["exact"] > dropped["plain"] > dropped["off"] == 0, dropped
+    assert not any(k.startswith("correction/") for row in rows["plain"] for k in row)
+
+
+def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path) -> None:
+    """Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each rollout."""
+    weights = []
+    for extra in ((), ("correction.off_policy_delta=0.01",)):
+        given = arguments(arithmetic, tmp_path / str(len(extra)), "train.epochs_per_rollout=2", *extra)
+        ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
+        assert code == 0, said
+        weights.append(weights_of(tmp_path / str(len(extra))))
+    first = rows_of(tmp_path / "1")[0]
+    assert first["correction/weight_mean"] == 1.0 and first["correction/masked_share"] == 0.0, first
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_whose_every_sample_is_masked_is_ghosts(pool, arithmetic, tmp_path) -> None:
+    extra = ["correction.mode=sequence_mask", "correction.cap=1", "correction.floor=1"]
+    ((code, said),) = pool.run(1, noisy_command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
+    assert code == 0, said
+    assert {row["step_kind"] for row in rows_of(tmp_path)} == {"GHOST"}

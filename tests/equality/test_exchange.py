@@ -1,0 +1,160 @@
+"""Facts to everyone in one order, rows exactly where they are needed and bit for bit, scores with their gaps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_rl.backend import batch_exchange
+from megatron_rl.distributed import topology
+from megatron_rl.types import Sample, Score
+from tests.reference import make_samples
+from tests.workers.pool import Pool
+
+COUNT = 13
+
+
+def owner_of(i: int, world: int) -> int:
+    """Uneven, and the last rank of several owns nothing."""
+    return (i * i) % max(world - 1, 1)
+
+
+def place(i: int) -> int:
+    """Places are neither consecutive nor in the order of production."""
+    return (i * 7) % COUNT * 10
+
+
+def same(a: Sample, b: Sample) -> bool:
+    arrays = ["token_ids", "loss_mask", "logprobs"]
+    if (a.routed_experts is None) != (b.routed_experts is None):
+        return False
+    if a.routed_experts is not None:
+        arrays.append("routed_experts")
+    return (a.sample_id, a.prompt_tokens) == (b.sample_id, b.prompt_tokens) and all(
+        getattr(a, n).dtype == getattr(b, n).dtype
+        and getattr(a, n).shape == getattr(b, n).shape
+        and getattr(a, n).tobytes() == getattr(b, n).tobytes()
+        for n in arrays
+    )
+
+
+def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
+    """``mode`` none, mixed (every third sample without, the others of two shapes), all. Odd and even counts of int16, any bits."""
+    random = np.random.default_rng(5)
+    found = []
+    for i, sample in enumerate(samples):
+        shape = (len(sample.token_ids), *((3, 1) if i % 2 else (2, 8)))
+        routed = random.integers(-1, 2**15, shape).astype(np.int16)
+        has = mode == "all" or (mode == "mixed" and i % 3 > 0)
+        found.append(dataclasses.replace(sample, routed_experts=routed if has else None))
+    return found
+
+
+def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]], routing: str) -> dict[str, list[bool]]:
+    here = topology.initialize(tensor=tensor, pipeline=pipeline, deadline_s=30)
+    samples = with_routing(make_samples(COUNT), routing)
+    samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[: len(samples[4].logprobs)]  # bits, not values
+    mine = [i for i in range(COUNT) if owner_of(i, world) == rank]
+    facts = batch_exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
+    in_order = sorted(range(COUNT), key=place)
+    found = {
+        "order": [facts.sample_ids == tuple(samples[i].sample_id for i in in_order)],
+        "facts": [
+            facts.groups.tolist() == [i // 3 for i in in_order],
+            facts.prompt_tokens.tolist() == [samples[i].prompt_tokens for i in in_order],
+            facts.response_tokens.tolist() == [len(samples[i].loss_mask) for i in in_order],
+            facts.loss_tokens.tolist() == [int(samples[i].loss_mask.sum()) for i in in_order],
+            facts.owners.tolist() == [owner_of(i, world) for i in in_order],
+        ],
+        "rows": [],
+    }
+    for need in needs:
+        wanted = [np.array(x, dtype=np.int64) for x in need]
+        rows = batch_exchange.bring_rows(facts, [samples[i] for i in mine], wanted, here)
+        found["rows"].append(sorted(rows) == need[rank] and all(same(row, samples[in_order[i]]) for i, row in rows.items()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "pipeline", "routing"),
+    [(1, 1, 1, "none"), (2, 1, 1, "none"), (2, 1, 1, "all"), (3, 1, 1, "mixed"), (4, 2, 1, "none"), (4, 1, 2, "mixed")],
+)
+def test_every_rank_gets_exactly_the_rows_it_needs(pool: Pool, world: int, tensor: int, pipeline: int, routing: str) -> None:
+    """All, none, one rank alone, disjoint, overlapping and random needs; empty ranks on both sides."""
+    random = np.random.default_rng(world)
+    everything = list(range(COUNT))
+    needs = [
+        [everything] * world,
+        [[]] * world,
+        [everything if rank == world - 1 else [] for rank in range(world)],
+        [everything[rank::world] for rank in range(world)],
+        *[[sorted(random.choice(COUNT, random.integers(0, COUNT + 1), replace=False).tolist()) for _ in range(world)] for _ in range(8)],
+    ]
+    for found in pool.run(world, bring, tensor, pipeline, needs, routing, timeout_s=30):
+        assert all(found["order"]) and all(found["facts"]), found
+        assert len(found["rows"]) == len(needs) and all(found["rows"]), found
+
+
+def scores(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nine samples, dealt backwards; one is taken out, one function does not apply, one reward is infinite."""
+    values = {i: Score(total=i / 3, by_function=(i / 3, None if i % 2 else -float(i))) for i in range(9)}
+    values[4] = Score(total=None, by_function=(None, None))
+    values[7] = Score(total=float("inf"), by_function=(float("inf"), float("nan")))
+    mine = [i for i in reversed(range(9)) if owner_of(i, world) == rank]
+    return batch_exchange.gather_scores([values[i] for i in mine], mine, 2)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_scores_arrive_in_order_with_their_gaps(pool: Pool, world: int) -> None:
+    totals = np.array([i / 3 for i in range(9)])
+    totals[4], totals[7] = np.nan, np.inf
+    second = np.array([np.nan if i % 2 else -float(i) for i in range(9)])
+    second[[4, 7]] = np.nan
+    for found, by_function in pool.run(world, scores, timeout_s=30):
+        np.testing.assert_array_equal(found, totals)  # exactly: JSON carries float64 by repr
+        np.testing.assert_array_equal(by_function, np.stack([totals, second], axis=1))
+
+
+def twice_the_same_place(rank: int, world: int) -> str:
+    topology.initialize(deadline_s=30)
+    try:
+        batch_exchange.gather_facts(make_samples(2), [0, 0], [0, 1])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_two_samples_with_one_place_are_refused_everywhere(pool: Pool) -> None:
+    for said in pool.run(2, twice_the_same_place, timeout_s=30):
+        assert "claim the same place" in said
+
+
+def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
+    """The last rank's sample carries it; the others hold none."""
+    topology.initialize(deadline_s=30)
+    sample = Sample(
+        sample_id="7@0#1", prompt_tokens=4, token_ids=np.arange(7), loss_mask=np.ones(3, dtype=bool),
+        logprobs=np.zeros(3, dtype=np.float32), routed_experts=routed,
+    )  # fmt: skip
+    try:
+        batch_exchange.gather_facts([sample] if rank + 1 == world else [], [0], [0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "routed",
+    [
+        np.zeros((3, 2, 2), dtype=np.int16),  # of the response alone
+        np.zeros((7, 2, 2), dtype=np.int64),
+        np.zeros((7, 4), dtype=np.int16),
+        np.zeros((7, 0, 2), dtype=np.int16),
+    ],
+    ids=["tokens", "dtype", "dimensions", "no layer"],
+)
+def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool: Pool, routed: np.ndarray) -> None:
+    for said in pool.run(2, with_misfit_routing, routed, timeout_s=30):
+        assert f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, top_k]" in said

@@ -1,0 +1,142 @@
+"""Weights out, a bucket at a time: whole, once each, in one order, in no more memory than asked for, whatever holds them."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.model.build import read_shape
+from megatron_rl.weights import export
+from megatron_rl.weights.checksum import Checksum
+from megatron_rl.weights.mapping import TIED_HEAD, Layout, stage_entries
+from tests.allocated import AllocationMeter
+from tests.equality.rig import Rig, open_rig, sizes
+from tests.reference import file_weights, tiny_config
+from tests.workers.pool import Pool
+
+ENTRY_BYTES, SMALL_BYTES = 1, 125_000  # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
+SP = "parallel.sequence_parallel=true"
+EP2 = "parallel.expert=2"
+ETP1 = "parallel.expert_tensor=1"
+VPP2 = "parallel.virtual_pipeline=2"
+BF16 = "model.dtype=bfloat16"
+
+TOPOLOGIES = [
+    (1, (), "qwen2_untied"),
+    (2, (), "qwen2_untied"),  # two replicas
+    (2, sizes(2, 1), "qwen2_untied"),
+    (2, sizes(2, 1), "qwen3"),
+    (2, sizes(1, 2), "qwen2_tied"),
+    (2, (*sizes(1, 2), VPP2), "qwen2_untied"),
+    (4, sizes(2, 2), "qwen2_untied"),
+    (4, (*sizes(2, 2), BF16), "llama"),
+    (2, (EP2,), "mixtral"),
+    (2, (*sizes(2, 1), SP), "qwen3_moe"),
+    (2, (*sizes(2, 1), SP, EP2, ETP1), "mixtral"),
+    (4, (*sizes(2, 1), SP, EP2), "mixtral"),
+    (4, (*sizes(1, 2), VPP2, EP2), "qwen3_moe"),
+    (4, (*sizes(2, 2), SP, EP2, ETP1), "qwen3_moe"),
+]
+NAMED = {"ids": lambda x: "-".join(x) if isinstance(x, tuple) else str(x)}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def exported(rig: Rig, bucket_bytes: int, wanted: dict[str, torch.Tensor]) -> dict[str, object]:
+    """One export, held against ``wanted`` tensor by tensor, as a consumer meets them."""
+    names, wrong, seen, meter = [], [], Checksum(), AllocationMeter()
+    tensors = rig.backend.export(bucket_bytes=bucket_bytes)
+    while True:
+        with meter:
+            item = next(tensors, None)
+        if item is None:
+            break
+        name, tensor = item
+        names.append(name)
+        seen.update(name, tensor)
+        if tensor.shape != wanted[name].shape or not torch.equal(bits(tensor), bits(wanted[name])):
+            wrong.append(name)
+    return {"names": names, "wrong": wrong, "checksum": seen.value(), "peak_bytes": meter.peak_bytes}
+
+
+def export_in_buckets(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, object]:
+    with open_rig(family, *overrides, layers=4) as rig:  # so that there is more than a bucket
+        backend = rig.backend
+        dtype = next(backend.chunks[0].module.parameters()).dtype
+        wanted = {name: x.to(dtype) for name, x in file_weights(rig.model).items()}
+        if rig.model.config.tie_word_embeddings:
+            del wanted["lm_head.weight"]
+        found = {size: exported(rig, size, wanted) for size in (ENTRY_BYTES, SMALL_BYTES, export.BUCKET_BYTES)}
+        cuts = [export.cut_buckets(backend.shape, backend.topology, size // dtype.itemsize) for size in found]
+        with pytest.raises(ValueError, match="bucket_bytes=0 must be at least 1"):
+            next(backend.export(bucket_bytes=0))
+        return {"found": found, "num_buckets": [len(x) for x in cuts], "names": sorted(wanted)}
+
+
+@pytest.mark.parametrize(("world", "overrides", "family"), TOPOLOGIES, **NAMED)
+def test_export_equals_reference_in_buckets_of_any_size(pool: Pool, world: int, overrides: tuple[str, ...], family: str) -> None:
+    """Bitwise; every name once, in one order on every rank and at every size; the memory within the bucket."""
+    results = pool.run(world, export_in_buckets, family, overrides, timeout_s=60)
+    first = results[0]["found"][export.BUCKET_BYTES]
+    for result in results:
+        for size, found in result["found"].items():
+            assert not found["wrong"], (size, found["wrong"])
+            assert sorted(found["names"]) == result["names"], size
+            assert (found["names"], found["checksum"]) == (first["names"], first["checksum"]), size
+        assert result["found"][SMALL_BYTES]["peak_bytes"] <= SMALL_BYTES
+        num_entries, num_small, num_whole = result["num_buckets"]
+        assert num_entries > num_small >= num_whole
+        print(world, overrides, family, result["num_buckets"], [x["peak_bytes"] for x in result["found"].values()])
+        if world > 1 and overrides:  # the meter would see a bucket_bytes that nobody heeds, or a layer gathered whole
+            assert num_small > num_whole and first["peak_bytes"] > SMALL_BYTES
+
+
+def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: int = 1, expert_tensor: int = 1):
+    """Qwen3-8B or Qwen3-30B-A3B on paper: (shape, place)."""
+    config = tiny_config(family)
+    sizes_of = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
+    if family == "qwen3":
+        sizes_of |= dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+    else:
+        sizes_of |= dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4, num_experts=128)
+    for name, value in sizes_of.items():
+        setattr(config, name, value)
+    place = SimpleNamespace(
+        tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, expert_size=expert, expert_tensor_size=expert_tensor
+    )
+    return read_shape(config, layer_spec="transformer_engine", vocab_multiple=tensor), place
+
+
+LARGE = {
+    "8B TP1": large("qwen3", tensor=1, pipeline=1),
+    "8B TP8": large("qwen3", tensor=8, pipeline=1),
+    "8B TP2 PP2 VPP3": large("qwen3", tensor=2, pipeline=2, virtual=3),
+    "30B TP4 PP4 EP8": large("qwen3_moe", tensor=4, pipeline=4, expert=8),
+    "30B TP2 PP2 EP4 ETP2": large("qwen3_moe", tensor=2, pipeline=2, expert=4, expert_tensor=2),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("bucket_bytes", [2, 64 * 2**20, export.BUCKET_BYTES])
+def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_bytes: int) -> None:
+    """Of real models in bfloat16: no bucket above the bound but of one entry, and none that its neighbour had room for."""
+    shape, place = LARGE[name]
+    buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
+    stages = place.pipeline_size * place.virtual_size
+    entries = [(stage, entry) for stage in range(stages) for entry in stage_entries(shape, stage, stages, place.expert_size)]
+    assert [(x.stage, entry) for x in buckets for entry in x.entries] == [x for x in entries if x[1] != TIED_HEAD]
+    for bucket in buckets:
+        assert bucket.elements * 2 <= bucket_bytes or len(bucket.entries) == 1
+        assert len({entry.expert is None for entry in bucket.entries}) == 1
+    for last, following in itertools.pairwise(buckets):
+        first = export._bucket_of(following.stage, following.entries[0], shape, place)
+        assert not last.takes(first) or last.joined(first).elements * 2 > bucket_bytes
+    if bucket_bytes == export.BUCKET_BYTES:
+        above = {entry.layout for x in buckets if x.elements * 2 > bucket_bytes for entry in x.entries}
+        print(name, len(entries), "entries", len(buckets), "buckets, largest", max(x.elements for x in buckets) * 2 >> 20, "MiB")
+        assert above <= {Layout.ROWS}, "only the vocabulary's tables (1.2 GB, 0.6 GB) need more by themselves"

@@ -1,0 +1,88 @@
+"""Ranks that are about to run different things find out before anything runs, all of them, and say who differs in what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.distributed import collectives
+from megatron_rl.errors import LockstepError, PeerError
+from megatron_rl.types import StepKind
+from tests.equality.rig import open_rig, ragged_advantages, sizes
+from tests.workers.pool import Pool
+
+
+def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[str, object]:
+    """Rank ``odd`` alone has another plan, step kind or step index; then all agree again and step."""
+    advantages = ragged_advantages(8)
+    with open_rig("qwen2_tied", *sizes(1, pipeline), samples=8) as rig:
+        plan = rig.plan(advantages, drops=True)
+        mine = advantages.copy()
+        if rank == odd:
+            match what:
+                case "plan":
+                    mine[1] = 0.0  # it drops a sample that the others run
+                case "step kind":
+                    mine[:] = 0.0
+                case "step index":
+                    rig.backend.step_index += 1
+        signal = mine != 0
+        other = rig.backend.plan("train", rig.batch, signal, drops=True)
+        assert (other.mini_batches[0].kind is StepKind.GHOST) == (what == "step kind" and rank == odd)
+        try:
+            rig.accumulate(mine, other)
+            said = ""
+        except LockstepError as error:
+            said = str(error)
+        rig.backend.step_index = 0
+        rig.accumulate(advantages, plan)
+        result = rig.backend.optim_step(plan.mini_batches[0].kind)
+        return {"said": said, "norm": result.grad_norm}
+
+
+@pytest.mark.parametrize("what", ["plan", "step kind", "step index"])
+@pytest.mark.parametrize(("pipeline", "data", "odd"), [(1, 4, 2), (2, 2, 3), (1, 3, 0)])
+def test_every_rank_names_the_odd_one(pool: Pool, what: str, pipeline: int, data: int, odd: int) -> None:
+    for rank, found in enumerate(pool.run(pipeline * data, disagree, odd, what, pipeline, timeout_s=30)):
+        stage, replica = divmod(odd, data)
+        assert f"{what}: rank {odd} (data-parallel {replica}, pipeline stage {stage}) has" in found["said"], found
+        assert f"seen by rank {rank}" in found["said"]
+        assert all(f"rank {peer} (" not in found["said"] for peer in range(pipeline * data) if peer != odd), found
+        assert found["norm"] > 0  # and the backend goes on
+
+
+def disagree_on_logprobs(rank: int, world: int) -> str:
+    """The log-prob pass is checked like a step: one rank chose other samples."""
+    with open_rig("qwen2_tied", samples=8) as rig:
+        signal = np.ones(8, dtype=bool)
+        plan = rig.backend.plan("logprob", rig.batch, signal, drops=True)
+        rig.backend.load_rows(rig.batch, plan)
+        if rank == 1:
+            signal[3] = False
+            plan = rig.backend.plan("logprob", rig.batch, signal, drops=True)
+        try:
+            rig.backend.forward(rig.batch, plan)
+        except LockstepError as error:
+            return str(error)
+        return ""
+
+
+def test_logprob_passes_are_checked(pool: Pool) -> None:
+    for said in pool.run(3, disagree_on_logprobs, timeout_s=30):
+        assert "plan: rank 1 (data-parallel 1, pipeline stage 0) has" in said
+
+
+def one_stops(rank: int, world: int, odd: int) -> tuple[str, str]:
+    collectives.raise_together(None)
+    try:
+        collectives.raise_together(ValueError("planted") if rank == odd else None)
+    except (ValueError, PeerError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_one_ranks_error_is_raised_on_all(pool: Pool) -> None:
+    results = pool.run(3, one_stops, 1, timeout_s=30)
+    assert results[1] == ("ValueError", "planted")
+    for rank in (0, 2):
+        assert results[rank] == ("PeerError", "rank 1 stopped with ValueError: planted")

@@ -1,0 +1,308 @@
+"""Gradients and optimizer state off the device between steps: the same steps to the bit, storages of 0 bytes meanwhile, no wrong use.
+
+On the CPU the storages are really released and filled again. NOT RUN: pinned memory, copies that do not block, CUDA's caching allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.backend import offload
+from megatron_rl.backend.offload import Offload
+from megatron_rl.checkpoint import model_state
+from megatron_rl.types import StepKind
+from tests.equality.rig import Rig, equal, equal_by_name, open_rig, ragged_advantages, sizes
+from tests.pairwise import quick
+from tests.workers.pool import Pool
+
+MOVING = (  # everything that a step without gradient still moves
+    "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "optimizer.schedule=cosine", "optimizer.warmup_steps=2",
+    "optimizer.decay_steps=6", "optimizer.min_lr=0.001",
+)  # fmt: skip
+ADVANTAGES = ragged_advantages(8)
+ALL = np.ones(8, dtype=bool)
+PLAIN, SHARDED, BF16 = ("optimizer.distributed=false",), ("optimizer.distributed=true",), ("model.dtype=bfloat16",)
+GRADIENTS = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
+GATHER = (*GRADIENTS, "megatron.ddp.overlap_param_gather=true")
+VPP = ("parallel.virtual_pipeline=2",)
+LAYOUTS = {  # processes, configuration, model
+    "fp32": (1, PLAIN, "qwen2_tied"),
+    "bf16": (1, (*PLAIN, *BF16), "qwen2_tied"),
+    "DP2-bf16": (2, (*PLAIN, *BF16), "qwen2_tied"),
+    "DP2-sharded": (2, SHARDED, "qwen2_tied"),
+    "DP2-sharded-bf16": (2, (*SHARDED, *BF16), "qwen2_tied"),
+    "DP2-sharded-bf16-overlap_grad_reduce": (2, (*SHARDED, *BF16, *GRADIENTS), "qwen2_tied"),
+    "DP2-sharded-overlap_param_gather": (2, (*SHARDED, *GATHER), "qwen2_tied"),
+    "DP2-sharded-bf16-overlap_param_gather": (2, (*SHARDED, *BF16, *GATHER), "qwen2_tied"),
+    "TP2": (2, (*sizes(2, 1), *PLAIN), "llama"),
+    "TP2-sharded-bf16": (2, (*sizes(2, 1), *SHARDED, *BF16), "llama"),
+    "PP2-bf16": (2, (*sizes(1, 2), *PLAIN, *BF16), "qwen2_tied"),
+    "PP2-VPP2-sharded-bf16": (2, (*sizes(1, 2), *VPP, *SHARDED, *BF16), "qwen2_tied"),
+    "EP2-sharded-bf16": (2, ("parallel.expert=2", *SHARDED, *BF16), "qwen3_moe"),
+    "PP2-DP2-overlap_param_gather": (4, (*sizes(1, 2), *SHARDED, *BF16, *GATHER), "qwen2_tied"),
+}
+
+
+# ---- the same steps ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def offloaded(rig: Rig, really: bool) -> Iterator[None]:
+    if really:
+        rig.backend.offload()
+    yield
+    if really:
+        rig.backend.restore()
+
+
+def several_steps(layout: tuple[str, ...], family: str, really: bool) -> dict[str, object]:
+    """Ghosts and real steps, then a fresh AdamW and two more; before each, what happens while rollouts are generated."""
+    kinds = "GRGGRRGR", "RG"
+    with open_rig(family, *MOVING, *layout, samples=8, total_steps=6) as rig:
+        exported, logprobs, norms = [], [], []
+        for number, kind in enumerate("".join(kinds)):
+            if number == len(kinds[0]):
+                rig.backend.reset_optimizer(total_steps=4)
+            with offloaded(rig, really):
+                exported.append(rig.weights())
+                logprobs.append(torch.from_numpy(rig.backend.logprobs(rig.batch, ALL).flat))
+            advantages = np.roll(ADVANTAGES, number) if kind == "R" else np.zeros(8)
+            (result,) = rig.step(advantages, drops=True)
+            assert result.kind is (StepKind.REAL if kind == "R" else StepKind.GHOST)
+            norms.append(torch.tensor(result.grad_norm, dtype=torch.float64))
+        return {"exported": [*exported, rig.weights()], "logprobs": logprobs, "norms": norms, "state": rig.optimizer_state()}
+
+
+def with_and_without(rank: int, world: int, layout: tuple[str, ...], family: str) -> dict[str, bool]:
+    found, wanted = (several_steps(layout, family, really) for really in (True, False))
+    return {
+        "exported weights": all(equal_by_name(a, b) for a, b in zip(found["exported"], wanted["exported"], strict=True)),
+        **{key: equal(found[key], wanted[key]) for key in ("logprobs", "norms", "state")},
+        # the last steps are of a fresh AdamW: its state is not empty, and weights move or the equalities prove nothing
+        "moved": not equal_by_name(wanted["exported"][-2], wanted["exported"][-1]) and len(wanted["state"]) > 4,
+        "norms are not zero": sum(float(x) > 0 for x in wanted["norms"]) == 5,
+    }
+
+
+# Each dtype plain and sharded, either overlap, and every kind of layout; all of them are in the long part.
+QUICK = (
+    "fp32", "bf16", "DP2-sharded-bf16", "DP2-sharded-overlap_param_gather", "TP2-sharded-bf16", "PP2-VPP2-sharded-bf16", "EP2-sharded-bf16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
+def test_steps_with_offload_between_equal_steps_without(pool: Pool, name: str) -> None:
+    """Bitwise: weights as exported while offloaded, log-probs, gradient norms, AdamW's moments, masters and step counts."""
+    world, layout, family = LAYOUTS[name]
+    for found in pool.run(world, with_and_without, layout, family, timeout_s=120):
+        assert all(found.values()), found
+
+
+# ---- what leaves the device --------------------------------------------------------------------------------------------
+
+
+def live_bytes(but: list[torch.Tensor]) -> int:
+    """Of all storages under any tensor that Python still holds, but for these."""
+    gc.collect()
+    apart = {x.untyped_storage().data_ptr() for x in but}
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):  # isinstance would ask lazy modules for their class, and import them
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(size for pointer, size in found.items() if pointer not in apart)
+
+
+def host_pointers(rig: Rig) -> list[int]:
+    return [x.data_ptr() for x in rig.backend.optimizer._offload.host.blocks]
+
+
+def adam_tensors(rig: Rig, bf16: bool) -> list[torch.Tensor]:
+    """Moments, and in half precision the masters; in float32 AdamW's parameters are the model's own, or views of them."""
+    found = []
+    for part in rig.backend.optimizer.megatron.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                found += [part.optimizer.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")] + [master] * bf16
+    return found
+
+
+def away_and_back(rank: int, world: int, layout: tuple[str, ...], family: str) -> dict[str, object]:
+    with open_rig(family, *MOVING, *layout, samples=8, total_steps=6) as rig:
+        backend = rig.backend
+        before_any_step = backend.offload()
+        backend.restore()
+        first_hosts = host_pointers(rig)
+        rig.step(ADVANTAGES, drops=True)
+        adam = adam_tensors(rig, "model.dtype=bfloat16" in layout)
+        buffers = [x for chunk in backend.chunks for x in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        weights = backend.parameters()
+        gradients = [p.main_grad for p in weights]
+        moved, state = [x.detach().clone() for x in adam], rig.optimizer_state()
+        places = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in weights]
+        naive = {
+            "gradients": sum(x.numel * x.grad_data.element_size() for x in buffers),
+            "optimizer": sum(x.numel() * x.element_size() for x in adam),
+        }
+        hosts = backend.optimizer._offload.host.blocks  # a list that grows in place
+        held = live_bytes(but=hosts)
+        released = backend.offload()
+        found: dict[str, object] = {
+            "bytes": (released.gradients, released.optimizer) == (naive["gradients"], naive["optimizer"]),
+            "no more and no less died": held - live_bytes(but=hosts) == released.total == sum(naive.values()) > 0,
+            "0 bytes": {x.untyped_storage().nbytes() for x in (*adam, *gradients, *(b.grad_data for b in buffers))} == {0},
+            "weights stay": [(x.data_ptr(), x.untyped_storage().nbytes()) for x in weights] == places,
+            "again": backend.offload() == released,
+            "before any step": before_any_step.gradients == released.gradients and before_any_step.optimizer < released.optimizer,
+        }
+        pointers = host_pointers(rig)
+        backend.restore()
+        backend.restore()
+        found["the same tensors"] = all(a is b for a, b in zip(adam_tensors(rig, "model.dtype=bfloat16" in layout), adam, strict=True))
+        found["the same views"] = all(p.main_grad is x for p, x in zip(weights, gradients, strict=True))
+        found["the same values"] = equal(adam, moved) and equal(rig.optimizer_state(), state) and any(bool(x.any()) for x in moved)
+        found["gradients of zero"] = not any(bool(b.grad_data.any()) for b in buffers) and not any(bool(x.any()) for x in gradients)
+        found["all is back"] = live_bytes(but=hosts) == held
+        assert backend.offload() == released
+        found["the same host memory"] = host_pointers(rig) == pointers and pointers[: len(first_hosts)] == first_hosts and len(pointers) > 0
+        backend.restore()
+        return found
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
+def test_released_bytes_are_those_of_gradients_and_adam(pool: Pool, name: str) -> None:
+    """Against the naive sum, against every live tensor of the process, and storage by storage; then all of it is back."""
+    world, layout, family = LAYOUTS[name]
+    for found in pool.run(world, away_and_back, layout, family, timeout_s=60):
+        assert all(found.values()), found
+
+
+def test_shared_storages_move_once_and_those_of_weights_stay() -> None:
+    weights = torch.arange(40, dtype=torch.float32)
+    shared = torch.arange(50, dtype=torch.int32).view(torch.float32)  # denormals, as bits
+    odd, nan = torch.arange(7, dtype=torch.uint8), torch.tensor([float("nan"), -0.0])
+    zeros, empty, step = torch.zeros(12), torch.empty(0), torch.tensor(3.0)
+    state = [weights[3:9], shared[:20], shared[10:], odd, nan, shared.view(5, 10), empty, step]
+    wanted = [x.clone() for x in state]
+    memory = Offload(block_bytes=64)  # so that storages straddle blocks, and blocks hold several
+    for _ in range(2):
+        released = memory.release(zeros=[zeros[:4], zeros[2:]], state=state, kept=[weights])
+        assert (released.gradients, released.optimizer) == (12 * 4, 50 * 4 + 7 + 2 * 4)
+        assert [x.untyped_storage().nbytes() for x in (zeros, *state)] == [0, 160, 0, 0, 0, 0, 0, 0, 4]
+        assert len(memory.host.blocks) == 4  # ⌈215 / 64⌉
+        memory.restore()
+        bits = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(state, wanted, strict=True) if a.dim() and a.numel()]
+        assert all(torch.equal(a, b) for a, b in bits) and len(bits) == 6 and float(step) == 3.0
+        assert zeros.tolist() == [0.0] * 12 and weights.tolist() == list(range(40))
+
+
+def test_a_host_without_memory_is_named_and_nothing_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, memory = torch.arange(100.0), Offload(block_bytes=64)
+    true_empty, given = torch.empty, []
+
+    def scarce(*args, **kwargs):
+        given.append(args)
+        if len(given) > 3:
+            raise RuntimeError("CUDA error: out of memory")
+        return true_empty(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.torch, "empty", scarce)
+        with pytest.raises(MemoryError, match=r"400 bytes .* gave 192; .*optimizer\.distributed=true"):
+            memory.release(zeros=[], state=[state], kept=[])
+    assert memory.released is None and state.tolist() == list(range(100))
+
+
+# ---- what may not be done meanwhile --------------------------------------------------------------------------------------
+
+
+def refused(action) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dict[str, object]:
+    folder = pathlib.Path(root)
+    with open_rig("qwen2_tied", *MOVING, *layout, samples=8, total_steps=6) as rig:
+        backend = rig.backend
+        rig.step(ADVANTAGES, drops=True)
+        plan = rig.plan(ADVANTAGES, drops=True)
+        before, weights = rig.optimizer_state(), rig.weights()
+        kept, model, rate = model_state.numbers(backend), model_state.identity(backend), backend.optimizer.learning_rate
+        saved = model_state.save(backend, folder, 7, {"state.json": "{}"}).finish()
+        backend.offload()
+        said = {
+            "forward_backward": refused(lambda: rig.accumulate(ADVANTAGES, plan)),
+            "optim_step": refused(lambda: backend.optim_step(StepKind.REAL)),
+            "a ghost": refused(lambda: backend.optim_step(StepKind.GHOST)),
+            "zero_grad": refused(backend.zero_grad),
+            "gradient": refused(backend.gradient) if "optimizer.distributed=false" in layout else "restore()",
+            "reset_optimizer": refused(lambda: backend.reset_optimizer(total_steps=4)),
+            "save": refused(lambda: model_state.save(backend, folder, 8, {"state.json": "{}"})),
+            "load": refused(lambda: model_state.load(backend, saved, kept, model)),
+        }
+        found: dict[str, object] = {
+            key: "restore()" in message and "bytes" in message for key, message in said.items() if key != "gradient"
+        }
+        found["gradient"] = "restore()" in said["gradient"]
+        found["steps by their name"] = all(said[key].startswith("optim_step()") for key in ("optim_step", "a ghost"))
+        backend.keep_reference()
+        with backend.reference_weights():
+            found["the reference policy"] = equal_by_name(rig.weights(), weights)
+        found["numbers"] = model_state.numbers(backend) == kept | {"has_reference": True} and backend.optimizer.learning_rate == rate
+        backend.restore()
+        found["nothing moved"] = equal(rig.optimizer_state(), before) and equal_by_name(rig.weights(), weights)
+        rig.accumulate(ADVANTAGES, rig.plan(ADVANTAGES, drops=True))
+        found["an accumulated gradient"] = "accumulated" in refused(backend.offload) and backend.optimizer._offload.released is None
+        backend.zero_grad()
+        backend.chunks[0].ddp_config.nccl_ub = True
+        found["registered buffers"] = "megatron.ddp.nccl_ub=false" in refused(backend.offload)
+        backend.chunks[0].ddp_config.nccl_ub = False
+        return found
+
+
+@pytest.mark.parametrize("layout", [(*PLAIN, *BF16), (*SHARDED, *GATHER)], ids=["bf16", "sharded-overlap"])
+def test_what_needs_gradients_or_adam_is_refused_while_they_are_away(pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]) -> None:
+    for found in pool.run(2, wrong_uses, layout, str(tmp_path), timeout_s=60):
+        assert all(found.values()), found
+
+
+def resumed(rank: int, world: int, layout: tuple[str, ...], root: str, really: bool) -> list[dict[str, torch.Tensor]]:
+    """Exported weights: of a backend that goes on after its save, and of another that loads it and goes on."""
+    folder, found = pathlib.Path(root), []
+    with open_rig("qwen2_tied", *MOVING, *layout, samples=8, total_steps=6) as rig:
+        rig.step(ADVANTAGES, drops=True)
+        with offloaded(rig, really):
+            pass
+        pending = model_state.save(rig.backend, folder, 1 + really, {"state.json": "{}"})
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
+        with offloaded(rig, really):  # while the thread writes
+            found.append(rig.weights())
+        rig.step(ADVANTAGES, drops=True)
+        found.append(rig.weights())
+        path = pending.finish()
+    with open_rig("qwen2_tied", *MOVING, *layout, samples=8, total_steps=6) as rig:
+        model_state.load(rig.backend, path, kept, model)
+        with offloaded(rig, really):
+            found.append(rig.weights())
+        rig.step(ADVANTAGES, drops=True)
+        return [*found, rig.weights()]
+
+
+@pytest.mark.parametrize("layout", [(*PLAIN, *BF16), SHARDED, (*SHARDED, *BF16, *GATHER)], ids=["bf16", "sharded", "sharded-bf16-overlap"])
+def test_saved_and_loaded_with_offload_between_equals_without(pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]) -> None:
+    """The second offload comes while the checkpoint's thread still writes: what it writes are copies."""
+    runs = [pool.run(2, resumed, layout, str(tmp_path), really, timeout_s=60) for really in (True, False)]
+    for found, wanted in zip(*runs, strict=True):
+        assert all(equal_by_name(a, b) for a, b in zip(found, wanted, strict=True))
+        assert equal_by_name(found[1], found[3]) and equal_by_name(found[0], found[2]) and not equal_by_name(found[0], found[1])

@@ -1,0 +1,133 @@
+"""Every policy term over two epochs of one rollout, through train.py's loop on real schedules: the weights of a plain loop, token by
+token, and old log-probs that are taken once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from megatron_rl.config import POLICIES, Config, LossConfig, load_config
+from megatron_rl.types import Sample
+from tests.equality.given_run import fresh_run, train_once
+from tests.equality.rig import DEFAULTS, open_rig
+from tests.equality.test_products import ADVANTAGES, BOUND, CLIP, DECAY, FAMILY, GROUPS, LAYERS, LR, PER_MINI_BATCH, drawn
+from tests.reference import file_weights, reference_logprobs, relative_error
+from tests.unit.algorithm.test_policy_loss import token_loss
+from tests.unit.algorithm.test_reductions import naive_steps
+from tests.workers.pool import Pool
+
+SETTINGS = (
+    f"train.samples_per_mini_batch={PER_MINI_BATCH}", "train.epochs_per_rollout=2", f"optimizer.lr={LR}",
+    f"optimizer.weight_decay={DECAY}", f"optimizer.clip_grad={CLIP}",
+)  # fmt: skip
+# Clips so near to 1 that they bind by the second step. What trains at zero advantage is dropped all the same under `approximate`.
+APPROXIMATE = "skip.mode=approximate"
+TERMS = {
+    "ppo": ("loss.clip_low=0.02", "loss.clip_high=0.03"),
+    "ppo, dual clip": ("loss.clip_low=0.02", "loss.clip_high=0.03", "loss.dual_clip=1.05"),
+    "ppo, KL and entropy": (
+        "loss.clip_low=0.02", "loss.clip_high=0.03", "loss.kl_coefficient=0.3", "loss.kl_estimator=unbiased",
+        "loss.entropy_coefficient=0.02", APPROXIMATE,
+    ),
+    "gspo": ("loss.policy=gspo", "loss.clip_low=0.005", "loss.clip_high=0.008"),
+    "cispo": ("loss.policy=cispo", "loss.clip_low=0.02", "loss.clip_high=0.03"),
+    "importance_sampling": ("loss.policy=importance_sampling",),
+    "dro": ("loss.policy=dro", "loss.dro_beta=0.3", APPROXIMATE),
+    "reinforce": ("loss.policy=reinforce",),
+}  # fmt: skip
+CLIPPED = {"ppo", "ppo, dual clip", "ppo, KL and entropy", "gspo", "cispo"}
+
+
+def config_of(name: str) -> Config:
+    return load_config(None, [*DEFAULTS, *SETTINGS, *TERMS[name]])
+
+
+def sample_loss(model: torch.nn.Module, config: LossConfig, sample: Sample, old: torch.Tensor, weight: float, advantage: float):
+    """Semantics §7 over one sample's loss tokens; the reference policy is the one that the rollout began with."""
+    chosen = torch.from_numpy(sample.loss_mask)
+    logprobs, entropy = (x[chosen] for x in reference_logprobs(model, sample))
+    before, count = old[chosen], int(chosen.sum())
+    behaviour = torch.from_numpy(sample.logprobs)[chosen] if config.policy == "dro" else before
+    tokens = SimpleNamespace(
+        old_logprobs=behaviour, advantages=torch.full((count,), weight * advantage), weights=torch.full((count,), weight),
+        sequences=torch.zeros(count, dtype=torch.int64),
+    )  # fmt: skip
+    each = list(logprobs)
+    loss = 0.0 * logprobs.sum()  # where every token is clipped nothing else has a gradient
+    for t in range(count):
+        gap = before[t] - each[t]
+        unbiased = (each[t] - before[t]).exp() * (gap.exp() - gap - 1)
+        loss = loss + token_loss(config, tokens, each, t) + weight * config.kl_coefficient * unbiased
+        loss = loss - weight * config.entropy_coefficient * entropy[t]
+    return loss
+
+
+def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """(weights after two epochs, norms before clipping), by torch's AdamW; old log-probs are those of the first weights throughout.
+
+    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``).
+    """
+    model, samples = drawn()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        old = [reference_logprobs(model, s)[0] for s in samples]
+    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR)
+    steps = [
+        *naive_steps(
+            [s.loss_mask for s in samples], GROUPS, ADVANTAGES.tolist(), PER_MINI_BATCH,
+            reduction="token_mean", denominator="original", steps="match",
+        )
+    ]  # fmt: skip
+    norms = []
+    for live, weights in steps * 2:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for i in live:
+            sample_loss(model, config.loss, samples[i], old[i], weights[i], float(ADVANTAGES[i])).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    ended = {name: tensor.clone() for name, tensor in file_weights(model).items()}
+    model.load_state_dict(start)
+    return ended, norms
+
+
+def every_term(rank: int, world: int) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    with open_rig(FAMILY, *SETTINGS, layers=LAYERS) as rig:
+        rig.take(drawn()[1], GROUPS)
+        passed, take = [], rig.backend.logprobs
+        rig.backend.logprobs = lambda batch, chosen: passed.append(chosen) or take(batch, chosen)
+        for name in TERMS:
+            passed.clear()
+            run = train_once(fresh_run(rig, ADVANTAGES, *SETTINGS, *TERMS[name]))
+            weights, results = rig.weights(), run.results
+            if rig.is_main:
+                wanted, norms = plain_loop(config_of(name))
+                found[name] = {
+                    "kinds": "".join(result.kind.value[0] for result in results),
+                    "passes": (run.passes, len(passed)),
+                    "weights": relative_error(weights, {key: wanted[key] for key in weights}),
+                    "norm": max(abs(r.grad_norm - n) / max(n, 1e-9) for r, n in zip(results, norms, strict=True)),
+                    "clipped": [result.sums["clipped"] for result in results],
+                    "on policy": abs(results[0].sums["ratio"] - results[0].sums["tokens"]),
+                }
+    return found
+
+
+def test_two_epochs_of_every_policy_term_equal_the_plain_loop(pool: Pool) -> None:
+    found = pool.run(2, every_term, timeout_s=90)[0]
+    print({name: f"{cell['weights']:.1e} {cell['norm']:.1e} {cell['clipped']}" for name, cell in found.items()})
+    assert list(found) == list(TERMS)
+    for name, cell in found.items():
+        assert cell["kinds"] == "RGRR" * 2, (name, cell)  # a ghost in each epoch
+        assert cell["passes"] == (1, 2 if "KL" in name else 1), (name, cell)  # one for π_old, one for the reference; none per epoch
+        assert cell["weights"] < BOUND, (name, cell)
+        assert cell["norm"] < 1e-4, (name, cell)  # at weights that AdamW has already moved by rounding
+        assert cell["clipped"][0] == 0 and any(cell["clipped"][4:]) == (name in CLIPPED), (name, cell)
+        assert name == "dro" or cell["on policy"] < 1e-4, (name, cell)  # dro's ratio is to the engine's policy
+
+
+def test_every_policy_has_a_term_here() -> None:
+    assert {config_of(name).loss.policy for name in TERMS} == set(POLICIES)

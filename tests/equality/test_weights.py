@@ -1,0 +1,178 @@
+"""Weights in and out: the loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.config import load_config
+from megatron_rl.distributed import topology
+from megatron_rl.weights.export import HuggingFaceReader, load_weights
+from tests.equality.rig import DEFAULTS, open_rig, sizes
+from tests.patience import patient
+from tests.reference import FAMILIES, MIXTURES, file_weights, make_samples, reference_logprobs, tiny_model
+from tests.workers.pool import Pool
+
+# Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
+# frequency shows at 1e-2 and above.
+LOGPROB_TOLERANCE = 1e-4
+TEMPERATURE = 0.7  # not 1, so that a log-prob at the wrong temperature shows
+
+SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def test_device_contexts_work_beside_megatron() -> None:
+    """transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave that alone."""
+    code = """
+import torch, megatron_rl.distributed.platform
+with torch.device("meta"):
+    built = (torch.arange(2), torch.empty(2), torch.ones(2), torch.tensor([1.0]))
+assert all(x.is_meta for x in built), [x.device for x in built]
+"""  # a process of its own: torch builds its list of factories once
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(600), cwd=pathlib.Path(__file__).parents[2])
+
+
+def wanted_logprobs(model, samples) -> np.ndarray:
+    """Flat over response tokens, 0 where the mask is."""
+    with torch.no_grad():
+        return np.concatenate([reference_logprobs(model, s, TEMPERATURE)[0].numpy() * s.loss_mask for s in samples])
+
+
+def logprobs_and_export(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
+    """Per family: the largest gap of a log-prob to the reference, and whether the exported weights are those loaded."""
+    found = {}
+    mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
+    for family in (*FAMILIES, *mixtures):
+        with open_rig(family, *sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, samples=7) as rig:
+            passed = rig.backend.logprobs(rig.batch, np.ones(7, dtype=bool))
+            gap = float(np.abs(passed.flat - wanted_logprobs(rig.model, rig.samples)).max())
+            loaded = file_weights(rig.model)
+            exported = rig.weights()
+            if rig.model.config.tie_word_embeddings:
+                assert "lm_head.weight" not in exported
+                loaded = {k: v for k, v in loaded.items() if k != "lm_head.weight"}
+            same = set(exported) == set(loaded) and all(torch.equal(exported[k], loaded[k]) for k in loaded)
+            found[family] = (gap, same)
+    return found
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SHAPES)
+def test_logprobs_equal_hugging_face_and_export_equals_import(pool: Pool, tensor: int, pipeline: int) -> None:
+    for found in pool.run(tensor * pipeline, logprobs_and_export, tensor, pipeline, (), timeout_s=60):
+        print(f"TP{tensor} PP{pipeline}", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
+def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool: Pool) -> None:
+    for found in pool.run(2, logprobs_and_export, 2, 1, ("parallel.sequence_parallel=true",), timeout_s=60):
+        print("TP2 SP", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
+def test_logprobs_under_interleaved_stages_equal_hugging_face(pool: Pool) -> None:
+    for found in pool.run(2, logprobs_and_export, 1, 2, ("parallel.virtual_pipeline=2",), timeout_s=60):
+        print("PP2 VPP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
+class CountingReader:
+    """Adds up the elements that pass through a reader."""
+
+    def __init__(self, reader: HuggingFaceReader):
+        self.reader, self.elements = reader, 0
+
+    def size(self, name):
+        return self.reader.size(name)
+
+    def read(self, name, dimension, start, stop):
+        part = self.reader.read(name, dimension, start, stop)
+        self.elements += part.numel()
+        return part
+
+
+def any_tokenizer():
+    """save_hugging_face only passes it on."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+
+
+def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...], save_to: str) -> dict[str, object]:
+    config = load_config(None, [*DEFAULTS, *overrides, f"model.hf_path={path}"])
+    try:
+        backend = MegatronBackend(config)
+        model, place = backend.chunks[0].module, backend.topology
+        exported = {name: tensor.clone() for name, tensor in backend.export()}
+        reader = CountingReader(HuggingFaceReader(path))
+        load_weights([model], backend.shape, place, reader)
+        shape = backend.shape
+        width = shape.padded_vocab_size // place.tensor_size
+        real_rows = min(width, shape.vocab_size - place.tensor_rank * width)
+        vocabulary = [p for name, p in model.named_parameters() if p.shape[0] == width and ("embedding" in name or "output" in name)]
+        pads = sum((width - real_rows) * p.shape[1] for p in vocabulary)
+        owned = sum(p.numel() for p in model.parameters()) - pads
+        backend.save_hugging_face(pathlib.Path(save_to), any_tokenizer())
+        return {"exported": exported, "read": reader.elements, "owned": owned}
+    finally:
+        topology.destroy()
+
+
+EP = ("parallel.expert=2",)
+TP_SP = (*sizes(2, 1), "parallel.sequence_parallel=true")
+FILES = [
+    *((tensor * pipeline, sizes(tensor, pipeline), family) for family in ("qwen2_tied", "llama") for tensor, pipeline in SHAPES[1:]),
+    (1, (), "qwen3_moe"), (2, EP, "mixtral"), (2, EP, "qwen3_moe"), (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "mixtral"),
+    (2, TP_SP, "qwen3_moe"), (4, (*EP, *TP_SP), "mixtral"), (4, (*EP, *sizes(1, 2), "parallel.virtual_pipeline=2"), "qwen3_moe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "overrides", "family"), FILES, ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x))
+def test_files_load_in_slices_and_come_back(
+    pool: Pool, tmp_path: pathlib.Path, world: int, overrides: tuple[str, ...], family: str
+) -> None:
+    """Sharded safetensors in, each rank reading exactly the elements of its own parameters; whole directories out."""
+    from transformers import AutoModelForCausalLM
+
+    _, model = tiny_model(family, layers=4)
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    model.save_pretrained(source, max_shard_size="100KB")
+    wanted = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert len(list(source.glob("*.safetensors"))) > 3
+    results = pool.run(world, load_from_files, str(source), overrides, str(copy), timeout_s=60)
+    total = sum(math.prod(x.shape) for x in wanted.values())
+    for result in results:
+        assert set(result["exported"]) == set(wanted)
+        assert all(torch.equal(result["exported"][k], wanted[k]) for k in wanted)
+        assert result["read"] == result["owned"]
+        assert (result["owned"] < total) == (world > 1)
+    back = AutoModelForCausalLM.from_pretrained(copy, **({"experts_implementation": "eager"} if family in MIXTURES else {})).eval()
+    assert all(torch.equal(back.state_dict()[k], v) for k, v in model.state_dict().items())
+    sample = make_samples(1)[0]
+    with torch.no_grad():
+        assert torch.equal(reference_logprobs(back, sample)[0], reference_logprobs(model, sample)[0])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: str) -> None:
+    """Against what transformers writes: same names, same tensors; and they are views, so that writing to one fills the model."""
+    _, model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    written, found = load_file(tmp_path / "model.safetensors"), file_weights(model)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert set(found) == set(written) | tied
+    assert all(torch.equal(found[k], written[k]) for k in written)
+    storages = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
+    assert {x.untyped_storage().data_ptr() for x in found.values()} == storages

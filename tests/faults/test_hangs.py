@@ -1,0 +1,175 @@
+"""A rank that raises, is killed, stalls or plans on its own ends the run on every rank, with a message that names rank and stage.
+
+Each rank is a process of its own, so that it may be killed, and must come to its end at interpreter exit too.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_rl.distributed import watchdog as watch_module
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.watchdog import Watch, open_watch
+from megatron_rl.distributed.watchdog_server import Peer, judge
+from megatron_rl.errors import PeerError
+from tests.patience import HANG_S, patient, until
+from tests.runs.test_train import arguments
+from tests.workers.nursery import Nursery
+from tests.workers.pool import Pool
+
+BOUND_S = patient(600.0)  # to the end of every process, its start included
+NEVER_S = 10 * BOUND_S  # a deadline that nothing here meets
+MET_S = 20.0  # one that a rank meets whose peer sleeps; to start, beside one another, takes them less on any host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What rank ``guilty`` of two does (faulty_rank.py), and what every rank must say of it in one line, as a pattern."""
+
+    name: str
+    guilty: int
+    pipeline: int
+    says: str
+    deadline_s: float = NEVER_S
+
+
+RAISED = "raised .*it had been in 'update'"
+GONE = r"is gone: its process ended without a word \(killed\?\); it last said it was in 'update'"
+STALLS = "keeps the others waiting: it has been in"
+FAULTS = {
+    "raises, DP=2": Fault(name="raise", guilty=0, pipeline=1, says=RAISED),
+    "raises and lives on, PP=2": Fault(name="raise_and_stay", guilty=1, pipeline=2, says=RAISED),
+    "killed, DP=2": Fault(name="kill", guilty=1, pipeline=1, says=GONE),
+    "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE),
+    "sleeps in forward, PP=2": Fault(
+        name="sleep", guilty=1, pipeline=2, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken", deadline_s=MET_S
+    ),
+    "sleeps in its reward, DP=2": Fault(
+        name="reward", guilty=0, pipeline=1, says=f"{STALLS} 'reward'.*faulty_rank.py:.* sleeping_reward", deadline_s=MET_S
+    ),
+    "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
+}
+
+
+def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.Path) -> list[tuple[int | None, str]]:
+    """Two ranks: exit code (None where it had to be ended), and what it printed."""
+    with nursery.ranks(2, given, folder, "tests.faults.faulty_rank:main", [fault.name, fault.guilty]) as ranks:
+        stays = {fault.guilty} if fault.name == "raise_and_stay" else set()
+        ranks.wait(BOUND_S, but=stays)
+        return [(fork.poll(), path.read_text()) for fork, path in zip(ranks.forks, ranks.printed, strict=True)]
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):
+    fault = FAULTS[case]
+    reward = "tests.faults.faulty_rank:sleeping_reward" if fault.name == "reward" else "tests.reward_functions:parity"
+    extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}", f"reward.functions=[{reward}]"]
+    results = run_ranks(nursery, fault, arguments(arithmetic, tmp_path / "run", *extra), tmp_path)
+    replica, stage = (0, fault.guilty) if fault.pipeline == 2 else (fault.guilty, 0)
+    who = f"rank {fault.guilty} (data-parallel {replica}, pipeline stage {stage})"
+    wanted = re.compile(fault.says.format(who=re.escape(who)) if "{who}" in fault.says else f"{re.escape(who)} {fault.says}")
+    for rank, (code, printed) in enumerate(results):
+        if rank == fault.guilty and fault.name == "kill":
+            assert code == -signal.SIGKILL, printed
+        elif rank == fault.guilty and fault.name == "raise_and_stay":
+            assert code is None, printed
+        else:
+            assert code == 1 and wanted.search(printed), f"rank {rank} ended with {code} and printed:\n{printed}"
+        if rank != fault.guilty:  # the first error is the named one
+            assert "Traceback" not in printed and "Error" not in printed[: wanted.search(printed).start()], printed
+
+
+def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> Peer:
+    answer = {"at": f"somewhere:{rank}", "waits": waits, "left": False}
+    return Peer(rank=rank, who=f"rank {rank} (here)", stage="update", number=number, **{"answer": answer, **given})
+
+
+@pytest.mark.parametrize(
+    ("peers", "guilty", "words"),
+    [
+        ([peer(0, lost="timed out"), peer(1, waits=False), peer(2)], 1, "keeps the others waiting: it has been in 'update'"),
+        ([peer(0, lost="timed out"), peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
+        ([peer(0, lost="timed out"), peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
+        ([peer(0, lost="timed out"), peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
+        ([peer(0, lost="timed out"), peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
+        ([peer(0, lost="timed out"), peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
+    ],
+)
+def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, words):
+    cause = judge({p.rank: p for p in peers})
+    assert cause.rank == guilty and words in cause.text and "rank 0 (here) met timed out" in cause.text, cause
+
+
+def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
+    """A Topology of data and pipeline parallelism, with no groups behind it."""
+    sizes = {f"{name}_size": 1 for name in ("tensor", "context", "expert", "expert_tensor", "virtual")}
+    ranks = {f"{name}_rank": 0 for name in ("tensor", "context", "expert", "expert_tensor")}
+    groups = {f"{name}_group": None for name in ("tensor", "pipeline", "data", "context", "expert", "model")}
+    return Topology(
+        rank=rank, world_size=world, data_size=world // pipeline, data_rank=rank % (world // pipeline), pipeline_size=pipeline,
+        pipeline_rank=rank // (world // pipeline), **sizes, **ranks, **groups,
+    )  # fmt: skip
+
+
+def one_raises(rank: int, world: int) -> str:
+    try:
+        with open_watch(place(rank, world, pipeline=world), patient(HANG_S)) as watch, watch.stage("rollout"):
+            if rank == 1:
+                with watch.stage("reward"):
+                    raise KeyError("planted")
+            watch._known.wait(patient(HANG_S))
+            raise PeerError("what raise_together says")
+    except PeerError as error:
+        return f"{error}, from {error.__cause__}"
+    except KeyError as error:
+        return error.__notes__[0]
+
+
+def test_an_error_is_told_to_every_rank_with_its_stage(pool: Pool) -> None:
+    first, guilty, last = pool.run(3, one_raises, timeout_s=30)
+    assert guilty.startswith("rank 1 (data-parallel 0, pipeline stage 1) raised it; it had been in 'reward'")
+    for said in (first, last):
+        assert said.startswith("rank 1 (data-parallel 0, pipeline stage 1) raised KeyError: 'planted'; it had been in 'reward'"), said
+        assert said.endswith("from what raise_together says")
+
+
+def all_end_well(rank: int, world: int) -> list[str]:
+    for _ in range(3):
+        with open_watch(place(rank, world), patient(HANG_S)) as watch:
+            for name in ("rollout", "update"):
+                with watch.stage(name):
+                    time.sleep(0.05 * rank)
+
+    def left() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("watch")]
+
+    until(lambda: not left())
+    return left()
+
+
+def test_a_watch_that_saw_nothing_leaves_nothing_behind(pool: Pool) -> None:
+    assert pool.run(3, all_end_well, timeout_s=30) == [[], [], []]
+
+
+def test_a_rank_that_cannot_end_is_ended_though_the_keeper_left_with_the_cause(monkeypatch):
+    """Both lines in one packet, and a main thread that never comes back: on a loaded host the stalled rank lived on."""
+    ended = threading.Event()
+    monkeypatch.setattr(watch_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watch_module, "END_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        keepers = server.accept()[0]
+    with keepers:
+        keepers.sendall(b'{"is": "welcome"}\n{"is": "cause", "rank": 1, "text": "rank 1 stalls"}\n{"is": "bye"}\n')
+        Watch(1, "rank 1", "rank 0").connect(ours, "token", patient(HANG_S))
+        assert ended.wait(patient(HANG_S))

@@ -1,0 +1,133 @@
+"""critic.placement=separate: ranks of its own train the run that shared ones train, save it, and fail aloud."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+from megatron_rl.checkpoint.folder import whole_checkpoints
+from megatron_rl.cli import EXIT_CONFIG, EXIT_PREEMPTED
+from megatron_rl.config import load_config
+from megatron_rl.critic.link import holds_critic, local_policy_ranks
+from megatron_rl.errors import ConfigError
+from megatron_rl.train import main
+from tests.workers.nursery import Nursery
+from tests.runs.test_ppo import PPO
+from tests.runs.test_resume import SAVED, timeless, weights_of_last
+from tests.runs.test_train import arguments, rows_of
+from tests.patience import patient
+
+BOUND_S = patient(600)
+NEVER = f"run.deadline_s={10 * BOUND_S:g}"  # a deadline that no test waits for
+SEPARATE = ("critic.placement=separate", "critic.ranks=1")
+
+
+def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path, *overrides: str) -> pathlib.Path:
+    with nursery.ranks(world, arguments(inputs, folder, *PPO, *overrides), folder / "printed") as ranks:
+        assert ranks.wait(BOUND_S) == [0] * world, ranks.said()[-6000:]
+    return folder
+
+
+def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):
+    """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's checkpoint its own."""
+    shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.steps=3")
+    apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.steps=2")
+    ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.steps=3")
+    assert whole_checkpoints(apart / "checkpoints") == whole_checkpoints(apart / "checkpoints" / "critic") == [0, 1, 2, 3]
+    one, two = weights_of_last(shared), weights_of_last(apart)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert [timeless(row) for row in rows_of(shared)] == [timeless(row) for row in rows_of(apart)]
+
+
+def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path):
+    """Two data-parallel ranks of policy, a critic on two tensor ranks: the run of one rank with both, to rounding."""
+    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
+    found = [ran(nursery, 1, tmp_path / "one", arithmetic), ran(nursery, 4, tmp_path / "four", arithmetic, *grids)]
+    one, four = (torch.cat([x.flatten() for x in weights_of_last(folder).values()]) for folder in found)
+    assert (four - one).norm() / one.norm() < 1e-5
+    losses = [[row["critic/loss"] for row in rows_of(folder) if "critic/loss" in row] for folder in found]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("side", "said"), [("policy", "its value is inf"), ("critic", "holds neither model.safetensors nor")])
+def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, said):
+    shutil.copytree(arithmetic / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    override = {"policy": "reward.functions=[tests.reward_functions:infinite]", "critic": f"critic.hf_path={tmp_path / 'empty'}"}[side]
+    given = arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override, NEVER)
+    with nursery.ranks(2, given, tmp_path / "printed") as ranks:
+        codes = ranks.wait(BOUND_S)  # no wait ran into its deadline
+        assert None not in codes and 0 not in codes and said in ranks.said(), (codes, ranks.said()[-6000:])
+
+
+@pytest.mark.parametrize("placement", [(), SEPARATE])
+def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, arithmetic, tmp_path, placement):
+    """A file stands where its folder should be: ``continue`` goes on without checkpoints, wherever the critic is."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "critic").write_text("")
+    world = 2 if placement else 1
+    ran(nursery, world, tmp_path, arithmetic, *SAVED, *placement, "checkpoint.on_error=continue")
+    assert whole_checkpoints(tmp_path / "checkpoints") == [] and len(rows_of(tmp_path)) == 8
+
+
+def wait_for_rows(folder: pathlib.Path, count: int) -> None:
+    ends_at = time.monotonic() + BOUND_S
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < count:
+        assert time.monotonic() < ends_at, f"no {count} rows in {BOUND_S} s"
+        time.sleep(0.2)
+
+
+def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic, tmp_path):
+    given = arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.steps=100000")
+    with nursery.ranks(2, given, tmp_path / "printed") as ranks:
+        wait_for_rows(tmp_path, 4)
+        ranks.forks[1].send_signal(signal.SIGUSR1)
+        assert ranks.wait(BOUND_S) == [EXIT_PREEMPTED] * 2, ranks.said()[-6000:]
+    done = whole_checkpoints(tmp_path / "checkpoints")
+    assert done and done == whole_checkpoints(tmp_path / "checkpoints" / "critic")
+
+
+def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):
+    """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the deadline."""
+    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000", NEVER)
+    with nursery.ranks(3, arguments(arithmetic, tmp_path, *PPO, *grids), tmp_path / "printed") as ranks:
+        wait_for_rows(tmp_path, 4)
+        ranks.forks[2].kill()
+        assert ranks.wait(BOUND_S)[:2] == [1, 1], ranks.said()[-6000:]
+        assert "a rank of the critic failed" in ranks.printed[0].read_text(), ranks.said()[-6000:]
+
+
+def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd):
+    given = ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=2"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=r"critic.ranks=2 of 2 ranks leave the policy none"):
+        holds_critic(load_config(None, given))
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="start them with torchrun or srun"):
+        holds_critic(load_config(None, given))
+    with pytest.raises(ConfigError, match="critic.ranks=None"):
+        load_config(None, given[:2])
+    with pytest.raises(ConfigError, match="critic.init=policy"):
+        load_config(None, [*given, "critic.init=policy"])
+    wrong = "critic.hf_path=/nowhere", "critic.parallel.tensors=2", "replay.size=8", "critic.warmup_steps=2", "advantage.noise_std=0.1"
+    wrong += "critic.optimizer.lr=1", "correction.off_policy_delta=0.1"
+    for override in wrong:
+        extra = ["advantage.noise_steps=3"] if "noise" in override else []
+        assert main([*arguments(arithmetic, tmp_path, *PPO), override, *extra]) == EXIT_CONFIG
+        assert override.split("=")[0] in capfd.readouterr().err
+    for override in ("critic.warmup_steps=1", "critic.hf_path=/nowhere", "critic.parallel.tensor=2"):
+        assert main([*arguments(arithmetic, tmp_path), override]) == EXIT_CONFIG
+        assert "advantage.estimator=grpo has no critic" in capfd.readouterr().err
+
+
+def test_engines_count_a_nodes_policy_ranks(monkeypatch):
+    """Twelve ranks on three nodes of four, the last five the critic's: 4, 3 and none of a node hold the policy."""
+    config = load_config(None, ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=5"])
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    assert [local_policy_ranks(config, rank, rank % 4, 4) for rank in (0, 3, 4, 6)] == [4, 4, 3, 3]
+    assert local_policy_ranks(load_config(None), 3, 3, 4) == 4

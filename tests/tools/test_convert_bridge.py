@@ -1,0 +1,29 @@
+"""Our tables against NVIDIA megatron-bridge's, where it is installed: ``pip install --no-deps megatron-bridge einops triton``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.patience import patient
+
+pytestmark = pytest.mark.process
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_the_tables_are_those_of_megatron_bridge() -> None:
+    if importlib.util.find_spec("megatron.bridge") is None:
+        pytest.skip("megatron-bridge is not installed")
+    command = [sys.executable, "-m", "tests.bridge_oracle"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print({family: count for family, (count, _) in found.items()})
+    assert {family: differences for family, (_, differences) in found.items()} == dict.fromkeys(found, [])
+    assert len(found) == 6 and min(count for count, _ in found.values()) > 20

@@ -1,0 +1,194 @@
+"""The SLURM templates without SLURM: what a stand-in srun is called with, when a job requeues itself, and how a signal reaches the ranks.
+
+The real thing, two nodes and all, is ``make test-slurm`` (tests/slurm/check.py).
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from tests.patience import HANG_S, patient, until
+from tests.slurm import check, cluster
+
+pytestmark = pytest.mark.process
+
+ROOT = pathlib.Path(__file__).parents[2]
+SLURM = ROOT / "examples" / "slurm"
+TEMPLATES = sorted(SLURM.glob("*.sbatch"))
+SCRIPTS = sorted([*SLURM.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
+BOUND_S = patient(HANG_S)
+
+# Says how it was called; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names one; vLLM's runs on.
+SRUN = """#!/usr/bin/env bash
+echo "srun $*" >>"$CALLS"
+[[ "$*" == *api_server* ]] && exec sleep 600
+if [ -n "${TRAINER_SAVES:-}" ]; then
+  mkdir -p "$RUN_DIR/checkpoints"
+  echo "$TRAINER_SAVES" >"$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
+fi
+exit "${TRAINER_CODE:-0}"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$1 $2" = "show hostnames" ] && printf '%s\\n' $SLURM_JOB_NODELIST && exit
+echo "scontrol $*" >>"$CALLS"
+"""
+CURL = """#!/usr/bin/env bash
+echo "curl ${*: -1}" >>"$CALLS"
+"""
+# Two ranks that note SIGUSR1 and leave with 75; torchrun's answer to that is 1.
+TORCHRUN = """#!/usr/bin/env python3
+import os, pathlib, subprocess, sys
+rank = '''
+import pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+'''
+if sys.argv[-1].isdigit():
+    sys.exit(int(sys.argv[-1]))
+ranks = [subprocess.Popen([sys.executable, "-c", rank, f"{sys.argv[-1]}/rank{i}"]) for i in range(2)]
+codes = [each.wait() for each in ranks]
+print(codes, file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def _program(folder: pathlib.Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def submit(tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = "a1 a2", **variables: str) -> tuple[int, list[str], str]:
+    """The template as SLURM's slurmd would run it, with stand-ins: its exit code, what they were called with, and its output."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
+        _program(tmp_path / "bin", name, text)
+    (tmp_path / "bin" / "activate").touch()
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    environment = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(calls), "VENV": str(tmp_path), "RUN_DIR": str(tmp_path / "run"),
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": nodes,
+        "SLURM_CPUS_PER_TASK": "4",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(SLURM / template), *arguments], env=environment | variables, cwd=tmp_path, capture_output=True, text=True,
+        timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound_bash(script):
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=BOUND_S)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", str(script)], cwd=ROOT, check=True, timeout=BOUND_S)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_template_directives(template):
+    text = template.read_text()
+    for line in ("--requeue", "--open-mode=append", "--output=slurm-%x-%j.out", "--ntasks-per-node=1", "--signal=B:USR1@300"):
+        assert f"#SBATCH {line}\n" in text
+    assert not re.search(r"^#SBATCH.*(account|partition|--qos|-A |-p )", text, re.M)
+    assert "set -euo pipefail" in text and "# Launch:" in text
+
+
+def test_one_task_per_node_meets_at_the_head_node(tmp_path):
+    code, calls, said = submit(tmp_path, "multi_node.sbatch", "--config", "x.yaml", "train.steps=3", SAVE_EVERY="4")
+    assert code == 0
+    (call,) = calls
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=a1,a2 --cpus-per-task=4" in call
+    assert "bash examples/slurm/node.sh a1:20007 -m megatron_rl.train" in call
+    assert call.endswith("checkpoint.save_every=4 --config x.yaml train.steps=3")
+    assert "attempt 1: a1 a2;" in said and "checkpoint: none" in said
+
+
+@pytest.mark.parametrize(
+    ("trainer_code", "saves", "requeued"),
+    [("75", "12", True), ("75", "", False), ("1", "12", False), ("0", "12", False), ("143", "12", False)],
+)
+def test_job_requeues_itself_when_it_was_asked_to_leave_and_has_saved(tmp_path, trainer_code, saves, requeued):
+    code, calls, said = submit(tmp_path, "single_node.sbatch", nodes="a1", TRAINER_CODE=trainer_code, TRAINER_SAVES=saves)
+    assert code == int(trainer_code)
+    assert ("scontrol requeue 7" in calls) == requeued
+    assert ("not requeued" in said) == (trainer_code == "75" and not requeued)
+
+
+def test_container_command_lines(tmp_path):
+    _, (pyxis,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis", IMAGE="img.sqsh", MOUNTS="/data:/data")
+    assert f"--container-image=img.sqsh --container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}" in pyxis
+    _, (apptainer,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="apptainer", IMAGE="img.sif")
+    assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash examples/slurm/node.sh" in apptainer
+    code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="docker")
+    assert code == 2 and not calls and "choose none, pyxis or apptainer" in said
+    code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis")
+    assert code != 0 and not calls and "needs IMAGE" in said
+
+
+def test_vllm_takes_the_last_nodes(tmp_path):
+    code, calls, _ = submit(
+        tmp_path,
+        "trainer_and_vllm.sbatch",
+        "a=b",
+        nodes="a1 a2 a3",
+        MODEL="m",
+        VLLM_TP="8",
+        VLLM_ARGS="--max-model-len 64",
+        TRAINER_CODE="0",
+    )
+    assert code == 0
+    server, trainer = sorted((call for call in calls if call.startswith("srun")), key=lambda call: "node.sh" in call)
+    assert "--nodelist=a3" in server and "--model m" in server and "--api-key-env VLLM_API_KEY --tensor-parallel-size 8" in server
+    assert "--host 0.0.0.0 --port 20008" in server and server.endswith("-- --max-model-len 64")
+    assert "--nodelist=a1,a2" in trainer and trainer.endswith("rollout.servers=[http://a3:20008] a=b")
+    assert calls.index("curl http://a3:20008/health") < calls.index(trainer)
+    code, calls, said = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1", MODEL="m")
+    assert code == 2 and not calls and "VLLM_NODES=1 of --nodes=1" in said
+
+
+def start_node(tmp_path: pathlib.Path, last: str) -> subprocess.Popen:
+    _program(tmp_path / "bin", "torchrun", TORCHRUN)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURMD_NODENAME": "a1",
+        "SLURM_JOB_ID": "7", "PROCESSES": "2",
+    }  # fmt: skip
+    return subprocess.Popen(
+        ["bash", str(SLURM / "node.sh"), "a1:20007", "-m", "megatron_rl.train", last], env=environment, start_new_session=True,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_node_ends_with_torchruns_exit_code(tmp_path, code):
+    assert start_node(tmp_path, str(code)).wait(BOUND_S) == code
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "whole_step"),  # SIGTERM to every process would end the stand-in; the real torchrun then ends its ranks by it
+    [(signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)],
+)
+def test_signal_reaches_the_ranks_and_not_torchrun(tmp_path, number, code, whole_step):
+    node = start_node(tmp_path, str(tmp_path))
+    assert until(lambda: all((tmp_path / f"rank{i}").exists() for i in range(2)))
+    (os.killpg if whole_step else os.kill)(node.pid, number)
+    _, said = node.communicate(timeout=BOUND_S)
+    assert node.returncode == code
+    assert "[75, 75]" in said  # both ranks left by their own handler
+
+
+@pytest.mark.parametrize(("uid", "why"), [(1000, "slurmd needs root, and this is uid 1000"), (0, "srun missing and there is no apt-get")])
+def test_check_that_cannot_run_is_skipped_with_a_code_of_its_own(monkeypatch, capsys, uid, why):
+    monkeypatch.setattr(cluster.os, "geteuid", lambda: uid)
+    monkeypatch.setattr(cluster, "missing_programs", lambda: ["srun"])
+    monkeypatch.setattr(cluster.shutil, "which", lambda *_, **__: None)
+    assert check.main([]) == 77
+    said = capsys.readouterr().out
+    assert said.startswith("SKIPPED: ") and why in said and "passed" not in said

@@ -1,0 +1,205 @@
+"""algorithm/importance.py: every mode against a loop over tokens, what a mask leaves of signal and of denominators, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithm.importance import correction_metrics, importance_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.config import CORRECTIONS, CorrectionConfig, load_config
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Advantages, LossInputs
+from tests.reference import make_samples
+from tests.unit.backend.test_packing import run_pack
+
+SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+MODES = [mode for mode in CORRECTIONS if mode != "none"]
+# The loop's exp and its sums are Python's, in double as numpy's: a few roundings apart.
+CLOSE = {"rtol": 1e-13, "atol": 0.0}
+
+
+def naive_weight(mode: str, gaps: list[float], mask: list[bool], t: int, cap: float, floor: float | None) -> float:
+    """One token's weight by semantics §7, in words. gaps: log π_old − log μ of the sample's response tokens."""
+    counted = [d for d, m in zip(gaps, mask, strict=True) if m]
+    if not mask[t]:
+        return 0.0
+    match mode.split("_")[0]:
+        case "token":
+            ratio = math.exp(gaps[t])
+        case "sequence":
+            ratio = math.exp(sum(counted))
+        case "geometric":
+            ratio = math.exp(sum(counted) / len(counted))
+        case "none":
+            return 1.0
+    if mode.endswith("_mask"):
+        return ratio if ratio <= cap and (floor is None or ratio >= floor) else 0.0
+    return min(ratio, cap) if floor is None else max(min(ratio, cap), floor)
+
+
+def naive_drop(advantage: float, gaps: list[float], mask: list[bool], delta: float | None) -> bool:
+    """DeepSeek-V3.2, eq. 9, at π_old."""
+    counted = [-d for d, m in zip(gaps, mask, strict=True) if m]
+    return delta is not None and advantage < 0 and bool(counted) and sum(counted) / len(counted) > delta
+
+
+def naive(config: CorrectionConfig, advantages: list[float], gaps: list[list[float]], masks: list[list[bool]]) -> list[float]:
+    found = []
+    for advantage, d, m in zip(advantages, gaps, masks, strict=True):
+        dropped = naive_drop(advantage, d, m, config.off_policy_delta)
+        found += [0.0 if dropped else naive_weight(config.mode, d, m, t, config.cap, config.floor) for t in range(len(d))]
+    return found
+
+
+def run(config: CorrectionConfig, advantages: list[float], gaps: list[list[float]], masks: list[list[bool]], *, rollout: float = -2.0):
+    """The correction of samples whose engine said ``rollout`` at every token and whose trainer says ``rollout`` + gap."""
+    flat = np.array([d for sample in gaps for d in sample])
+    mask = np.array([m for sample in masks for m in sample], dtype=bool)
+    old = np.where(mask, rollout + flat, np.nan)  # what carries no loss may be anything
+    lengths = np.array([len(d) for d in gaps], dtype=np.int64)
+    return importance_weights(
+        old, np.full(len(flat), rollout), mask, lengths, np.array(advantages), np.ones(len(lengths), dtype=bool), config
+    )
+
+
+numbers = st.sampled_from([-3.0, -1.0, -0.75, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 3.0])  # sums and −2 + d are exact in double
+samples = st.lists(
+    st.tuples(st.sampled_from([-1.5, 0.0, 1.0]), st.lists(st.tuples(numbers, st.booleans()), min_size=1, max_size=5)), max_size=6
+)
+
+
+@SETTINGS
+@given(
+    drawn=samples, mode=st.sampled_from(CORRECTIONS), cap=st.sampled_from([1.0, 2.0, 5.0]), floor=st.sampled_from([None, 0.4, 1.0]),
+    delta=st.sampled_from([None, 0.0, 0.5, 1.0]),
+)  # fmt: skip
+def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> None:
+    """Ragged samples, tokens without loss, both signs of A; and the signal that is left."""
+    config = CorrectionConfig(mode=mode, cap=cap, floor=None if mode == "none" else floor, off_policy_delta=delta)
+    advantages = [a for a, _ in drawn]
+    gaps, masks = [[d for d, _ in tokens] for _, tokens in drawn], [[m for _, m in tokens] for _, tokens in drawn]
+    found, wanted = run(config, advantages, gaps, masks), naive(config, advantages, gaps, masks)
+    np.testing.assert_allclose(found.weights, wanted, **CLOSE)
+    assert np.array_equal(found.weights == 0, np.array(wanted) == 0)  # a mask zeroes, exactly
+    assert (found.weights <= cap).all() and not found.capped[found.weights == 0].any()
+    bounds = np.cumsum([0, *(len(d) for d in gaps)])
+    largest = Advantages(of_sample=np.array(advantages)).largest(np.array([len(m) for m in masks]), found.weights)
+    signal = has_signal(largest, np.array([sum(m) for m in masks], dtype=np.int64))
+    for i, (a, mask) in enumerate(zip(advantages, masks, strict=True)):
+        own = wanted[bounds[i] : bounds[i + 1]]
+        assert signal[i] == any(m and w * a != 0 for m, w in zip(mask, own, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_zeroes_what_truncation_moves_to_the_bound(mode: str) -> None:
+    """e^1 above 2, e^−1 below 0.5, both in every token, so that product, mean and token agree on which side they are."""
+    config = CorrectionConfig(mode=mode, cap=2.0, floor=0.5)
+    weights = run(config, [1.0] * 3, [[1.0, 1.0], [-1.0], [0.0, 0.0]], [[True, True], [True], [True, True]]).weights
+    assert weights.tolist() == ([0.0] * 3 if mode.endswith("mask") else [2.0, 2.0, 0.5]) + [1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_equal_logprobs_give_weights_of_exactly_one(mode: str) -> None:
+    found = run(CorrectionConfig(mode=mode, cap=1.0, off_policy_delta=0.0), [-1.0, 1.0], [[0.0] * 3, [0.0]], [[True] * 3, [True]])
+    assert found.weights.tolist() == [1.0] * 4 and not found.capped.any()
+
+
+def test_off_policy_masking_takes_negative_advantages_only() -> None:
+    """mean(log μ − log π_old) = 1: above δ = 0.9, not above 1; a gap the other way never counts; 0 is not below 0."""
+    advantages, gaps = [-1.0, 1.0, 0.0, -1.0], [[-0.5, -1.5], [-1.0], [-1.0], [2.0]]
+    masks = [[True] * len(d) for d in gaps]
+    for delta, wanted in ((0.9, [0.0, 0.0, 1.0, 1.0, 1.0]), (1.0, [1.0] * 5), (0.0, [0.0, 0.0, 1.0, 1.0, 1.0])):
+        assert run(CorrectionConfig(off_policy_delta=delta), advantages, gaps, masks).weights.tolist() == wanted
+    both = CorrectionConfig(mode="token_truncate", off_policy_delta=0.9)
+    np.testing.assert_allclose(run(both, advantages, gaps, masks).weights, [0.0, 0.0, math.exp(-1), math.exp(-1), 2.0], **CLOSE)
+
+
+def test_tokens_without_loss_are_in_no_sum_and_no_mean() -> None:
+    gaps, masks = [[0.5, 100.0, 0.25, -100.0]], [[True, False, True, False]]
+    for mode, level in (("sequence_truncate", 0.75), ("geometric_truncate", 0.375)):
+        weights = run(CorrectionConfig(mode=mode, cap=5.0), [1.0], gaps, masks).weights
+        np.testing.assert_allclose(weights, [math.exp(level), 0.0, math.exp(level), 0.0], **CLOSE)
+
+
+def test_samples_that_were_not_passed_have_weight_zero() -> None:
+    """Their π_old is unknown (0 in the flat array): nothing may be trained on it."""
+    found = importance_weights(
+        np.zeros(4), np.full(4, -1.0), np.ones(4, dtype=bool), np.array([2, 2]), np.array([1.0, 0.0]), np.array([True, False]),
+        CorrectionConfig(mode="token_truncate", cap=5.0),
+    )  # fmt: skip
+    np.testing.assert_allclose(found.weights, [math.e, math.e, 0.0, 0.0], **CLOSE)
+
+
+def test_an_impossible_token_is_capped_and_nan_is_named() -> None:
+    """The engine says −inf where the trainer does not: the weight is the cap, or masked; where both do, it is an error."""
+    for mode, wanted in (("token_truncate", 2.0), ("sequence_mask", 0.0)):
+        assert run(CorrectionConfig(mode=mode), [1.0], [[math.inf]], [[True]]).weights.tolist() == [wanted]
+    with pytest.raises(ValueError, match="sample 1 is NaN"):
+        run(CorrectionConfig(mode="token_mask"), [1.0, 1.0], [[0.0], [math.nan]], [[True], [True]])
+
+
+def test_metrics_are_of_the_tokens_with_an_advantage() -> None:
+    """5 loss tokens with A ≠ 0, of 8: weights 0 (e^1 > 2), 1, 1 and, of the sample wholly masked, 0, 0."""
+    gaps, advantages = [[1.0, 0.0, 9.0, 0.0], [1.0, 1.0], [1.0, 0.0]], [1.0, -1.0, 0.0]
+    masks = [[True, True, False, True], [True, True], [True, True]]
+    mask, lengths = np.array(sum(masks, [])), np.array([4, 2, 2])
+    signal = np.array([True, True, False])
+    found = correction_metrics(run(CorrectionConfig(mode="token_mask"), advantages, gaps, masks), mask, lengths, signal)
+    share = {"correction/weight_mean": 0.4, "correction/masked_share": 0.6, "correction/capped_share": 0.0}
+    assert found == share
+    found = correction_metrics(run(CorrectionConfig(mode="token_truncate"), advantages, gaps, masks), mask, lengths, signal)
+    share = {"correction/weight_mean": 8 / 5, "correction/masked_share": 0.0, "correction/capped_share": 0.6}
+    assert found == share
+    nothing = correction_metrics(run(CorrectionConfig(mode="token_mask"), advantages, gaps, masks), mask, lengths, np.zeros(3, dtype=bool))
+    assert nothing == {}
+
+
+def test_packed_advantages_equal_weight_times_advantage_per_token() -> None:
+    """Each loss token takes the weight of its own place in the flat array; weights of 1 change no bit."""
+    drawn = make_samples(5)
+    total = sum(len(s.loss_mask) for s in drawn)
+    folded, weights = np.linspace(-1.0, 1.0, 5), np.ones(5)
+    importance = np.random.default_rng(0).uniform(0.0, 2.0, total)
+    plain = run_pack(drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights))
+    ones = run_pack(drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights, importance_weights=np.ones(total)))
+    found = run_pack(drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights, importance_weights=importance))
+    assert torch.equal(ones.advantages, plain.advantages) and torch.equal(found.weights, plain.weights)
+    wanted, start = {}, 0
+    for i, s in enumerate(drawn):
+        wanted[i] = [folded[i] * importance[start + t] for t in range(len(s.loss_mask)) if s.loss_mask[t]]
+        start += len(s.loss_mask)
+    assert found.advantages.tolist() == pytest.approx(wanted[3] + wanted[1] + wanted[4], rel=1e-6)  # float32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["correction.mode=token"], ["correction.mode='token'", "token_mask"]),
+        (["correction.cap=0.5"], ["correction.cap=0.5", "at least 1"]),
+        (["correction.mode=token_mask", "correction.floor=0"], ["correction.floor=0", "above 0"]),
+        (["correction.mode=token_mask", "correction.floor=1.5"], ["correction.floor=1.5", "above 1", "null"]),
+        (["correction.floor=0.5"], ["correction.floor=0.5", "correction.mode", "none", "null"]),
+        (
+            ["correction.old_logprobs=rollout", "correction.mode=geometric_mask"],
+            ["correction.mode=geometric_mask", "correction.old_logprobs=recompute", "correction.mode=none"],
+        ),
+        (
+            ["correction.old_logprobs=rollout", "correction.off_policy_delta=0.1"],
+            ["correction.off_policy_delta=0.1", "correction.old_logprobs=recompute", "correction.off_policy_delta=null"],
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_ways_out(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_the_default_corrects_nothing() -> None:
+    assert not CorrectionConfig().is_on and CorrectionConfig(mode="token_mask").is_on and CorrectionConfig(off_policy_delta=0.0).is_on

@@ -1,0 +1,114 @@
+"""algorithm/noise.py: every invariant under Hypothesis, the distribution, and a run whose first steps have noise, on several layouts."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithm.noise import standard_normal, with_noise
+from megatron_rl.config import load_config
+from megatron_rl.errors import ConfigError
+from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+HIGHEST = 8.3  # of 52 random bits: the inverse at 2^-53 is −8.21
+
+
+def assert_invariants(advantages: np.ndarray, signal: np.ndarray, ids: list[str], std: float, seed: int) -> None:
+    """Every numbered invariant of algorithm/noise.py on one batch."""
+    given_advantages = advantages.copy()
+    found = with_noise(advantages, signal, ids, std=std, seed=seed)
+
+    assert np.array_equal(found[~signal], advantages[~signal])  # 1
+
+    order = np.argsort(ids)[::2]  # 2: half of the batch, in another order
+    part = with_noise(advantages[order], signal[order], [ids[i] for i in order], std=std, seed=seed)
+    assert np.array_equal(part, found[order])
+    if std and signal.any():
+        assert not np.array_equal(found[signal], with_noise(advantages, signal, ids, std=std, seed=seed + 1)[signal])
+
+    naive = [a + std * standard_normal(seed, name) if s else a for a, s, name in zip(advantages, signal, ids, strict=True)]  # 3
+    assert np.array_equal(found, naive)
+    assert np.array_equal(with_noise(advantages, signal, ids, std=0.0, seed=seed), advantages)
+
+    assert np.array_equal(advantages, given_advantages) and found.dtype == np.float64  # 4
+    assert np.isfinite(found).all() and (np.abs(found - advantages) <= HIGHEST * std + 1e-12).all()
+
+
+@SETTINGS
+@given(
+    seed=st.integers(-(2**31), 2**63),
+    count=st.integers(0, 12),
+    std=st.sampled_from([0.0, 1e-3, 0.5]),
+    share=st.sampled_from([0.0, 0.6, 1.0]),
+)
+def test_noise_has_its_invariants(seed: int, count: int, std: float, share: float) -> None:
+    random = np.random.default_rng(abs(seed))
+    ids = [f"{i}@0#{random.integers(8)}" for i in random.permutation(count)]
+    signal = random.random(count) < share
+    assert_invariants(np.where(signal, random.normal(size=count), 0.0), signal, ids, std, seed)
+
+
+def test_a_group_of_equal_rewards_stays_exactly_zero() -> None:
+    values = np.array([0.5, -0.5, 0.0, 0.0, 0.0])
+    found = with_noise(values, values != 0, [f"{i}" for i in range(5)], std=10.0, seed=3)
+    assert (found[2:] == 0.0).all() and (found[:2] != values[:2]).all()
+
+
+def test_numbers_are_normal_and_pinned() -> None:
+    """20,000 numbers: mean and deviation within five standard errors, no quantile off by more than the Kolmogorov bound for 1e-6."""
+    count = 20_000
+    numbers = np.sort([standard_normal(7, f"{i}@0#0") for i in range(count)])
+    assert abs(numbers.mean()) < 5 / math.sqrt(count) and abs(numbers.std() - 1) < 5 / math.sqrt(2 * count)
+    ranks = np.array([NormalDist().cdf(x) for x in numbers])
+    assert np.abs(ranks - (np.arange(count) + 0.5) / count).max() < math.sqrt(math.log(2 / 1e-6) / 2 / count)
+    # What a run draws must not change with a version: a tail (a logarithm, whose last bit is the library's) and the middle.
+    for name, value in {"17@0#19": 2.7173410046028237, "17@0.1#3": -0.7336562692372715}.items():
+        assert standard_normal(0, name) == pytest.approx(value, rel=1e-14)
+
+
+def test_noise_without_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"advantage\.noise_std=0\.1 .* advantage\.noise_steps=0"):
+        load_config(None, ["advantage.noise_std=0.1"])
+    with pytest.raises(ConfigError, match=r"advantage\.noise_std=-1"):
+        load_config(None, ["advantage.noise_std=-1", "advantage.noise_steps=3"])
+    assert load_config(None, ["advantage.noise_steps=3"]).advantage.noise_std == 0.0
+
+
+NOISE = ("advantage.noise_std=0.2", "advantage.noise_steps=1")
+WHOLE = ("loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", "warmup.steps=2", "warmup.samples_per_step=8")
+
+
+def test_first_losses_are_zero_without_noise_and_only_the_first_with_it(pool, arithmetic, tmp_path):
+    """One step a rollout, whole groups: Σ A = 0, so the loss is 0 to rounding, and the gradient is not. Noise for one step, counted after
+    the warm-up, moves the first loss and the second not; what is dropped in the first is the same."""
+    found = {}
+    for name, extra in (("plain", ()), ("noisy", NOISE)):
+        given = arguments(arithmetic, tmp_path / name, *WHOLE, *extra)
+        ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
+        assert code == 0, said
+        found[name] = [row for row in rows_of(tmp_path / name) if row["phase"] == "rl"]
+    plain, noisy = found["plain"], found["noisy"]
+    assert all(abs(row["train/loss"]) < 1e-6 < 1e-2 < row["train/grad_norm"] for row in plain)
+    assert abs(noisy[0]["train/loss"]) > 1e-3 and abs(noisy[1]["train/loss"]) < 1e-6
+    assert noisy[0]["skip/samples_dropped"] == plain[0]["skip/samples_dropped"] > 0
+    assert noisy[0]["reward/mean"] == plain[0]["reward/mean"]
+
+
+def test_noise_is_the_same_on_every_layout(pool, arithmetic, tmp_path):
+    weights = []
+    for world, layout in ((1, "parallel.pipeline=1"), (2, "parallel.pipeline=2"), (2, "parallel.pipeline=1")):
+        folder = tmp_path / f"{world}{layout[-1]}"
+        given = arguments(arithmetic, folder, layout, "advantage.noise_std=0.2", "advantage.noise_steps=4")
+        results = pool.run(world, command_line, given, timeout_s=120)
+        assert [code for code, _ in results] == [0] * world, results
+        weights.append(torch.cat([x.flatten() for x in weights_of(folder).values()]))
+    for other in weights[1:]:
+        # As test_another_layout_trains_the_same_run: AdamW amplifies the summation order where gradients are near zero.
+        assert (other - weights[0]).norm() / weights[0].norm() < 1e-5

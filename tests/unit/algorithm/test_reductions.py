@@ -1,0 +1,227 @@
+"""loss.reduction × loss.denominator × skip.steps, against a naive loop written from semantics §1 and §3: who runs in which step, with
+which weight. tests/equality/test_products.py takes the same products through real schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithm.advantage import loss_inputs
+from megatron_rl.algorithm.signal import has_signal, signal_rule
+from megatron_rl.config import REDUCTIONS, Config, load_config
+from megatron_rl.config.num_steps import steps_per_rollout
+from megatron_rl.errors import ConfigError
+from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
+from megatron_rl.types import Advantages, BatchFacts, StepKind, StepPlan
+from tests.reference import token_weight
+
+# Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+DENOMINATORS, STEPS = ("original", "kept"), ("match", "merge")
+MAX_RESPONSE_TOKENS = 16
+every_product = pytest.mark.parametrize(
+    ("reduction", "denominator", "steps"), [(r, d, s) for r in REDUCTIONS for d in DENOMINATORS for s in STEPS]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch: masks per sample, groups, advantages, and how it is cut. Mini-batches cut through groups."""
+
+    masks: list[np.ndarray]
+    groups: np.ndarray
+    advantages: np.ndarray
+    samples_per_mini_batch: int | None
+    rules: PlanRules
+
+    @property
+    def facts(self) -> BatchFacts:
+        count = len(self.masks)
+        zeros = np.zeros(count, dtype=np.int64)
+        return BatchFacts(
+            sample_ids=tuple(f"s{i}" for i in range(count)), groups=self.groups, prompt_tokens=zeros + 3,
+            response_tokens=np.array([len(m) for m in self.masks], dtype=np.int64),
+            loss_tokens=np.array([m.sum() for m in self.masks], dtype=np.int64), owners=zeros, owner_rows=np.arange(count),
+        )  # fmt: skip
+
+    def plan(self, *, steps: str = "match", drops: bool = True, advantages: np.ndarray | None = None) -> StepPlan:
+        """As the backend makes it: nothing is merged where nothing is dropped."""
+        facts = self.facts
+        signal = has_signal(self.advantages if advantages is None else advantages, facts.loss_tokens)
+        mini_batches = split_mini_batches(np.arange(facts.num_samples), self.samples_per_mini_batch)
+        return plan_steps("train", mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=drops and steps == "merge")
+
+
+@st.composite
+def cases(draw) -> Case:
+    """Ragged masks with holes, some empty; drop patterns from none to all, with mini-batches that are wholly dead."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(1, 20))
+    masks = [random.random(random.integers(1, 12)) < random.choice([0.9, 0.9, 0.0]) for _ in range(count)]
+    size = draw(st.sampled_from([None, 1, 3, 5]))
+    advantages = random.normal(size=count)
+    match draw(st.sampled_from(["none", "some", "a mini-batch", "a group", "all"])):
+        case "some":
+            advantages[random.random(count) < 0.6] = 0.0
+        case "a mini-batch":
+            advantages[: size or count // 2] = 0.0
+        case "a group":
+            advantages[2:4] = 0.0
+        case "all":
+            advantages[:] = 0.0
+    rules = PlanRules(data_size=draw(st.sampled_from([1, 2])), max_tokens=draw(st.sampled_from([1, 40])))
+    return Case(masks=masks, groups=np.arange(count) // 2, advantages=advantages, samples_per_mini_batch=size, rules=rules)
+
+
+@functools.cache
+def config_of(reduction: str, denominator: str, mode: str) -> Config:
+    given = [f"loss.reduction={reduction}", f"loss.denominator={denominator}", f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}"]
+    return load_config(None, [*given, f"skip.mode={mode}"])
+
+
+def weights_of(
+    case: Case, plan: StepPlan, reduction: str, denominator: str, advantages: np.ndarray | None = None, *, mode: str = "approximate"
+) -> list[np.ndarray]:
+    """[S] of each step: the weights that the run's loop gives to the loss."""
+    config, values = config_of(reduction, denominator, mode), case.advantages if advantages is None else advantages
+    signal = has_signal(values, case.facts.loss_tokens)
+    found = []
+    for mini_batch in plan.mini_batches:
+        inputs = loss_inputs(config, case.facts, mini_batch, Advantages(of_sample=values), signal)
+        assert np.array_equal(inputs.advantages, values * inputs.weights)
+        found.append(inputs.weights)
+    return found
+
+
+def naive_steps(
+    masks: list[np.ndarray], groups: list[int], advantages: list[float], size: int | None, *, reduction: str, denominator: str, steps: str
+) -> Iterator[tuple[list[int], dict[int, float]]]:
+    """(samples that run, the weight of each one's loss tokens) of every optimizer step; nothing runs in a ghost.
+
+    Also the reference of the distributed test.
+    """
+    everyone = list(range(len(masks)))
+    size = len(everyone) if steps == "merge" or size is None else size
+    for start in range(0, len(everyone), size):
+        members = everyone[start : start + size]
+        live = [i for i in members if advantages[i] != 0 and masks[i].any()]
+        counted = [i for i in (members if denominator == "original" else live) if masks[i].any()]
+        rows, prompts = [SimpleNamespace(loss_mask=masks[i]) for i in counted], [groups[i] for i in counted]
+        yield live, {i: token_weight(reduction, rows, prompts, counted.index(i), MAX_RESPONSE_TOKENS) for i in live}
+
+
+@every_product
+@SETTINGS
+@given(case=cases())
+def test_steps_and_weights_equal_the_naive_loop(case: Case, reduction: str, denominator: str, steps: str) -> None:
+    plan = case.plan(steps=steps)
+    wanted = [
+        *naive_steps(
+            case.masks, case.groups.tolist(), case.advantages.tolist(), case.samples_per_mini_batch,
+            reduction=reduction, denominator=denominator, steps=steps,
+        )
+    ]  # fmt: skip
+    found = weights_of(case, plan, reduction, denominator)
+    assert len(plan.mini_batches) == len(wanted)
+    for mini_batch, weights, (live, naive) in zip(plan.mini_batches, found, wanted, strict=True):
+        assert (mini_batch.kind is StepKind.GHOST) == (not live)
+        assert sorted(mini_batch.order.tolist()) == live
+        np.testing.assert_allclose(weights[live], [naive[i] for i in live], rtol=1e-14)  # one division of exact integers
+
+
+@every_product
+@SETTINGS
+@given(case=cases())
+def test_kept_equals_original_when_nothing_is_dropped(case: Case, reduction: str, denominator: str, steps: str) -> None:
+    """Bit by bit, in each step that drops nothing: of a whole batch with signal, and under skip.mode=off of any batch."""
+    alive = np.where(case.advantages == 0, 1.0, case.advantages)
+    for plan, values, mode in (
+        (case.plan(steps=steps, advantages=alive), alive, "approximate"), (case.plan(steps=steps, drops=False), None, "off"),
+    ):  # fmt: skip
+        for found, wanted in zip(
+            *(weights_of(case, plan, reduction, d, values, mode=mode) for d in (denominator, "original")), strict=True
+        ):
+            assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@SETTINGS
+@given(case=cases(), size=st.integers(1, 4))
+def test_kept_denominators_do_not_depend_on_the_cut(case: Case, reduction: str, size: int) -> None:
+    """Without repacking, samples without signal run next to survivors: they are counted no more than where they do not."""
+    whole = dataclasses.replace(case.rules, repack=False, max_tokens=10_000, samples_per_microbatch=size)
+    cut = dataclasses.replace(case, rules=whole).plan()
+    for found, wanted in zip(*(weights_of(case, plan, reduction, "kept") for plan in (cut, case.plan())), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@SETTINGS
+@given(case=cases())
+def test_match_with_original_denominators_equals_the_dense_run(case: Case, reduction: str) -> None:
+    """Lossless: as many steps, and in each the dense run's weights, bit by bit."""
+    skip, dense = (weights_of(case, case.plan(drops=drops), reduction, "original") for drops in (True, False))
+    assert len(skip) == len(dense) and all(np.array_equal(a, b) for a, b in zip(skip, dense, strict=True))
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@SETTINGS
+@given(case=cases())
+def test_merge_equals_match_on_one_mini_batch(case: Case, reduction: str, denominator: str) -> None:
+    """One step, its denominators those of the merged mini-batch, a ghost only where nothing of the batch has signal."""
+    merged = case.plan(steps="merge")
+    whole = plan_steps(
+        "train", [np.arange(len(case.masks))], case.facts.total_tokens, has_signal(case.advantages, case.facts.loss_tokens), case.rules,
+        drops=True,
+    )  # fmt: skip
+    assert len(merged.mini_batches) == 1 and merged.fingerprints() == whole.fingerprints()
+    (found,), (wanted,) = (weights_of(case, plan, reduction, denominator) for plan in (merged, whole))
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
+@SETTINGS
+@given(case=cases())
+def test_kept_means_are_means_over_the_survivors(case: Case, reduction: str, steps: str) -> None:
+    """Σ_t w_t over the loss tokens that run is 1 in every real step; under ``original`` it is their share, ≤ 1."""
+    plan, tokens = case.plan(steps=steps), case.facts.loss_tokens
+    for denominator in DENOMINATORS:
+        for mini_batch, weights in zip(plan.mini_batches, weights_of(case, plan, reduction, denominator), strict=True):
+            total = float((weights * tokens)[mini_batch.order].sum())
+            assert total <= 1 + 1e-12
+            if denominator == "kept" and mini_batch.kind is StepKind.REAL:
+                assert total == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_exact_refuses_kept_and_names_both_ways_out(reduction: str, steps: str) -> None:
+    overrides = [f"loss.reduction={reduction}", f"skip.steps={steps}", "loss.denominator=kept"]
+    with pytest.raises(ConfigError) as caught:
+        signal_rule(load_config(None, overrides))
+    for words in ("loss.denominator=kept makes that untrue", "set loss.denominator=original", "skip.mode=approximate", "skip.mode=off"):
+        assert words in str(caught.value)
+    assert signal_rule(load_config(None, [*overrides, "skip.mode=approximate"])).approximated == ("loss.denominator=kept",)
+    assert not signal_rule(load_config(None, [*overrides, "skip.mode=off"])).drops
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "wanted"), [("exact", "match", 8), ("exact", "merge", 2), ("approximate", "merge", 2), ("off", "merge", 8)]
+)
+def test_merge_has_one_step_an_epoch(mode: str, steps: str, wanted: int) -> None:
+    """16 prompts of 4 in mini-batches of 16, two epochs; where nothing is dropped nothing is merged."""
+    config = load_config(
+        None, [f"skip.mode={mode}", f"skip.steps={steps}", "train.epochs_per_rollout=2", "train.prompts_per_step=16",
+               "rollout.samples_per_prompt=4", "train.samples_per_mini_batch=16"],
+    )  # fmt: skip
+    assert steps_per_rollout(config) == wanted

@@ -1,0 +1,177 @@
+"""checkpoint/pickled.py: nothing runs that a checkpoint or another rank names; the lists hold what is met, and no more."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from megatron_rl.checkpoint.folder import DamagedCheckpoint
+from megatron_rl.checkpoint.pickled import (
+    ALLOWED,
+    BETWEEN_RANKS,
+    DTYPES,
+    OF_ERRORS,
+    MetadataUnpickler,
+    PlanUnpickler,
+    check_pickle,
+    guarded,
+)
+
+OBJECTS = {("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")}  # 0.19.2's common_state; 0.16.1 has common.pt
+LOADS = {("torch.distributed.checkpoint.planner", name) for name in ("LoadPlan", "ReadItem", "LoadItemType")}  # sent by 0.16.1 alone
+
+
+class Planted:
+    """Pickled, it is a call that leaves a file."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+class Recording:
+    """In place of an unpickler's ``allows``: what it is asked for."""
+
+    def __init__(self, of: type[MetadataUnpickler]) -> None:
+        self.names: set[tuple[str, str]] = set()
+        self.of, self.allows = of, of.allows
+        of.allows = lambda unpickler, module, name: (self.names.add((module, name)), self.allows(unpickler, module, name))[1]
+
+    def end(self) -> list[tuple[str, str]]:
+        self.of.allows = self.allows
+        return sorted(self.names)
+
+
+def save_and_load(rank: int, world: int, root: str, family: str, *given: str) -> tuple[list, list]:
+    """What ``.metadata`` and the other ranks' plans name, in a save after a step and a load."""
+    from megatron_rl.checkpoint import model_state
+    from tests.equality.test_checkpoint import SHARDED, open_like, sizes, take_steps
+
+    between = Recording(PlanUnpickler)
+    with open_like((*sizes(1, 1), *SHARDED, *given), family) as rig:
+        take_steps(rig, 1)
+        path = model_state.save(rig.backend, pathlib.Path(root), 1, {"state.json": "{}"}).finish()
+        on_disk = Recording(MetadataUnpickler)
+        model_state.load(rig.backend, path, model_state.numbers(rig.backend), model_state.identity(rig.backend))
+    return on_disk.end(), between.end()
+
+
+def flat(lists: dict[str, set[str]]) -> set[tuple[str, str]]:
+    return {(module, name) for module, names in lists.items() for name in names}
+
+
+def without_dtypes(names) -> set[tuple[str, str]]:
+    return {(module, name) for module, name in map(tuple, names) if module != "torch" or name not in DTYPES}
+
+
+@pytest.fixture(scope="module")
+def met(pool, tmp_path_factory) -> tuple[pathlib.Path, set, set]:
+    """A real checkpoint's folder, and the names met on disk and between ranks."""
+    on_disk, between = set(), set()
+    for family, given in (("qwen2_tied", ()), ("qwen3_moe", ("parallel.expert=2", "model.dtype=bfloat16"))):
+        root = tmp_path_factory.mktemp(family)
+        for disk, ranks in pool.run(2, save_and_load, str(root), family, *given, timeout_s=120):
+            on_disk |= without_dtypes(disk)
+            between |= without_dtypes(ranks)
+    return root / "iter_0000001", on_disk, between
+
+
+def test_a_real_checkpoint_passes_and_names_the_list_and_no_more(met):
+    folder, on_disk, _ = met
+    assert check_pickle(folder / ".metadata").state_dict_metadata
+    assert flat(ALLOWED) - OBJECTS <= on_disk <= flat(ALLOWED), flat(ALLOWED) ^ on_disk
+
+
+def test_what_ranks_send_one_another_is_the_other_list_and_no_more(met):
+    _, _, between = met
+    own = flat(BETWEEN_RANKS)
+    assert not own & flat(ALLOWED) and between - flat(ALLOWED) <= own, between - own - flat(ALLOWED)
+    assert own - LOADS - flat(OF_ERRORS) <= between, own - between
+
+
+def test_no_list_holds_what_could_run():
+    dangerous = {"builtins.eval", "builtins.exec", "builtins.getattr", "builtins.open", "builtins.__import__", "os.system", "posix.system"}
+    held = {f"{module}.{name}" for module, name in flat(ALLOWED) | flat(BETWEEN_RANKS)}
+    assert not held & dangerous
+    assert not {x for x in held if x.split(".")[0] in ("os", "posix", "subprocess", "importlib", "functools", "operator", "shutil")}
+    assert all(issubclass(getattr(__import__("builtins"), name), BaseException) for name in BETWEEN_RANKS.get("builtins", ()))
+
+
+def test_a_planted_call_is_refused_and_does_not_run(tmp_path):
+    path = tmp_path / ".metadata"
+    for content in (Planted(tmp_path / "ran"), {"state": [Planted(tmp_path / "ran")]}):
+        path.write_bytes(pickle.dumps(content))
+        with pytest.raises(DamagedCheckpoint, match=r"metadata is refused: it names posix\.system"):
+            check_pickle(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"no pickle at all", pickle.dumps(np.zeros(3))[:-20]])
+def test_what_is_no_pickle_is_refused(tmp_path, content):
+    path = tmp_path / ".metadata"
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match="metadata is refused"):
+        check_pickle(path)
+    with pytest.raises(DamagedCheckpoint, match="nowhere is refused"):
+        check_pickle(tmp_path / "nowhere")
+
+
+def load_poisoned(rank: int, world: int, root: str, ran: str) -> str:
+    """A checkpoint whose metadata, of allowed classes alone, says that a weight is an object, and whose object is a call. The object's
+    entry has the weight's size, which Megatron-Core compares first. Without ``guarded`` the call runs (0.16.1)."""
+    from megatron_rl.checkpoint import model_state
+    from tests.equality.test_checkpoint import PLAIN, open_like, sizes
+
+    with open_like((*sizes(1, 1), *PLAIN), "llama") as rig:
+        path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()
+        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
+        with (path / ".metadata").open("rb") as file:
+            metadata = pickle.load(file)
+        torch.save(Planted(pathlib.Path(ran)), path / "planted.distcp")
+        key, size = "embedding.word_embeddings.weight", (path / "planted.distcp").stat().st_size
+        planted = BytesStorageMetadata()
+        planted.size = metadata.state_dict_metadata[key].size
+        metadata.state_dict_metadata[key] = planted
+        metadata.storage_data[MetadataIndex(key)] = _StorageInfo("planted.distcp", 0, size)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        check_pickle(path / ".metadata")
+        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+        try:
+            model_state.load(rig.backend, path, kept, model)
+        except Exception as error:  # noqa: BLE001 (the test looks at it)
+            return f"{type(error).__name__}: {error}"
+        finally:
+            assert os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD") == "1"  # guarded puts back what it found
+    return "loaded"
+
+
+def test_an_object_in_a_tensors_place_is_not_unpickled(pool, tmp_path):
+    (said,) = pool.run(1, load_poisoned, str(tmp_path / "checkpoints"), str(tmp_path / "ran"), timeout_s=60)
+    assert said.startswith("CheckpointError") and "weights_only" in said.lower().replace(" ", "_"), said
+    assert not (tmp_path / "ran").exists()
+
+
+def send_planted(rank: int, world: int, ran: str) -> str:
+    received = [None, None]
+    with guarded():
+        try:
+            dist.all_gather_object(received, Planted(pathlib.Path(ran)) if rank == 1 else torch.Size([3]))
+        except pickle.UnpicklingError as error:
+            return str(error)
+    return "received"
+
+
+def test_a_call_from_another_rank_is_refused_and_does_not_run(pool, tmp_path):
+    for said in pool.run(2, send_planted, str(tmp_path / "ran"), timeout_s=30):
+        assert "names posix.system" in said
+    assert not (tmp_path / "ran").exists()

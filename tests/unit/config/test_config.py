@@ -1,0 +1,119 @@
+"""Configuration: what is merged, what is refused and in which words, and that its documentation lists every key."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from megatron_rl.config import Config, config_to_yaml, load_config
+from megatron_rl.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def keys_of(section: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(section)]
+
+
+def leaves_of(section: type) -> list[str]:
+    """Dotted keys of a section, those of the sections within it too."""
+    found = []
+    for each in dataclasses.fields(section):
+        within = dataclasses.is_dataclass(each.default_factory)
+        found += [f"{each.name}.{key}" for key in leaves_of(each.default_factory)] if within else [each.name]
+    return found
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {steps: 7, prompts_per_step: 5}\noptimizer: {lr: 1.0e-3}\n")
+    config = load_config(path, ["train.steps=9", "optimizer.betas=[0.8,0.9]"])
+    assert (config.train.steps, config.train.prompts_per_step, config.optimizer.lr) == (9, 5, 1e-3)
+    assert config.optimizer.betas == (0.8, 0.9) and config.rollout == load_config().rollout
+
+
+def test_resolved_yaml_loads_back_to_the_same_config(tmp_path):
+    config = load_config(None, ["reward.functions=[arithmetic,math_verify]", "megatron.ddp.overlap_grad_reduce=true", "skip.mode=off"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config_to_yaml(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("written", ["off", '"off"', "False"])
+def test_yaml_reads_a_bare_off_as_a_boolean_and_it_still_means_off(tmp_path, written):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"skip: {{mode: {written}}}\n")
+    assert load_config(path).skip.mode == "off"
+    assert load_config(None, [f"skip.mode={written}"]).skip.mode == "off"
+
+
+@pytest.mark.parametrize(
+    "override,words",
+    [
+        ("train.stepz=3", ["train.stepz", "3", "train.steps"]),
+        ("trian.steps=3", ["trian", "train"]),
+        ("train=3", ["train=3", "section"]),
+        ("train.steps=many", ["train.steps", "many"]),
+        ("train.steps=-1", ["train.steps=-1", "at least 0"]),
+        ("rollout.temperature=0", ["rollout.temperature=0", "above 0"]),
+        ("loss.policy=ppoo", ["loss.policy='ppoo'", "ppo"]),
+        ("loss.dual_clip=0.5", ["loss.dual_clip=0.5", "above 1"]),
+        ("reward.weights=[1,2]", ["2 numbers", "0 names"]),
+        ("parallel.sequence_parallel=true", ["parallel.sequence_parallel", "parallel.tensor"]),
+        ("data.template=Question", ["data.template", "{prompt}", "chat"]),
+        ("train.steps", ["train.steps", "key=value"]),
+        ("lora.rank=0", ["lora.rank=0", "at least 1"]),
+        ("lora.alpha=0", ["lora.alpha=0", "above 0"]),
+        ("lora.targets=[q_proj]", ["lora.targets='q_proj'", "linear_qkv"]),
+        ("lora.targets=[linear_fc1,linear_fc1]", ["twice"]),
+        ("lora={rank: 8, targets: []}", ["lora.targets=[]", "lora.rank=null"]),
+        ("eval.samples_per_prompt=4", ["eval.samples_per_prompt=4", "eval.temperature=0", "eval.temperature above 0"]),
+        ("eval.temperature=-1", ["eval.temperature=-1", "at least 0"]),
+        ("eval={path: a.jsonl, sets: {test: b.jsonl}}", ["eval.name='test'", "a.jsonl", "eval.sets.test='b.jsonl'", "rename"]),
+        ("eval.sets={a/b: c.jsonl}", ["'a/b'", "eval/<name>/"]),
+        ("eval={path: a.jsonl, name: ''}", ["''", "cannot name an evaluation set"]),
+    ],
+)
+def test_refusals_name_the_key_the_value_and_the_way_out(override, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_evaluation_sets_stand_next_to_the_short_form(tmp_path):
+    (tmp_path / "run.yaml").write_text("eval: {path: test.jsonl, sets: {hard: hard.jsonl, aime.24: aime.jsonl}}\n")
+    config = load_config(tmp_path / "run.yaml", ["eval.sets.new=new.jsonl"])
+    assert config.eval.named_sets == {"test": "test.jsonl", "hard": "hard.jsonl", "aime.24": "aime.jsonl", "new": "new.jsonl"}
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert load_config(None, ["eval.sets.test=b.jsonl"]).eval.named_sets == {"test": "b.jsonl"}  # eval.name alone names nothing
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config().train.steps = 3
+
+
+def test_the_documentation_lists_every_key_and_no_other():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    documented = set()
+    for row in re.findall(r"^\| (`[^|]+) \|", text, flags=re.MULTILINE):
+        section = ""
+        for name in re.findall(r"`([\w.]+)`", row):
+            section = name.rpartition(".")[0] or section
+            documented.add(section + "." + name.rpartition(".")[2])
+    known = set(leaves_of(Config))
+    assert documented == known, sorted(documented ^ known)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_a_valid_config(path):
+    from megatron_rl.algorithm.signal import signal_rule
+
+    config = load_config(path)
+    signal_rule(config)
+    assert OmegaConf.to_container(OmegaConf.load(path)).keys() <= set(keys_of(Config))

@@ -1,0 +1,91 @@
+"""planning/plan.py under lockstep: ranks that share experts run equally many micro-batches, by finer cuts first and fillers last."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
+from megatron_rl.types import MiniBatchPlan, StepKind
+from tests.unit.planning.test_plan import assert_lockstep
+
+
+def layout(signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True) -> tuple[MiniBatchPlan, list[str]]:
+    """The plan of one mini-batch of 8 samples (or as many as lengths), and per rank its micro-batches: "0,4 7*", * for a filler."""
+    tokens = np.array(lengths or [10] * 8)
+    with_signal = np.isin(np.arange(len(tokens)), signal)
+    (one,) = plan_steps("train", [np.arange(len(tokens))], tokens, with_signal, rules, drops=drops).mini_batches
+    assert_lockstep(one, rules, padded_lengths(tokens, rules.pad_multiple))
+    names = [[",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(rank)] for rank in range(rules.data_size)]
+    return one, [" ".join(rank) for rank in names]
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "multiple", "ranks", "silent"),
+    [
+        (1, 1, ["5", "", "", ""], 3),
+        (2, 1, ["5", "5*", "", ""], 2),
+        (4, 1, ["5", "5*", "5*", "5*"], 0),
+        (2, 2, ["5 5*", "5* 5*", "", ""], 2),
+        (4, 3, ["5 5* 5*"] + ["5* 5* 5*"] * 3, 0),
+    ],
+)
+def test_one_survivor_keeps_its_block_in_lockstep(lockstep: int, multiple: int, ranks: list[str], silent: int) -> None:
+    """Under VPP each rank that runs has a whole group: as many micro-batches as pipeline stages, never fewer."""
+    rules = PlanRules(data_size=4, lockstep_ranks=lockstep, microbatch_multiple=multiple)
+    one, found = layout([5], rules)
+    assert found == ranks and one.silent_ranks == silent and one.num_fillers == sum(r.count("*") for r in ranks)
+
+
+def test_fewer_survivors_than_ranks_wake_as_few_blocks_as_they_can() -> None:
+    rules = PlanRules(data_size=4, lockstep_ranks=2)
+    assert layout([2, 7], rules)[1] == ["2", "7", "", ""]
+    assert layout([2, 5, 7], rules, lengths=[10, 10, 30, 10, 10, 20, 10, 9])[1] == ["2", "5", "7", "7*"]
+
+
+@pytest.mark.parametrize("static", [None, 1])
+def test_survivors_on_one_rank_only(static: int | None) -> None:
+    """Without ``repack`` survivors stay on their rank: its block runs with it, the other is silent, and no dropped sample fills."""
+    rules = PlanRules(data_size=4, lockstep_ranks=2, max_tokens=10, samples_per_microbatch=static, repack=False)
+    one, found = layout([3, 7], rules, lengths=[1, 1, 10, 10, 1, 1, 9, 9] if static else [10] * 8)
+    assert found == (["", "", "7* 7*", "3 7"] if static else ["", "", "3* 3*", "3 7"]) and one.silent_ranks == 2
+
+
+def test_nothing_survives_and_no_filler_runs() -> None:
+    one, found = layout([], PlanRules(data_size=4, lockstep_ranks=4, microbatch_multiple=2))
+    assert found == [""] * 4 and one.kind is StepKind.GHOST and (one.silent_ranks, one.num_fillers) == (0, 0)
+
+
+def test_dense_run_gets_fillers_too() -> None:
+    """Five samples on two ranks, each its own micro-batch: 3 against 2, and neither rank has one to cut."""
+    rules = PlanRules(data_size=2, lockstep_ranks=2, max_tokens=10)
+    one, found = layout([], rules, lengths=[10] * 5, drops=False)
+    assert found == ["0 2 4", "1 3 0*"] and one.num_fillers == 1
+    dropped, found = layout([0], rules, lengths=[10] * 5)
+    assert found == ["0", "0*"] and dropped.microbatches_dropped == 4  # of 6, fillers counted
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "lengths", "ranks"),
+    [
+        (1, [15, 11, 10, 5], ["0,3", "1 2"]),
+        (2, [15, 11, 10, 5], ["0 3", "1 2"]),
+        (2, [20, 12, 9], ["0 2*", "1 2"]),
+    ],
+)
+def test_block_cuts_its_own_samples_before_it_fills(lockstep: int, lengths: list[int], ranks: list[str]) -> None:
+    """20 tokens against 21 under a cap of 20: one micro-batch against two. Two samples are cut in two; a single one is not."""
+    assert layout([], PlanRules(data_size=2, lockstep_ranks=lockstep, max_tokens=20), lengths=lengths, drops=False)[1] == ranks
+
+
+def test_cut_that_greedy_cannot_fit_takes_its_block_along() -> None:
+    """Rank 0 has 9, 4, 7, 4: 24 tokens, two micro-batches of 12, but longest first ends at 13 and takes three; rank 1 follows."""
+    lengths = [9, 4, 7, 9, 5, 4, 6, 3]
+    alone, together = (PlanRules(data_size=2, lockstep_ranks=n, max_tokens=12) for n in (1, 2))
+    assert layout([], alone, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3,7 4,6"]
+    assert layout([], together, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3 4,7 6"]
+
+
+def test_blocks_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 data-parallel ranks do not divide into blocks of lockstep_ranks=4"):
+        PlanRules(data_size=6, lockstep_ranks=4)

@@ -1,0 +1,74 @@
+"""Rollouts, rewards and workers for the tests of reward workers (test_reward_pool.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_rl.config import RewardConfig
+from megatron_rl.reward import Reward
+from megatron_rl.reward.task_queue import Task
+from megatron_rl.reward.worker_handle import WorkerProcess
+from megatron_rl.types import Prompt, Rollout, Score
+from tests.patience import HANG_S, patient, until
+from tests.unit.reward.worker_rewards import never_ends
+
+HERE = "tests.unit.reward.worker_rewards"
+
+
+def groups_of(*groups: Sequence[str], **columns) -> list[Rollout]:
+    """Make one prompt per group of completion texts; a column's value is f(number of the group)."""
+    rollouts = []
+    for number, texts in enumerate(groups):
+        row = {"answer": str(number)} | {key: of(number) for key, of in columns.items()}
+        prompt = Prompt(prompt_id=f"{number}@0", text=f"prompt {number}", token_ids=(1,), columns=row)
+        for index, text in enumerate(texts):
+            ids = tuple(ord(letter) for letter in text[:3])
+            rollouts.append(
+                Rollout(
+                    prompt=prompt, sample_index=index, response_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop",
+                    weight_versions=((0, len(ids)),),
+                )
+            )  # fmt: skip
+    return rollouts
+
+
+@contextlib.contextmanager
+def reward_of(*names: str, num_workers: int = 1, on_error: str = "drop", deadline_s: float | None = None, **settings) -> Iterator[Reward]:
+    """Open a Reward of functions of worker_rewards.py; without ``deadline_s`` no sample meets one on any host."""
+    names = tuple(name if ":" in name or name in ("arithmetic", "math_verify") else f"{HERE}:{name}" for name in names)
+    given = patient(HANG_S) if deadline_s is None else deadline_s
+    reward = Reward(RewardConfig(functions=names, num_workers=num_workers, on_error=on_error, deadline_s=given, **settings))
+    try:
+        yield reward
+    finally:
+        reward.close()
+
+
+def totals(scores: Sequence[Score]) -> list[float | None]:
+    return [score.total for score in scores]
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process runs; a zombie has ended and waits for its parent to notice."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class OnlyEndless(WorkerProcess):
+    """A worker whose tasks meet their deadline only where they never end: a loaded host may hold up any other for longer than that.
+
+    And where it stood is read once it is written, which such a host may put off beyond the deadline.
+    """
+
+    def give(self, task: Task, task_id: int, message: Mapping[str, object]) -> None:
+        super().give(task, task_id, message)
+        if not never_ends(message["function"], message["completions"]):
+            self.deadline += patient(HANG_S)
+
+    def stacks(self) -> str:
+        until(super().stacks)
+        return super().stacks()

@@ -1,0 +1,149 @@
+"""Overlong punishment and filtering (DAPO, section 3.4): eq. 13 against its three cases, what joins which reward, and what is masked."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.config import load_config
+from megatron_rl.errors import ConfigError
+from megatron_rl.reward.overlong import overlong_shape
+from megatron_rl.rollout.training_batch import Scored, plain_advantages, reward_metrics
+from megatron_rl.rollout.worker import Group
+from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
+from megatron_rl.validate import check_overlong
+from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+
+SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+
+
+def naive_shape(length: int, limit: int, buffer: int) -> float:
+    """The three cases of eq. 13."""
+    if length <= limit - buffer:
+        return 0.0
+    return ((limit - buffer) - length) / buffer if length <= limit else -1.0
+
+
+@SETTINGS
+@given(limit=st.integers(1, 40), share=st.floats(0, 1), lengths=st.lists(st.integers(0, 50), max_size=12))
+def test_the_shape_equals_equation_13(limit: int, share: float, lengths: list[int]) -> None:
+    buffer = round(limit * share)
+    found = overlong_shape(np.array(lengths, dtype=np.int64), max_response_tokens=limit, buffer_tokens=buffer)
+    wanted = [naive_shape(length, limit, buffer) if buffer else 0.0 for length in lengths]
+    assert found.dtype == np.float64 and np.array_equal(found, wanted)
+    assert not np.signbit(found[found == 0.0]).any()  # a reward plus it prints as it did
+
+
+def test_a_buffer_beyond_the_limit_is_refused() -> None:
+    given = load_config(None, ["reward.overlong_buffer=11", "rollout.max_response_tokens=10", "model.hf_path=here"])
+    with pytest.raises(ConfigError, match=r"reward\.overlong_buffer=11 .* rollout\.max_response_tokens=10"):
+        check_overlong(given)
+    for override in ("reward.overlong_buffer=-1", "reward.overlong_penalty=-0.5"):
+        with pytest.raises(ConfigError, match=override.split("=")[0]):
+            load_config(None, [override])
+
+
+def facts_of(lengths: list[int], groups: list[int], loss_tokens: list[int] | None = None) -> BatchFacts:
+    lengths, zeros = np.array(lengths, dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
+    return BatchFacts(
+        sample_ids=tuple(f"s{i}" for i in range(len(lengths))), groups=np.array(groups), prompt_tokens=zeros + 2, response_tokens=lengths,
+        loss_tokens=lengths if loss_tokens is None else np.array(loss_tokens), owners=zeros, owner_rows=np.arange(len(lengths)),
+        places=np.arange(len(lengths)), weight_versions=zeros,
+    )  # fmt: skip
+
+
+SHAPED = ("reward.functions=[a:f,b:g]", "reward.overlong_buffer=4", "reward.overlong_penalty=0.5", "rollout.max_response_tokens=10")
+
+
+def scored_of(facts: BatchFacts, totals: np.ndarray, columns: np.ndarray, buffer_tokens: int = 0) -> Scored:
+    shape = overlong_shape(facts.response_tokens, max_response_tokens=10, buffer_tokens=buffer_tokens)
+    live = np.ones(len(totals), dtype=bool)
+    return Scored(batch=SimpleNamespace(facts=facts), totals=totals, by_function=columns, overlong=shape, live=live, step=0)
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "gdpo"])
+def test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo(estimator: str) -> None:
+    """Equal rewards, one response longer: it has the lower advantage; the group of equal lengths has none."""
+    facts = facts_of([3, 10, 3, 3], [0, 0, 1, 1])
+    columns = np.ones((4, 2))
+    totals = np.array([2.0, 2.0 - 0.5, 2.0, 2.0])
+    scored = scored_of(facts, totals, columns, 4)
+    found = plain_advantages(load_config(None, [*SHAPED, f"advantage.estimator={estimator}"]), scored)
+    assert found[0] == -found[1] > 0 and (found[2:] == 0.0).all()
+    if estimator == "dr_grpo":
+        assert found[0] == 0.25
+    without = load_config(None, ["reward.functions=[a:f,b:g]", f"advantage.estimator={estimator}"])
+    plain = scored_of(facts, np.full(4, 2.0), columns)
+    assert (plain_advantages(without, plain) == 0.0).all()
+
+
+def test_metrics_show_the_mean_punishment_and_what_is_masked() -> None:
+    facts = facts_of([3, 8, 10, 10], [0, 0, 1, 1], [3, 8, 0, 0])
+    totals = np.array([1.0, 0.75, np.nan, 0.5])  # the third was taken out of its group
+    config = load_config(None, [*SHAPED, "loss.mask_truncated=true"])
+    metrics = reward_metrics(config, scored_of(facts, totals, np.ones((4, 2)), 4))
+    assert metrics["reward/overlong_penalty"] == pytest.approx((0.0 - 0.25 - 0.5) / 3, rel=1e-15)
+    assert metrics["rollout/masked_truncated"] == 1.0
+    plain = reward_metrics(load_config(None, ["reward.functions=[a:f,b:g]"]), scored_of(facts, totals, np.ones((4, 2))))
+    assert not {"reward/overlong_penalty", "rollout/masked_truncated"} & set(plain)
+
+
+def group() -> Group:
+    prompt = Prompt(prompt_id="0@0", text="", token_ids=(5, 6), columns={})
+    ends = [("stop", 1.0), ("length", 1.0), ("stop", None), ("length", None)]
+    rollouts = tuple(
+        Rollout(
+            prompt=prompt, sample_index=k, response_ids=(3, 7, 9), logprobs=(-1.0,) * 3, text="", finish_reason=reason,
+            weight_versions=((0, 3),),
+        )
+        for k, (reason, _) in enumerate(ends)
+    )  # fmt: skip
+    return Group(rollouts=rollouts, scores=tuple(Score(total=total, by_function=(total,)) for _, total in ends))
+
+
+@pytest.mark.parametrize("mask_truncated,wanted", [(False, [3, 3, 0, 0]), (True, [3, 0, 0, 0])])
+def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for(mask_truncated: bool, wanted: list[int]) -> None:
+    samples = group().samples(mask_truncated=mask_truncated)
+    assert [int(sample.loss_mask.sum()) for sample in samples] == wanted
+    assert [sample.token_ids.tolist() for sample in samples] == [[5, 6, 3, 7, 9]] * 4
+
+
+def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
+    """Its reward stays in the mean of its group all the same."""
+    facts = facts_of([4, 6, 6], [0, 0, 0], [4, 6, 0])
+    scored = scored_of(facts, np.array([1.0, 1.0, 0.0]), np.zeros((3, 1)))
+    values = plain_advantages(load_config(None, ["reward.functions=[a:f]", "advantage.estimator=dr_grpo"]), scored)
+    np.testing.assert_allclose(values, [1 / 3, 1 / 3, -2 / 3], rtol=1e-15)  # one rounding
+    assert has_signal(values, facts.loss_tokens).tolist() == [True, True, False]
+    assert reduction_weights("token_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [0.1, 0.1, 0.0]
+    assert reduction_weights("sequence_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [1 / 8, 1 / 12, 0.0]
+
+
+def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):
+    """Rewards of the trace are 0 or 1 plus eq. 13 of their lengths; what is cut off is masked, and dropped as in the dense run."""
+    weights = {}
+    extra = ["reward.overlong_buffer=3", "reward.overlong_penalty=0.5", "loss.mask_truncated=true", "plan.repack=false"]
+    for mode in ("exact", "off"):
+        given = arguments(arithmetic, tmp_path / mode, f"skip.mode={mode}", "plan.samples_per_microbatch=2", *extra)
+        results = pool.run(2, command_line, given, timeout_s=120)
+        assert [code for code, _ in results] == [0, 0], results
+        weights[mode] = weights_of(tmp_path / mode)
+    assert all(torch.equal(weights["exact"][name], weights["off"][name]) for name in weights["off"])
+    firsts = [row for row in rows_of(tmp_path / "exact") if "reward/mean" in row]
+    traced = [json.loads(line) for line in (tmp_path / "exact" / "trace.jsonl").read_text().splitlines()]
+    assert len(firsts) == len(traced) == 2
+    for row, line in zip(firsts, traced, strict=True):
+        lengths, rewards = np.array(line["response_tokens"]), np.array(line["reward"])
+        shape = np.array([naive_shape(int(length), 6, 3) for length in lengths])
+        np.testing.assert_allclose(rewards, lengths % 2 + 0.5 * shape, rtol=1e-15)
+        assert row["reward/overlong_penalty"] == pytest.approx(0.5 * shape.mean(), rel=1e-12) and row["reward/overlong_penalty"] < 0
+        assert row["rollout/masked_truncated"] == (np.array(line["loss_tokens"]) == 0).sum() > 0
+        assert (lengths[np.array(line["loss_tokens"]) == 0] == 6).all()

@@ -1,0 +1,371 @@
+"""reward/ in workers: what they answer equals what the rank's own process answers, and one sample cannot hold up the others."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megatron_rl.config import RewardConfig
+from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.reward import pool as pool_module
+from megatron_rl.reward.wire import Inbox, encode, is_json
+from megatron_rl.types import Rollout
+from tests.patience import HANG_S, patient, until
+from tests.unit.reward.rig import HERE, OnlyEndless, groups_of, is_alive, reward_of, totals
+
+pytestmark = pytest.mark.process
+
+ROOT = pathlib.Path(__file__).parents[3]
+SHORT_S = 0.2  # met only by what never ends
+
+
+@pytest.fixture
+def only_endless(monkeypatch) -> None:
+    """Deadlines reach only the samples that never end, however loaded the host is."""
+    monkeypatch.setattr(pool_module, "WorkerProcess", OnlyEndless)
+
+
+# --- equalities
+
+
+def test_workers_equal_the_main_process():
+    """Values, failures and their tracebacks, None, weights and order, over two functions."""
+    texts = [["a", "bc", "nan", "\x01"], ["raise x", "d", "base"], ["\ud800 é 漢", "none", ""], ["f"] * 5]
+    rollouts = groups_of(*texts, level=lambda n: [n, {"x": None, "y": [1.5, float("inf")]}], big=lambda n: 10**30 + n, pi=lambda n: 0.1 * n)
+    rollouts[4].prompt.columns["only_here"] = True
+    names, weights = ("act", "everything"), (0.3, 1.7)
+    for on_error in ("drop", "zero"):
+        with (
+            reward_of(*names, weights=weights, on_error=on_error, num_workers=2) as apart,
+            reward_of(*names, weights=weights, on_error=on_error, num_workers=0) as here,
+        ):
+            assert apart.score(rollouts) == here.score(rollouts)
+            assert len(apart.last_errors) == 3 and apart.last_errors == here.last_errors
+            assert apart.score(rollouts[7:]) == here.score(rollouts[7:]) and apart.last_errors == here.last_errors == ()
+
+
+def test_math_verify_in_workers_equals_the_main_process():
+    texts = ["#### 72", "#### 71", "\\boxed{\\frac{1}{2}}", "I do not know", "", "The answer is $\\frac{2}{4}$.", "#### 1,000"]
+    rollouts = groups_of(*[texts] * 4, answer=lambda n: ["72", "0.5", "1000", "71"][n])
+    with reward_of("math_verify", num_workers=2) as apart, reward_of("math_verify", num_workers=0) as here:
+        assert apart.score(rollouts) == here.score(rollouts)
+
+
+def test_failing_equals_the_main_process():
+    rollouts = groups_of(["a", "raise it"], ["raise again", "b"])
+    with reward_of("act", on_error="fail") as apart, reward_of("act", on_error="fail", num_workers=0) as here:
+        with pytest.raises(RewardError, match="(?s)sample 0@0#1 .2 of 4 samples failed.*RuntimeError: no reward for 'raise it'") as met:
+            apart.score(rollouts)
+        with pytest.raises(RewardError) as expected:
+            here.score(rollouts)
+        assert str(met.value) == str(expected.value)
+        assert totals(apart.score(groups_of(["a"]))) == [1.0]
+
+
+def test_async_equals_plain():
+    rollouts = groups_of(["a", "raise x", "bc"], ["none", "d"])
+    with reward_of("act", num_workers=0) as plain:
+        expected = plain.score(rollouts)
+    for num_workers in (0, 1):
+        with reward_of("act_async", num_workers=num_workers) as reward:
+            assert reward.score(rollouts) == expected
+            assert [failure.sample_id for failure in reward.last_errors] == ["0@0#1"]
+
+
+def test_a_stream_in_pieces_equals_its_messages():
+    messages = [{"id": 1, "x": "é\ud800"}, {}, {"values": [None, -0.0, 0.1, 10**40]}]
+    stream, inbox = b"".join(map(encode, messages)), Inbox()
+    assert [message for byte in stream for message in inbox.take(bytes([byte]))] == messages
+    with pytest.raises(ValueError, match="not one of messages"):
+        Inbox().take(b"\xff" * 8)
+    assert is_json({"a": [1, None, {"b": 2.5}]}) and not is_json({1: 2}) and not is_json([(1,)]) and not is_json({1})
+
+
+# --- where a function runs
+
+
+def test_a_worker_is_a_process_of_its_own(monkeypatch):
+    """No torch, its own main thread, whole groups, nothing of torchrun; signals do not end it, and do end what it starts."""
+    monkeypatch.setenv("RANK", "0")
+    names = ("has_torch", "is_main_thread", "group_size", "rank_variables", "stays_when_asked", "process_number")
+    with reward_of(*names) as reward:
+        scores = reward.score(groups_of(["a", "b", "c"], ["d"]))
+        pid = float(reward.pool.pids[0])
+        assert [score.by_function for score in scores] == [(0.0, 1.0, 3.0, 0.0, 1.0, pid)] * 3 + [(0.0, 1.0, 1.0, 0.0, 1.0, pid)]
+        assert reward.pool.num_started == 1 and pid != os.getpid()
+
+
+def test_in_process_is_by_choice():
+    with reward_of("process_number", "group_size", in_process=(f"{HERE}:process_number",)) as reward:
+        scores = reward.score(groups_of(["a", "b"], ["c"]))
+        assert [score.by_function for score in scores] == [(float(os.getpid()), 2.0)] * 2 + [(float(os.getpid()), 1.0)]
+    with pytest.raises(ConfigError, match="reward.in_process='x' is not known; choose one of arithmetic"):
+        RewardConfig(functions=("arithmetic",), in_process=("x",))
+    with pytest.raises(ConfigError, match="nothing for reward.num_workers=2"):
+        RewardConfig(functions=("arithmetic",), in_process=("arithmetic",), num_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_here:f", "'no_such_module_here:f'.*ModuleNotFoundError.*reward worker.*reward.in_process"),
+        (f"{HERE}:actt", "has no 'actt'; the nearest it has is 'act'.*reward worker"),
+        ("exits_when_imported:f", "'exits_when_imported:f'.*SystemExit.*reward.in_process"),
+        ("killed_when_imported:f", "ended before it was ready .signal SIGKILL.* 3 times in a row"),
+    ],
+)
+def test_what_a_worker_cannot_import_is_an_error_at_start(tmp_path, monkeypatch, name, message):
+    (tmp_path / "exits_when_imported.py").write_text("raise SystemExit(2)")
+    (tmp_path / "killed_when_imported.py").write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.syspath_prepend(str(tmp_path))  # of this process: workers look where it looks
+    with pytest.raises((ConfigError, RewardError), match=f"(?s){message}"), reward_of(name):
+        pass
+
+
+def test_columns_that_a_function_or_a_socket_cannot_take():
+    with reward_of("needs_missing") as reward:
+        with pytest.raises(ConfigError, match="cannot be called: missing a required argument: 'missing'"):
+            reward.score(groups_of(["a"]))
+        with pytest.raises(ConfigError, match=r"column 'pair' of prompt 0@0 is \(1, 2\).*reward.in_process"):
+            reward.score(groups_of(["a"], pair=lambda n: (1, 2)))
+        assert totals(reward.score(groups_of(["a"], missing=lambda n: n))) == [0.0]
+
+
+# --- who pays
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise x", "RuntimeError: no reward for 'raise x'"),
+        ("base", "OfBaseException: base"),
+        ("math_timeout", "TimeoutException: math_timeout"),
+        ("exit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_an_exception_arrives_with_its_traceback_and_the_sample(text, message):
+    with reward_of("act") as reward:
+        assert totals(reward.score(groups_of(["a", text, "bc"], ["d"]))) == [1.0, None, 2.0, 1.0]
+        (failure,) = reward.last_errors
+        assert (failure.sample_id, failure.function) == ("0@0#1", f"{HERE}:act")
+        assert message in failure.message and "worker_rewards.py" in failure.message
+        assert reward.pool.num_started == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hang", r"took over 0\.2 s \(reward.deadline_s\).*stood at:.*worker_rewards.py"),
+        ("spin", r"took over 0\.2 s \(reward.deadline_s\)"),
+        ("kill", r"killed its worker twice \(signal SIGKILL: out of memory\?\)"),
+    ],
+)
+@pytest.mark.parametrize(("on_error", "total"), [("drop", None), ("zero", 0.0), ("fail", None)])
+def test_only_the_guilty_sample_meets_on_error(only_endless, text, message, on_error, total):
+    rollouts = groups_of(["a", text, "bc"], ["none", "d"])
+    with reward_of("act", "group_size", on_error=on_error, deadline_s=SHORT_S, num_workers=2) as reward:
+        if on_error == "fail":
+            with pytest.raises(RewardError, match=f"(?s)failed on sample 0@0#1 .1 of 5 samples failed.*{message}"):
+                reward.score(rollouts)
+        else:
+            scores = reward.score(rollouts)
+            assert totals(scores) == [4.0, total, 5.0, 2.0, 3.0] and scores[1].by_function == (None, 3.0)
+            assert [failure.sample_id for failure in reward.last_errors] == ["0@0#1"]
+        assert totals(reward.score(groups_of(["a"], ["bc"]))) == [2.0, 3.0]
+
+
+def test_a_worker_that_dies_once_costs_no_sample(tmp_path):
+    """As when the machine is out of memory: its samples are scored by the worker that replaces it."""
+    text = f"kill_once {tmp_path / 'done'}"
+    with reward_of("act", on_error="fail") as reward:
+        assert totals(reward.score(groups_of([text]))) == [float(len(text))]
+        assert reward.pool.num_started == 2
+    with reward_of("group_size") as reward:
+        (before,) = reward.pool.pids
+        os.kill(before, signal.SIGKILL)  # while it has nothing to do: no task is cut for it
+        assert select.select([reward.pool._workers[0].socket], [], [], patient(HANG_S))[0]
+        assert totals(reward.score(groups_of(["a"] * 3))) == [3.0] * 3
+        assert before not in reward.pool.pids
+
+
+def test_a_batch_without_a_guilty_sample_is_an_error():
+    with reward_of("one_at_most") as reward:
+        with pytest.raises(RewardError, match="(?s)batch of 2 samples .1@0#0 to 1@0#1. and on none of them alone.*0 values for 2"):
+            reward.score(groups_of(["a"], ["b", "c"]))
+        assert totals(reward.score(groups_of(["a"], ["b"]))) == [1.0, 1.0]
+
+
+def test_slow_together_is_not_slow_alone(only_endless):
+    """Each sample has its deadline, the four together do not: nobody is guilty, and tasks are smaller from there on."""
+    with reward_of("slow_above_two", on_error="fail", deadline_s=SHORT_S) as reward:
+        assert totals(reward.score(groups_of(["a"] * 4))) == [1.0] * 4
+        assert reward.pool.num_started == 2 and reward.pool.most_samples == 2
+        assert totals(reward.score(groups_of(["a"] * 4))) == [2.0] * 4
+        assert reward.pool.num_started == 2
+
+
+# --- late answers, waiting, the end
+
+
+def test_a_late_answer_is_nobody_elses(only_endless, tmp_path):
+    """The answer of an abandoned task comes while the next batch is scored: by a worker that is gone, or under a number that is not its."""
+    go = tmp_path / "go"
+    with reward_of("act", deadline_s=SHORT_S) as reward:
+        assert totals(reward.score(groups_of([f"wait_for {go}"]))) == [None]
+        go.touch()  # what it waited for, had it not been killed
+        assert totals(reward.score(groups_of(["a"], ["sleep 0.3"], ["bc"]))) == [1.0, 9.0, 2.0]
+        (worker,) = reward.pool._workers
+        task = {"function": f"{HERE}:act", "prompt": "", "columns": {}, "completions": ["stale"], "completion_ids": [[]]}
+        worker._post({"id": 10**6, **task})
+        assert totals(reward.score(groups_of(["a"]))) == [1.0]
+        worker._post({"id": 10**6, **task})
+        assert select.select([worker.socket], [], [], patient(HANG_S))[0]
+        assert totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == [worker.pid]
+
+
+def test_what_an_error_leaves_under_way_is_ended():
+    with reward_of("act", num_workers=2) as reward:
+        original, calls = reward.pool._wait, []
+
+        def interrupted(*arguments, **named):
+            calls.append(arguments)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            original(*arguments, **named)
+
+        reward.pool._wait = interrupted
+        before = set(reward.pool.pids)
+        with pytest.raises(KeyboardInterrupt):
+            reward.score(groups_of(["a"], ["hang"]))
+        assert len(before & set(reward.pool.pids)) == 1
+        assert totals(reward.score(groups_of(["a"], ["bc"], ["def"]))) == [1.0, 2.0, 3.0]
+
+
+def test_a_forked_copy_does_not_answer():
+    with reward_of("forks") as reward:
+        (child,) = totals(reward.score(groups_of(["a"])))
+        assert until(lambda: not is_alive(int(child)))
+        assert all(totals(reward.score(groups_of(["a"]))) for _ in range(3)) and reward.pool.num_started == 1
+
+
+def test_waiting_takes_no_time_of_the_processor():
+    """One wait to see who died before, one for each answer: what polls has many."""
+    with reward_of("act", num_workers=2) as reward:
+        selector, waits = reward.pool._selector, []
+        select_whole = selector.select
+        selector.select = lambda timeout: waits.append(timeout) or select_whole(timeout)
+        reward.score(groups_of(["sleep 0.3"], ["sleep 0.3"]))
+        assert 2 <= len(waits) <= 3, waits
+
+
+def test_workers_outlive_the_thread_that_scored():
+    """Linux ties a process's end to the thread that started it; scoring may be done from any."""
+    with reward_of("act") as reward:
+        with ThreadPoolExecutor(1) as scorer:
+            thread = scorer.submit(threading.get_native_id).result()
+            assert totals(scorer.submit(reward.score, groups_of(["kill"])).result()) == [None]
+            assert totals(scorer.submit(reward.score, groups_of(["a"])).result()) == [1.0]
+        pids = reward.pool.pids
+        assert until(lambda: not pathlib.Path(f"/proc/self/task/{thread}").exists())  # with it goes the signal of its end
+        assert totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == pids and all(map(is_alive, pids))
+
+
+def test_two_threads_at_a_time_are_refused(tmp_path):
+    text = f"wait_for {tmp_path / 'go'}"
+    with reward_of("act") as reward, ThreadPoolExecutor(1) as scorer:
+        first = scorer.submit(reward.score, groups_of([text]))
+        assert until(reward.pool._in_use.locked)
+        with pytest.raises(RuntimeError, match="two threads"):
+            reward.score(groups_of(["a"]))
+        (tmp_path / "go").touch()
+        assert totals(first.result()) == [len(text)]
+
+
+def test_close_ends_the_workers_and_may_be_called_again():
+    with reward_of("act", num_workers=2) as reward:
+        pids = reward.pool.pids
+        assert len(set(pids)) == 2 and all(map(is_alive, pids))
+        for _ in range(2):
+            reward.close()
+            assert not any(map(is_alive, pids))
+        with pytest.raises(RuntimeError, match="workers are closed"):
+            reward.score(groups_of(["a"]))
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_what_a_function_started_ends_with_its_worker(only_endless, how):
+    with reward_of("leaves_a_child", "act", deadline_s=SHORT_S) as reward:
+        scores = reward.score(groups_of(["a"] if how == "closed" else ["hang"]))
+        child = int(scores[0].by_function[0])
+        assert is_alive(child) if how == "closed" else until(lambda: not is_alive(child))
+    assert until(lambda: not is_alive(child))
+
+
+@pytest.mark.parametrize("word", ["a", "hang", "spin"])
+def test_workers_end_with_a_killed_rank(word, tmp_path):
+    """Idle, asleep, or holding the interpreter's lock; the last two leave a file each when they begin."""
+    text = f"{word} {tmp_path}"
+    code = f"""
+import threading
+from tests.unit.reward.rig import groups_of, reward_of
+with reward_of("act", num_workers=2, deadline_s=3600) as reward:
+    print(*reward.pool.pids, flush=True)
+    reward.score(groups_of([{text!r}], [{text!r}]))
+    print("scored", flush=True)
+    threading.Event().wait(3600)
+"""
+    rank = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(name) for name in rank.stdout.readline().split()]
+        assert rank.stdout.readline() == "scored\n" if word == "a" else until(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert len(pids) == 2 and all(map(is_alive, pids))
+    finally:
+        rank.kill()
+        rank.wait(patient(HANG_S))
+        rank.stdout.close()
+    assert until(lambda: not any(map(is_alive, pids)))
+
+
+# --- stress
+
+
+def misbehaving(num_samples: int, group: int, each: int) -> tuple[list[Rollout], list[float | None]]:
+    """``each`` samples that raise, hang and kill, spread over the batch; and the totals under on_error=drop."""
+    texts = ["x" * (1 + i * 7919 % 53) for i in range(num_samples)]
+    step = num_samples // (3 * each)
+    for k in range(3 * each):
+        texts[k * step + k % step] = ("raise", "hang", "kill")[k % 3]
+    expected = [None if text in ("raise", "hang", "kill") else float(len(text)) for text in texts]
+    assert expected.count(None) == 3 * each
+    return groups_of(*(texts[i : i + group] for i in range(0, num_samples, group))), expected
+
+
+def check_stress(num_samples: int, each: int, num_workers: int, caplog) -> None:
+    """What a batch takes is what its faults cost: at most two deadlines for a hang, two starts for it and three for a kill."""
+    rollouts, expected = misbehaving(num_samples, 8, each)
+    with reward_of("act", num_workers=num_workers, deadline_s=SHORT_S) as reward:
+        assert totals(reward.score(rollouts)) == expected
+        guilty = [rollout.sample_id for rollout, total in zip(rollouts, expected, strict=True) if total is None]
+        assert [failure.sample_id for failure in reward.last_errors] == guilty
+        assert reward.pool.num_started <= num_workers + 5 * each
+        assert each <= sum("did not answer in" in record.getMessage() for record in caplog.records) <= 2 * each
+        assert totals(reward.score(rollouts[:1])) == expected[:1]
+
+
+def test_a_hundred_samples_of_which_three_misbehave(only_endless, caplog):
+    check_stress(96, 1, 2, caplog)
+
+
+@pytest.mark.long
+def test_a_thousand_samples_of_which_thirty_misbehave(only_endless, caplog):
+    """1 % raise, 1 % hang, 1 % kill their worker; the others' scores are right and in order."""
+    check_stress(1000, 10, 4, caplog)

@@ -1,0 +1,144 @@
+"""Reward functions that workers import, by dotted path: ``tests.unit.reward.worker_rewards:<name>``. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+
+class OfBaseException(BaseException):
+    """As the timeouts of libraries."""
+
+
+ENDLESS = ("hang", "spin", "wait_for")  # the last until somebody makes a file
+
+
+def never_ends(function: str, completions: Sequence[str]) -> bool:
+    """Say whether a call of ``tests.unit.reward.worker_rewards:<name>`` lasts for ever."""
+    if function.endswith(":slow_above_two"):
+        return len(completions) > 2
+    return function.endswith((":act", ":act_async")) and any(text.partition(" ")[0] in ENDLESS for text in completions)
+
+
+def _begin(folder: str) -> None:
+    """Leave a file of this process in the folder, where one is given."""
+    if folder:
+        pathlib.Path(folder, str(os.getpid())).touch()
+
+
+def _act(text: str) -> float | None:
+    """Do as the completion's first word says; return its length."""
+    word, _, rest = text.partition(" ")
+    match word:
+        case "none":
+            return None
+        case "nan":
+            return float("nan")
+        case "raise":
+            raise RuntimeError(f"no reward for {text!r}")
+        case "base":
+            raise OfBaseException(text)
+        case "math_timeout":
+            from math_verify.errors import TimeoutException  # here, since it imports sympy, and a hundred workers import this module
+
+            raise TimeoutException(text)
+        case "exit":
+            sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "sleep":
+            time.sleep(float(rest))
+        case "wait_for":
+            while not pathlib.Path(rest).exists():
+                time.sleep(0.01)
+        case "hang":
+            _begin(rest)
+            time.sleep(3600)
+        case "spin":  # holds the interpreter's lock, as 9**9**9**9 does
+            _begin(rest)
+            str(9 ** (9**8))
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "kill_once":
+            if not pathlib.Path(rest).exists():
+                pathlib.Path(rest).write_text("")
+                os.kill(os.getpid(), signal.SIGKILL)
+        case "die_later":
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return float(len(text))
+
+
+def act(prompts, completions, completion_ids, **columns):
+    return [_act(text) for text in completions]
+
+
+def slow_above_two(completions, **columns):
+    """Never end on more than two samples; else return how many there are."""
+    if len(completions) > 2:
+        time.sleep(3600)
+    return [float(len(completions))] * len(completions)
+
+
+async def act_async(prompts, completions, completion_ids, **columns):
+    await asyncio.sleep(0.001)
+    return [_act(text) for text in completions]
+
+
+def everything(prompts, completions, completion_ids, **columns):
+    """A number made of every argument, to the bit."""
+    rows = zip(prompts, completions, completion_ids, *(columns[key] for key in sorted(columns)), strict=True)
+    return [None if ids == [1] else sum(repr(row).encode()) / 7 + sum(ids) ** 0.5 for row in rows for ids in [row[2]]]
+
+
+def needs_missing(completions, missing, **columns):
+    return [0.0] * len(completions)
+
+
+def one_at_most(completions, **columns):
+    return [1.0] * (1 if len(completions) == 1 else 0)
+
+
+def process_number(completions, **columns):
+    return [float(os.getpid())] * len(completions)
+
+
+def has_torch(completions, **columns):
+    return [float("torch" in sys.modules)] * len(completions)
+
+
+def is_main_thread(completions, **columns):
+    return [float(threading.current_thread() is threading.main_thread())] * len(completions)
+
+
+def group_size(completions, **columns):
+    return [float(len(completions))] * len(completions)
+
+
+def rank_variables(completions, **columns):
+    from megatron_rl.distributed.child_process import RANK_VARIABLES
+
+    return [float(sum(name in os.environ for name in RANK_VARIABLES))] * len(completions)
+
+
+def stays_when_asked(completions, **columns):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    child = subprocess.Popen(["sleep", "3600"])
+    child.terminate()  # a process started here does leave when asked
+    return [float(child.wait(60) == -signal.SIGTERM)] * len(completions)
+
+
+def forks(completions, **columns):
+    """Returns in both processes; the child's number."""
+    return [float(os.fork())] * len(completions)
+
+
+def leaves_a_child(completions, **columns):
+    return [float(subprocess.Popen(["sleep", "3600"]).pid)] * len(completions)

@@ -1,0 +1,311 @@
+"""Episodes against a plain loop that asks an engine for one turn of one sample at a time, and how they end, fail and are lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import EnvironmentConfig, load_config
+from megatron_rl.data.chat import Observations
+from megatron_rl.environment import Step, environment_maker
+from megatron_rl.errors import ConfigError, EpisodeError
+from megatron_rl.rollout.engine import EngineLost
+from megatron_rl.rollout.multi_turn import Episodes, with_episodes
+from megatron_rl.types import Prompt, Rollout
+from tests.patience import HANG_S, patient
+from tests.unit.data.test_chat import CHATML, STRICT, tokenizer_of
+
+TOKENIZER = tokenizer_of(None)
+STOP = TOKENIZER.eos_token_id
+BOUND_S = patient(HANG_S)
+SHORT_S = 0.5  # a deadline, where one step hangs for ever and the others return at once
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False).input_ids)
+
+
+def prompt_of(number: int, **columns: object) -> Prompt:
+    text = f"p{number}"
+    return Prompt(prompt_id=f"{number}@0", text=text, token_ids=ids_of(text), columns=columns)
+
+
+def turn_of(prompt: Prompt, sample: int, room: int, version: int = 3) -> Rollout:
+    """What an engine draws: letters that hang on the prompt's name and tokens, and no more than there is room for."""
+    draw = random.Random(f"{prompt.name}/{sample}/{prompt.token_ids}/{version}")
+    text = "".join(draw.choice("abcdef") for _ in range(draw.randint(1, 5)))
+    token_ids = (*ids_of(text), STOP)
+    stopped = len(token_ids) <= room
+    token_ids = token_ids[:room]
+    return Rollout(
+        prompt=prompt, sample_index=sample, response_ids=token_ids, logprobs=tuple(-draw.random() - 0.1 for _ in token_ids),
+        text=TOKENIZER.decode(list(token_ids), skip_special_tokens=True), finish_reason="stop" if stopped else "length",
+        weight_versions=((version, len(token_ids)),),
+    )  # fmt: skip
+
+
+class LetterEngine:
+    """Groups in an order of its own. losses[k]: how many groups of its k-th call are finished before it is lost."""
+
+    def __init__(self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None) -> None:
+        self.room, self.random, self.losses, self.newer_every = room, random.Random(seed), list(losses), newer_every
+        self.weight_version, self.lost = 3, []
+        self.calls: list[list[str]] = []
+
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
+        self.calls.append([prompt.name for prompt in prompts])
+        rooms = [self.room] * len(prompts) if max_tokens is None else max_tokens
+        assert len(rooms) == len(prompts) and all(1 <= room <= self.room for room in rooms)
+        version = self.weight_version + (len(self.calls) // self.newer_every if self.newer_every else 0)
+        limit = self.losses.pop(0) if self.losses else None
+        found: dict[int, list[Rollout]] = {}
+        for k in self.random.sample(range(len(prompts)), len(prompts)):
+            if len(found) == limit:
+                raise EngineLost("it was killed", finished=found)
+            found[k] = [turn_of(prompts[k], sample, rooms[k], version) for sample in range(samples_per_prompt)]
+            if on_finished is not None:
+                on_finished(k, found[k])
+        return [rollout for k in range(len(prompts)) for rollout in found[k]]
+
+    def close(self) -> None: ...
+
+
+class Echo:
+    """Says how often a turn's letters stand in the alphabet before d, for as many turns as the first turn asks for."""
+
+    def __init__(self, reward: float = 0.5, longest: int = 4) -> None:
+        self.reward, self.longest = reward, longest
+
+    def reset(self, prompt: Prompt) -> None:
+        self.prompt, self.left = prompt, None
+
+    def step(self, action: str) -> Step:
+        self.left = len(action) % self.longest if self.left is None else self.left - 1
+        done = self.left == 0
+        return Step(observation=f"={sum(c < 'd' for c in action)};", reward=self.reward * len(action) if done else None, done=done)
+
+
+class Faulty(Echo):
+    """Fails as its prompt's column says: (where, which sample by its first letter of the action or any)."""
+
+    held = threading.Event()
+
+    def reset(self, prompt: Prompt) -> None:
+        super().reset(prompt)
+        if prompt.columns.get("fault") == "reset":
+            raise ValueError("no such puzzle")
+
+    def step(self, action: str) -> Step:
+        match self.prompt.columns.get("fault"):
+            case "raises":
+                raise KeyError("the tool's table")
+            case "hangs":
+                Faulty.held.wait()
+            case "returns":
+                return "408"
+            case "nan":
+                return Step(reward=float("nan"))
+            case "observes":
+                return Step(observation=7)
+        return super().step(action)
+
+
+def episodes_of(
+    engine: LetterEngine,
+    environment: str = "tests.unit.rollout.test_multi_turn:Echo",
+    *,
+    tokenizer=TOKENIZER,
+    template: str = "{prompt}",
+    **changes: object,
+) -> Episodes:
+    config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})
+    observations = Observations(tokenizer, template, config.role)
+    return Episodes(engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room)
+
+
+def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=Echo) -> dict:
+    """One sample, one turn after the other."""
+    environment = make()
+    environment.reset(prompt)
+    ids, logprobs, mask, reward = [], [], [], 0.0
+    asked, number = prompt, sample
+    for turn in range(1, max_turns + 1):
+        drawn = turn_of(asked, number, room - len(ids))
+        ids += drawn.response_ids
+        logprobs += drawn.logprobs
+        mask += [True] * len(drawn.response_ids)
+        if drawn.finish_reason == "length":
+            return dict(ids=ids, logprobs=logprobs, mask=mask, reward=reward, reason="length")
+        step = environment.step(drawn.text)
+        reward += step.reward or 0.0
+        if step.done or turn == max_turns:
+            return dict(ids=ids, logprobs=logprobs, mask=mask, reward=reward, reason="stop")
+        said = ids_of(step.observation)
+        if len(ids) + len(said) + 1 > room:
+            return dict(ids=ids, logprobs=logprobs, mask=mask, reward=reward, reason="length")
+        ids += said
+        logprobs += [0.0] * len(said)
+        mask += [False] * len(said)
+        asked = Prompt(prompt_id=f"{prompt.name}#{sample}/{turn}", text="", token_ids=(*prompt.token_ids, *ids), columns={})
+        number = 0
+    raise AssertionError
+
+
+def plain_of(rollout: Rollout) -> dict:
+    mask = [True] * len(rollout.response_ids) if rollout.loss_mask is None else list(rollout.loss_mask)
+    return dict(
+        ids=list(rollout.response_ids), logprobs=list(rollout.logprobs), mask=mask, reward=rollout.environment_reward,
+        reason=rollout.finish_reason,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.integers(0, 6), samples=st.integers(1, 4), room=st.integers(1, 30), max_turns=st.integers(1, 5), seed=st.integers(0, 99),
+    attempt=st.integers(0, 1),
+)  # fmt: skip
+def test_episodes_equal_a_plain_loop_over_samples_and_turns(prompts, samples, room, max_turns, seed, attempt) -> None:
+    asked = [dataclasses.replace(prompt_of(k), attempt=attempt) for k in range(prompts)]
+    engine = LetterEngine(room=room, seed=seed)
+    episodes = episodes_of(engine, max_turns=max_turns)
+    told: dict[int, list[Rollout]] = {}
+    found = episodes.generate(asked, samples, on_finished=lambda k, group: told.setdefault(k, group))
+    episodes.close()
+    assert [(x.prompt, x.sample_index) for x in found] == [(prompt, k) for prompt in asked for k in range(samples)]
+    assert [plain_of(x) for x in found] == [plain_episode(p, k, room, max_turns) for p in asked for k in range(samples)]
+    assert [x for k in range(prompts) for x in told[k]] == found  # each group once, whole
+    for rollout in found:
+        assert len(rollout.response_ids) <= room and rollout.num_sampled == sum(plain_of(rollout)["mask"])
+        assert rollout.weight_versions == ((3, len(rollout.response_ids)),) and rollout.excluded is None
+        text = TOKENIZER.decode([x for x in rollout.response_ids if x != STOP])
+        assert rollout.text == text and 1 <= rollout.num_turns <= max_turns
+
+
+def test_all_samples_first_turn_is_one_call_and_names_hold_no_place() -> None:
+    engine = LetterEngine()
+    found = episodes_of(engine).generate([prompt_of(4), dataclasses.replace(prompt_of(7), attempt=2)], 3)
+    assert engine.calls[0] == ["4@0", "7@0.2"]
+    later = [name for call in engine.calls[1:] for name in call]
+    assert len(set(later)) == len(later) == sum(x.num_turns - 1 for x in found)
+    assert set(later) <= {f"{name}#{k}/{turn}" for name in ("4@0", "7@0.2") for k in range(3) for turn in (1, 2)}
+    alone = [
+        x
+        for prompt in (7, 4)
+        for x in episodes_of(LetterEngine()).generate([dataclasses.replace(prompt_of(prompt), attempt=prompt // 7 * 2)], 3)
+    ]
+    assert sorted(map(repr, alone)) == sorted(map(repr, found))  # whichever rank takes which prompt
+
+
+def test_turns_of_newer_weights_keep_their_versions() -> None:
+    engine = LetterEngine(newer_every=2)
+    for rollout in episodes_of(engine, max_turns=4).generate([prompt_of(k) for k in range(6)], 2):
+        assert sum(count for _, count in rollout.weight_versions) == len(rollout.response_ids)
+        versions = [version for version, _ in rollout.weight_versions]
+        assert versions == sorted(set(versions)) and versions[0] == 3
+        assert len(versions) == (rollout.num_turns // 2 + 1)  # calls 1 | 2, 3 | 4 by version 3 | 4 | 5
+
+
+def test_an_observation_is_appended_only_where_a_token_fits_behind_it() -> None:
+    """Every room from one token to enough, for an episode of two turns."""
+    prompt = next(
+        prompt_of(k)
+        for k in range(99)
+        if len(plain_episode(prompt_of(k), 0, 99, 3)["mask"]) > 9 and plain_episode(prompt_of(k), 0, 99, 3)["mask"].count(False) == 3
+    )
+    whole = plain_episode(prompt, 0, 99, 3)
+    first = whole["mask"].index(False)  # tokens of the first turn
+    reasons = {}
+    for room in range(1, len(whole["ids"]) + 2):
+        (rollout,) = episodes_of(LetterEngine(room=room)).generate([prompt], 1)
+        reasons[room] = (rollout.finish_reason, len(rollout.response_ids), rollout.num_turns)
+    assert reasons[first - 1] == ("length", first - 1, 1)  # the turn itself was cut, and never told
+    for room in range(first, first + 4):
+        assert reasons[room] == ("length", first, 1)
+    assert reasons[first + 4] == ("length", first + 4, 2)
+    assert reasons[len(whole["ids"])] == ("stop", len(whole["ids"]), 2)
+
+
+def test_a_chat_observation_is_the_templates() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    episodes = episodes_of(LetterEngine(room=400), tokenizer=tokenizer, template="chat", role="user")
+    rollout = next(x for x in episodes.generate([prompt_of(k) for k in range(9)], 1) if x.num_turns == 2)
+    start, end = rollout.loss_mask.index(False), len(rollout.loss_mask) - rollout.loss_mask[::-1].index(False)
+    between = tokenizer.decode(list(rollout.response_ids[start:end]))
+    assert between.startswith("\n<|im_start|>user\n=") and between.endswith(";<|im_end|>\n<|im_start|>assistant\n")
+    assert rollout.response_ids[start - 1] == STOP
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("reset", r"sample 2@0#0, reset.*no such puzzle"),
+        ("raises", r"sample 2@0#0, step after turn 1.*KeyError.*the tool's table"),
+        ("hangs", r"sample 2@0#0, step after turn 1.*environment\.deadline_s=0\.5 s.*held\.wait"),
+        ("returns", r"sample 2@0#0, step after turn 1.*it returned a str; return a megatron_rl\.environment\.Step"),
+        ("nan", r"sample 2@0#0.*its reward is nan"),
+        ("observes", r"sample 2@0#0.*its observation is a int"),
+    ],
+)
+def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
+    prompts = [prompt_of(k, **({"fault": fault} if k == 2 else {})) for k in range(4)]
+    given = {"environment": "tests.unit.rollout.test_multi_turn:Faulty", "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
+    with pytest.raises(EpisodeError, match=f"(?s){words}"):
+        episodes_of(LetterEngine(), **given).generate(prompts, 1)
+    found = episodes_of(LetterEngine(), **given, on_error="drop").generate(prompts, 2)
+    assert [x.excluded is not None for x in found] == [False] * 4 + [True] * 2 + [False] * 2
+    wanted = episodes_of(LetterEngine()).generate(prompts, 2)
+    assert [x for x in found if x.excluded is None] == [x for x in wanted if x.prompt.prompt_id != "2@0"]
+    assert all(x.response_ids and x.environment_reward is None for x in found if x.excluded is not None)
+
+
+@pytest.mark.parametrize("losses", [(0,), (2,), (None, 0), (None, 1), (None, None, 1)])
+def test_a_lost_engine_leaves_whole_groups_and_the_rest_is_asked_again(losses: tuple) -> None:
+    prompts = [prompt_of(k) for k in range(6)]
+    engine = LetterEngine(losses=losses)
+    episodes = episodes_of(engine, max_turns=4)
+    told: dict[int, list[Rollout]] = {}
+    with pytest.raises(EngineLost, match="it was killed") as lost:
+        episodes.generate(prompts, 2, on_finished=lambda k, group: told.setdefault(k, group))
+    assert told == lost.value.finished
+    left = [k for k in range(6) if k not in told]
+    again = episodes.generate([prompts[k] for k in left], 2)
+    whole = {**told, **{k: again[2 * i : 2 * i + 2] for i, k in enumerate(left)}}
+    assert [x for k in range(6) for x in whole[k]] == episodes_of(LetterEngine(), max_turns=4).generate(prompts, 2)
+
+
+def test_what_on_finished_raises_ends_the_call() -> None:
+    def refuse(index: int, group: list[Rollout]) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        episodes_of(LetterEngine()).generate([prompt_of(1)], 1, on_finished=refuse)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["environment.name=calculato"], "did you mean 'calculator'"),
+        (["environment.name=tests.nowhere:Echo"], "importing 'tests.nowhere' failed"),
+        (["environment.name=tests.unit.rollout.test_multi_turn:Nobody"], "has no 'Nobody'"),
+        (["environment.name=tests.unit.rollout.test_multi_turn:BOUND_S"], "is a float"),
+        (["environment.name=tests.unit.rollout.test_multi_turn:LetterEngine"], "has no method 'reset'"),
+        (["environment.name=calculator", "environment.arguments={digits: 3}"], r"cannot be made with .*'digits'.*it takes \(opening"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused_at_once(given: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        with_episodes(LetterEngine(), load_config(None, given), TOKENIZER)
+
+
+def test_without_a_name_the_engine_is_itself_and_a_template_without_tools_says_so() -> None:
+    engine = LetterEngine()
+    assert with_episodes(engine, load_config(), TOKENIZER) is engine
+    config = load_config(None, ["environment.name=calculator", "data.template=chat"])
+    with pytest.raises(ConfigError, match=r"environment\.role=tool.*no tools here"):
+        with_episodes(engine, config, tokenizer_of(STRICT))

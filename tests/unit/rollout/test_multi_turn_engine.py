@@ -1,0 +1,153 @@
+"""Episodes on the real embedded engine: Hugging Face's log-probs where a token was sampled, a plain loop's tokens, any split of prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import EnvironmentConfig, RolloutConfig
+from megatron_rl.data.chat import Observations
+from megatron_rl.environment import Step, environment_maker
+from megatron_rl.rollout.multi_turn import Episodes
+from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
+from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.worker import Group, to_sample
+from megatron_rl.types import Prompt, Rollout, Score
+from tests.unit.rollout.test_transformers_engine import TEMPERATURE, VOCAB, _model, _tokenizer
+
+ROOM = 24
+PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2 + k, 5, 3)[: 1 + k % 3], columns={}) for k in range(7)]
+
+
+class Counter:
+    """Repeats a turn's length, until it has said so three times."""
+
+    def reset(self, prompt: Prompt) -> None:
+        self.told = 0
+
+    def step(self, action: str) -> Step:
+        self.told += 1
+        return Step(observation=f"={len(action) % 10}", reward=0.25, done=self.told == 3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _model()
+
+
+@pytest.fixture(scope="module")
+def inner(model, tmp_path_factory) -> TransformersEngine:
+    path = tmp_path_factory.mktemp("model")
+    model.config.save_pretrained(path)
+    given = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=ROOM, max_batch_samples=16)
+    engine = TransformersEngine(str(path), _tokenizer(), given, seed=3, dtype=torch.float32, device=torch.device("cpu"))
+    engine.load_weights(iter(model.state_dict().items()), version=1)
+    return engine
+
+
+def episodes_of(inner: TransformersEngine) -> Episodes:
+    config = EnvironmentConfig(name="tests.unit.rollout.test_multi_turn_engine:Counter", max_turns=4, deadline_s=10.0)
+    observations = Observations(_tokenizer(), "{prompt}")
+    return Episodes(inner, environment_maker(config), observations, _tokenizer(), config, max_response_tokens=ROOM)
+
+
+@torch.no_grad()
+def logprobs_of(model, rollout: Rollout) -> np.ndarray:
+    prompt = rollout.prompt.token_ids
+    token_ids = torch.tensor([[*prompt, *rollout.response_ids]])
+    logits = model(token_ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    return torch.log_softmax(logits, dim=-1).gather(1, token_ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("temperature", [None, 0.0])
+def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(model, inner, temperature) -> None:
+    found = episodes_of(inner).generate(PROMPTS, 6 if temperature is None else 2, temperature=temperature)
+    masked = 0
+    for rollout in found:
+        mask = np.ones(len(rollout.response_ids), bool) if rollout.loss_mask is None else np.array(rollout.loss_mask)
+        assert np.abs(logprobs_of(model, rollout) - rollout.logprobs)[mask].max() < 1e-4
+        assert not np.array(rollout.logprobs)[~mask].any()
+        masked += (~mask).sum()
+    assert masked > 10 and {x.num_turns for x in found} >= {1, 2}
+    if temperature == 0.0:
+        assert [x.response_ids for x in found[::2]] == [x.response_ids for x in found[1::2]]
+
+
+def test_episodes_equal_one_turn_calls(inner) -> None:
+    """A plain loop over samples: the first turn as the engine alone gives it, each later one as a prompt of its own."""
+    found = episodes_of(inner).generate(PROMPTS, 4)
+    first = inner.generate(PROMPTS, 4)
+    for rollout, turn in zip(found, first, strict=True):
+        ids, environment, number = list(turn.response_ids), Counter(), 1
+        environment.reset(rollout.prompt)
+        while turn.finish_reason == "stop":
+            step = environment.step(turn.text)
+            said = [VOCAB.index(c) for c in step.observation]
+            if step.done or len(ids) + len(said) >= ROOM:
+                break
+            ids += said
+            asked = Prompt(
+                prompt_id=f"{rollout.sample_id}/{number}", text="", token_ids=(*rollout.prompt.token_ids, *ids), columns={}
+            )  # fmt: skip
+            (turn,) = inner.generate([asked], 1, max_tokens=[ROOM - len(ids)])
+            ids, number = ids + list(turn.response_ids), number + 1
+        assert list(rollout.response_ids) == ids and rollout.environment_reward == 0.25 * environment.told
+
+
+def test_any_split_and_order_of_the_prompts_draws_the_same(inner) -> None:
+    whole = {x.sample_id: x.response_ids for x in episodes_of(inner).generate(PROMPTS, 4)}
+    parts = [episodes_of(inner).generate(part, 4) for part in (PROMPTS[4::-1], [], PROMPTS[5:])]
+    assert {x.sample_id: x.response_ids for part in parts for x in part} == whole
+    again = episodes_of(inner).generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS], 4)
+    assert [x.response_ids for x in again] != list(whole.values())
+
+
+def test_a_saved_group_comes_back_equal(inner) -> None:
+    rollouts = episodes_of(inner).generate(PROMPTS[:2], 3)
+    rollouts[1] = dataclasses.replace(rollouts[1], environment_reward=None, excluded="it hung")
+    plain = inner.generate(PROMPTS[2:3], 3)
+    groups = {
+        "a": SavedGroup(prompt=PROMPTS[0], rollouts=rollouts[:3], scores=[Score(total=None, by_function=(None, 1.0))] * 3),
+        "b": SavedGroup(prompt=PROMPTS[1], rollouts=rollouts[3:], scores=None),
+        "c": SavedGroup(prompt=PROMPTS[2], rollouts=plain, scores=None),
+    }
+    assert any(x.loss_mask is not None for x in rollouts) and all(x.loss_mask is None for x in plain)
+    found = unpack_groups(pack_groups(groups), lambda prompt_id, attempt: {p.prompt_id: p for p in PROMPTS}[prompt_id])
+    assert list(found) == list(groups)
+    for key, group in groups.items():
+        exact = [dataclasses.replace(x, logprobs=tuple(np.float32(x.logprobs).tolist())) for x in group.rollouts]
+        assert found[key].rollouts == exact and found[key].scores == group.scores and found[key].prompt == group.prompt
+
+
+def test_a_group_of_before_masks_is_read(inner) -> None:
+    """What an earlier release wrote: five fields a sample, no array of masks."""
+    plain = inner.generate(PROMPTS[:1], 2)
+    packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=plain, scores=None)})
+    with np.load(io.BytesIO(packed)) as file:
+        arrays = {name: file[name] for name in ("header", "token_ids", "logprobs")}
+    header = json.loads(arrays["header"].tobytes())
+    header[0][3] = [sample[:5] for sample in header[0][3]]
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    prompts = {PROMPTS[0].prompt_id: PROMPTS[0]}
+    found, wanted = (unpack_groups(data, lambda name, _: prompts[name])["a"].rollouts for data in (buffer.getvalue(), packed))
+    assert found == wanted and all(x.loss_mask is None for x in found)
+
+
+def test_rows_carry_the_mask_and_nothing_where_the_sample_is_out(inner) -> None:
+    rollout = next(x for x in episodes_of(inner).generate(PROMPTS, 4) if x.num_turns > 1)
+    rollout = dataclasses.replace(rollout, finish_reason="stop")
+    row = to_sample(rollout, included=True)
+    assert row.loss_mask.tolist() == list(rollout.loss_mask) and int(row.loss_mask.sum()) == rollout.num_sampled
+    assert not to_sample(rollout, included=False).loss_mask.any()
+    cut = dataclasses.replace(rollout, finish_reason="length")
+    group = Group(rollouts=(rollout, cut), scores=(Score(total=1.0, by_function=(1.0,)),) * 2)
+    assert [s.loss_mask.any() for s in group.samples(mask_truncated=True)] == [True, False]
+    with pytest.raises(ValueError, match=f"{rollout.sample_id} has .* response tokens and a loss_mask of 1"):
+        to_sample(dataclasses.replace(rollout, loss_mask=(True,)), included=True)

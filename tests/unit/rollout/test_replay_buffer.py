@@ -1,0 +1,325 @@
+"""rollout/replay_buffer.py: every invariant under Hypothesis against a plain list that is sorted anew each time, and draws against their odds."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import ReplayConfig
+from megatron_rl.rollout import replay_buffer
+from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
+from tests.patience import patient
+
+# Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
+SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+KEYS = ["17@0", "17@0.1", "2@0", "10@0", "3@1", "é@0"]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+# Few scores, so that ties are common; some that vanish beside the others, and some whose sum overflows.
+scores = st.sampled_from([0.0, 0.5, 0.5, 1.0, 2.0, 0.1 + 0.2, 5e-324, 1e-300, 1.7e308])
+entries = st.builds(Entry, key=st.sampled_from(KEYS), score=scores, version=st.integers(0, 6), uses=st.integers(0, 1))
+operations = st.one_of(
+    st.tuples(st.just("add"), st.lists(entries, max_size=4)),
+    st.tuples(st.just("draw"), st.tuples(st.integers(0, 4), st.integers(0, 99), st.lists(st.sampled_from(KEYS), max_size=2))),
+    st.tuples(st.just("expire"), st.integers(0, 9)),
+    st.tuples(st.just("retire"), st.none()),
+    st.tuples(st.just("reload"), st.none()),
+)
+configs = st.builds(
+    ReplayConfig, size=st.integers(0, 5), max_age=st.one_of(st.none(), st.integers(1, 4)), max_uses=st.integers(1, 3)
+)  # fmt: skip
+
+
+def better(left: Entry, right: Entry) -> bool:
+    if left.score != right.score:
+        return left.score > right.score
+    return left.version > right.version if left.version != right.version else left.key < right.key
+
+
+@dataclass(kw_only=True)
+class Model:
+    """A plain list; every decision looks at all of it, one entry at a time."""
+
+    config: ReplayConfig
+    seed: int
+    held: list[Entry]
+
+    def add(self, given: list[Entry]) -> set[str]:
+        for entry in given:
+            self.held = [x for x in self.held if x.key != entry.key] + [entry]
+        kept = [x for x in self.held if x.score != 0 and sum(better(y, x) for y in self.held) < self.config.size]
+        gone = {x.key for x in self.held if x not in kept}
+        self.held = kept
+        return gone
+
+    def draw(self, count: int, rollout: int, exclude: list[str]) -> list[str]:
+        """Exact fractions along the line of scores, the best first."""
+        left = [x for x in self.held if x.key not in exclude and x.uses < self.config.max_uses]
+        raw = np.random.Philox(key=np.array([self.seed, rollout], dtype=np.uint64), counter=[0, 0, 0, 1]).random_raw(max(count, 1))
+        drawn = []
+        for number in raw.tolist()[:count]:
+            if not left:
+                break
+            left = sorted(left, key=lambda x: sum(better(y, x) for y in self.held))
+            at, end = Fraction(number >> 11, 2**53) * sum(Fraction(x.score) for x in left), Fraction(0)
+            for entry in left:
+                end += Fraction(entry.score)
+                if end > at:
+                    break
+            left.remove(entry)
+            drawn.append(entry.key)
+        self.held = [changed(x, uses=x.uses + drawn.count(x.key)) for x in self.held]
+        return drawn
+
+    def drop(self, goes) -> set[str]:
+        gone = {x.key for x in self.held if goes(x)}
+        self.held = [x for x in self.held if not goes(x)]
+        return gone
+
+    def expire(self, version: int) -> set[str]:
+        return self.drop(lambda x: self.config.max_age is not None and x.version + self.config.max_age < version)
+
+    def retire(self) -> set[str]:
+        return self.drop(lambda x: not x.uses < self.config.max_uses)
+
+
+def through_json(buffer: ReplayBuffer, config: ReplayConfig, seed: int) -> ReplayBuffer:
+    other = ReplayBuffer(config, seed)
+    assert other.load_state(json.loads(json.dumps(buffer.state()))) == []
+    assert other.entries == buffer.entries
+    return other
+
+
+def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, object]]) -> None:
+    """Every numbered invariant of replay_buffer.py, after each operation of a history."""
+    buffer, model = ReplayBuffer(config, seed), Model(config=config, seed=seed, held=[])
+    for name, value in steps:
+        before = buffer.entries
+        held = {x.key for x in before}
+        twin = through_json(buffer, config, seed)  # 6
+        match name:
+            case "add":
+                gone, wanted, told = buffer.add(value), model.add(value), twin.add(value)
+                assert_none_lost(held | {x.key for x in value}, buffer, gone)
+            case "expire":
+                gone, wanted, told = buffer.expire(value), model.expire(value), twin.expire(value)
+                assert_none_lost(held, buffer, gone)
+                assert config.max_age is None or all(value - x.version <= config.max_age for x in buffer.entries)  # 5
+            case "retire":
+                gone, wanted, told = buffer.retire(), model.retire(), twin.retire()
+                assert_none_lost(held, buffer, gone)
+                assert all(x.uses < config.max_uses for x in buffer.entries)  # 5
+            case "draw":
+                count, rollout, exclude = value
+                gone = buffer.draw(count, rollout=rollout, exclude=exclude)
+                wanted, told = model.draw(count, rollout, exclude), twin.draw(count, rollout=rollout, exclude=exclude)
+                assert gone == wanted  # 4: the order too
+                able = {x.key for x in before if x.uses < config.max_uses} - set(exclude)  # 3
+                assert len(set(gone)) == len(gone) == min(count, len(able)) and set(gone) <= able
+                assert buffer.entries == tuple(changed(x, uses=x.uses + (x.key in gone)) for x in before)
+            case "reload":
+                gone = wanted = told = []
+                buffer = through_json(buffer, config, seed)
+        assert gone == told and twin.entries == buffer.entries  # 6
+        assert set(gone) == set(wanted)
+        assert_well_kept(config, buffer, model)
+
+
+def assert_none_lost(were: set[str], buffer: ReplayBuffer, gone: list[str]) -> None:
+    assert sorted([*gone, *(x.key for x in buffer.entries)]) == sorted(were)  # 2
+
+
+def assert_well_kept(config: ReplayConfig, buffer: ReplayBuffer, model: Model) -> None:
+    held = buffer.entries  # 1
+    assert len(buffer) == len(held) <= config.size and len({x.key for x in held}) == len(held)
+    assert all(math.isfinite(x.score) and x.score > 0 for x in held)
+    assert all(better(left, right) for left, right in zip(held, held[1:], strict=False))
+    assert set(held) == set(model.held)
+
+
+@SETTINGS
+@given(config=configs, seed=st.integers(0, 2**64 - 1), steps=st.lists(operations, min_size=4, max_size=14))
+def test_invariants(config: ReplayConfig, seed: int, steps: list) -> None:
+    assert_invariants(config, seed, steps)
+
+
+@SETTINGS
+@given(given_=st.lists(entries, max_size=8, unique_by=lambda x: x.key), size=st.integers(0, 4), seed=st.integers(0, 99))
+def test_any_order_and_any_calls_of_add_keep_the_same(given_: list[Entry], size: int, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(given_))
+    whole, split = ReplayBuffer(ReplayConfig(size=size), 0), ReplayBuffer(ReplayConfig(size=size), 0)
+    gone = whole.add(given_)
+    assert sorted(key for place in order for key in split.add([given_[place]])) == sorted(gone)
+    assert whole.entries == split.entries
+
+
+# ---- draws ----------------------------------------------------------------------------------------------------------
+
+
+def counts_of_draws(scores: dict[str, float], count: int, rounds: int) -> Counter:
+    """Ordered draws over as many rollouts, each from a buffer that was never drawn from."""
+    buffer = ReplayBuffer(ReplayConfig(size=len(scores), max_uses=10**9), 7)
+    buffer.add([Entry(key=key, score=score, version=0) for key, score in scores.items()])
+    return Counter(tuple(buffer.draw(count, rollout=rollout)) for rollout in range(rounds))
+
+
+def chi_square(found: Counter, chances: dict[tuple, float], rounds: int) -> float:
+    assert set(found) <= set(chances) and math.isclose(sum(chances.values()), 1.0)
+    return sum((found[cell] - rounds * chance) ** 2 / (rounds * chance) for cell, chance in chances.items())
+
+
+def test_draws_are_in_proportion_to_score() -> None:
+    scores = {"a": 8.0, "b": 4.0, "c": 2.0, "d": 1.0, "e": 1.0}
+    found = counts_of_draws(scores, 1, 5000)
+    # 4 degrees of freedom: one seed in a million is above 33.4. The seed is fixed, so it is not a matter of luck.
+    assert chi_square(found, {(key,): score / 16 for key, score in scores.items()}, 5000) < 33.4
+
+
+def test_the_next_of_a_draw_is_in_proportion_to_what_is_left() -> None:
+    scores = {"a": 5.0, "b": 3.0, "c": 1.0, "d": 1.0}
+    chances = {(x, y): scores[x] / 10 * scores[y] / (10 - scores[x]) for x in scores for y in scores if x != y}
+    found = counts_of_draws(scores, 2, 8000)
+    assert chi_square(found, chances, 8000) < 48.9  # 11 degrees of freedom, one seed in a million
+
+
+@pytest.mark.parametrize(("uniform", "key"), [(0.0, "a"), (0.5 - 2**-53, "a"), (0.5, "b"), (1 - 2**-53, "b")])
+def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key has its own end of the line and not the next one's; one that vanishes beside the others is not drawn before them."""
+    monkeypatch.setattr(replay_buffer, "_uniforms", lambda seed, rollout, count: [uniform] * count)
+    buffer = ReplayBuffer(ReplayConfig(size=4), 0)
+    buffer.add([Entry(key="a", score=1e300, version=0), Entry(key="b", score=1e300, version=0), Entry(key="c", score=5e-324, version=0)])
+    drawn = buffer.draw(3, rollout=0)
+    assert drawn[0] == key and drawn[2] == "c"
+
+
+def test_another_rollout_or_seed_draws_anew_and_the_same_draws_the_same() -> None:
+    def drawn(seed: int, rollout: int) -> list[str]:
+        buffer = ReplayBuffer(ReplayConfig(size=100), seed)
+        buffer.add([Entry(key=f"{i}@0", score=1.0, version=0) for i in range(100)])
+        return buffer.draw(10, rollout=rollout)
+
+    assert drawn(1, 2) == drawn(1, 2)
+    assert len({tuple(drawn(seed, rollout)) for seed in (0, 1, 2, -1) for rollout in (0, 1, 2)}) == 12
+
+
+# ---- the faults that such buffers are known for -----------------------------------------------------------------------
+
+
+def test_equal_scores_keep_the_newer_then_the_smaller_key() -> None:
+    buffer = ReplayBuffer(ReplayConfig(size=2), 0)
+    assert buffer.add([Entry(key=key, score=1.0, version=version) for key, version in [("b", 3), ("a", 3), ("c", 4)]]) == ["b"]
+    assert [x.key for x in buffer.entries] == ["c", "a"]
+    assert buffer.add([Entry(key="d", score=1.0, version=3)]) == ["d"]
+
+
+def test_the_same_key_replaces_and_is_told_of_only_where_it_is_not_kept() -> None:
+    buffer = ReplayBuffer(ReplayConfig(size=2, max_uses=2), 0)
+    buffer.add([Entry(key="a", score=1.0, version=0), Entry(key="b", score=2.0, version=0)])
+    buffer.draw(2, rollout=0)
+    assert buffer.add([Entry(key="a", score=3.0, version=1)]) == []
+    assert [(x.key, x.version, x.uses) for x in buffer.entries] == [("a", 1, 0), ("b", 0, 1)]
+    assert buffer.add([Entry(key="a", score=0.0, version=2)]) == ["a"]  # its rows were replaced: the older entry has none
+    assert [x.key for x in buffer.entries] == ["b"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_score_that_is_no_amount_names_its_key(bad: float) -> None:
+    with pytest.raises(ValueError, match=rf"group 17@0\.1 is {bad}"):
+        Entry(key="17@0.1", score=bad, version=0)
+    buffer = ReplayBuffer(ReplayConfig(size=2), 0)
+    state = json.loads(json.dumps({"entries": [{"key": "17@0.1", "score": bad, "version": 0, "uses": 0}]}))
+    with pytest.raises(ValueError, match=r"group 17@0\.1"):
+        buffer.load_state(state)
+
+
+def test_age_is_in_weight_versions_and_null_never_expires() -> None:
+    aged, ageless = ReplayBuffer(ReplayConfig(size=3, max_age=2), 0), ReplayBuffer(ReplayConfig(size=3, max_age=None), 0)
+    for buffer in (aged, ageless):
+        buffer.add([Entry(key=str(version), score=1.0, version=version) for version in (3, 4, 5)])
+    assert [aged.expire(5) for _ in range(10)] == [[]] * 10  # ten steps of ghosts: the weights stayed
+    assert aged.expire(7) == ["4", "3"] and ageless.expire(10**9) == []
+
+
+def test_what_is_used_up_is_not_drawn_again_before_it_is_retired() -> None:
+    buffer = ReplayBuffer(ReplayConfig(size=3, max_uses=2), 0)
+    buffer.add([Entry(key="a", score=1.0, version=0)])
+    assert [buffer.draw(5, rollout=rollout) for rollout in range(3)] == [["a"], ["a"], []]
+    assert len(buffer) == 1 and buffer.retire() == ["a"] and len(buffer) == 0
+
+
+def test_a_smaller_size_tells_what_left() -> None:
+    large, small = ReplayBuffer(ReplayConfig(size=5), 0), ReplayBuffer(ReplayConfig(size=2), 0)
+    large.add([Entry(key=str(score), score=score, version=0) for score in (1, 2, 3, 4)])
+    assert small.load_state(json.loads(json.dumps(large.state()))) == ["2", "1"]
+    assert [x.key for x in small.entries] == ["4", "3"]
+    assert small.load_state({"entries": []}) == [] and len(small) == 0  # in place of what it has
+
+
+def test_numbers_of_numpy_are_json() -> None:
+    buffer = ReplayBuffer(ReplayConfig(size=5), 0)
+    buffer.add([Entry(key="a", score=np.float32(0.1), version=np.int64(3))])
+    assert through_json(buffer, ReplayConfig(size=5), 0).entries[0].version == 3
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+def score_naive(advantages: list, groups: list, included: list, rewards: list, group: int) -> float:
+    member = [i for i in range(len(groups)) if included[i] and groups[i] == group]
+    total = 0.0
+    for function in range(len(rewards[0])):
+        values = [rewards[i][function] for i in member if not math.isnan(rewards[i][function])]
+        if len(values) > 1 and len(set(values)) > 1:
+            mean = math.fsum(values) / len(values)
+            total += math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+    return math.fsum(abs(advantages[i]) for i in member) * total
+
+
+@SETTINGS
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 14), functions=st.integers(1, 3))
+def test_scores_equal_the_formula(seed: int, count: int, functions: int) -> None:
+    random = np.random.default_rng(seed)
+    groups, included = random.choice([7, 0, 3, 40], count), random.random(count) < 0.8
+    rewards = random.choice([0.0, 1.0, 0.1 + 0.2, 0.3, math.nan], (count, functions))
+    advantages = np.where(included, random.choice([0.0, -1.5, 0.25], count), random.choice([0.0, math.nan], count))
+    numbers, found = group_scores(advantages, groups, included, rewards)
+    assert numbers.dtype == np.int64 and numbers.tolist() == sorted(set(groups.tolist())) and found.dtype == np.float64
+    lists = advantages.tolist(), groups.tolist(), included.tolist(), rewards.tolist()
+    # Rounding of a few sums; 0.1 + 0.2 and 0.3 differ by 6e-17, whose square root of squares keeps few of its digits.
+    np.testing.assert_allclose(found, [score_naive(*lists, group) for group in numbers], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 0.1 + 0.2, 1 / 3, 1e-30, -7e11])
+def test_equal_rewards_score_exactly_zero(value: float) -> None:
+    """The mean of 7 times 0.1 + 0.2 is not that number; whitened advantages of such a group need not be 0."""
+    rewards = np.array([[value, math.nan]] * 7 + [[2.0, 1.0]])
+    _, found = group_scores(np.ones(8), np.array([5] * 7 + [6]), np.ones(8, dtype=bool), rewards)
+    assert found.tolist() == [0.0, 0.0]  # and one sample has no spread
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_an_infinite_reward_reaches_the_error_that_names_its_group(bad: float) -> None:
+    for rewards in ([bad, 1.0], [bad, bad]):
+        _, found = group_scores(np.array([1.0, -1.0]), np.zeros(2, dtype=int), np.ones(2, dtype=bool), np.array(rewards)[:, None])
+        with pytest.raises(ValueError, match="group 4@0"):
+            Entry(key="4@0", score=float(found[0]), version=0)
+
+
+def test_neither_file_needs_torch() -> None:
+    code = (
+        "import sys, megatron_rl.rollout.replay_buffer, megatron_rl.rollout.reroll_buffer; print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True)
+    assert done.stdout.strip() == "[]"

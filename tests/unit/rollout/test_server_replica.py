@@ -1,0 +1,399 @@
+"""A replica over HTTP against a server that misbehaves: recovery on another replica, or a clear error, in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from megatron_rl.errors import ConfigError, EngineError
+from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.vllm import server_replica
+from megatron_rl.rollout.vllm.auth_middleware import Guard
+from megatron_rl.rollout.vllm.dispatch import dispatch
+from megatron_rl.rollout.vllm.replica import GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.vllm.server_replica import ServerReplica
+from tests.patience import HANG_S, patient, until
+from tests.unit.rollout.misbehaving_server import DESCRIPTION, FAULTS, Answer, fake_vllm, generate, in_turn, unused_port
+
+BOUND_S, LONG_S = patient(HANG_S), patient(10 * HANG_S)  # the second is a deadline that nothing here meets
+SHORT_S = 0.2  # one that is met by who hangs: nobody else is asked with it
+VERSION, OUT_OF_MEMORY = 3, "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    threads = threading.active_count()
+    yield
+    assert until(lambda: threading.active_count() <= threads), threading.enumerate()  # a request's thread ends with its connection
+
+
+def replica_of(url: str, **changes) -> ServerReplica:
+    replica = ServerReplica(url, **({"deadline_s": LONG_S} | changes))
+    replica.weight_version = VERSION
+    return replica
+
+
+def request_of(name: str = "q", n: int = 2) -> GenerateRequest:
+    return GenerateRequest(request_id=name, token_ids=(5, 6), n=n, max_tokens=8, temperature=0.7, seed=11, stop_token_ids=(9,))
+
+
+def spread(*replicas: ServerReplica, num_requests: int = 4, deadline_s: float = LONG_S):
+    given = {"weight_version": VERSION, "deadline_s": deadline_s, "max_in_flight": 8, "attempts": 3}
+    return dispatch([request_of(f"q{index}") for index in range(num_requests)], replicas, **given)
+
+
+def without_logprob(body: dict) -> dict:
+    answer = generate(body)
+    answer["choices"][0]["logprobs"] = {"content": answer["choices"][0]["logprobs"]["content"][:2]}
+    return answer
+
+
+def test_tokens_in_and_out():
+    with fake_vllm() as server:
+        (first, second) = replica_of(server.url).submit(request_of()).result(BOUND_S)
+        method, path, body, headers = server.seen[0]
+    assert first.token_ids.tolist() == second.token_ids.tolist() == [1, 2, 9] and first.token_ids.dtype == np.int64
+    assert first.logprobs.tolist() == [-0.25, -0.5, -2.25] and first.logprobs.dtype == np.float32
+    assert first.finish_reason == "stop" and first.weight_versions == ((3, 3),)
+    assert (method, path) == ("POST", "/inference/v1/generate") and "Authorization" not in headers
+    assert body["token_ids"] == [5, 6] and body["sampling_params"]["stop_token_ids"] == [9] and body["sampling_params"]["n"] == 2
+
+
+ENDLESS = ("hang", "drip", "drip headers")
+LOST = {
+    **{fault: (FAULTS[fault], "was not answered in 0.2 s") for fault in ENDLESS},
+    "drop": (FAULTS["drop"], "the connection broke, IncompleteRead"),
+    "reset": (FAULTS["reset"], "the connection broke"),
+    "half without length": (FAULTS["half without length"], "an answer without a length"),
+    "cut in the headers": (FAULTS["cut in the headers"], "an answer without a length"),
+    "garble": (FAULTS["garble"], "the connection broke, BadStatusLine"),
+    "out of memory": (Answer(500, {"error": {"message": OUT_OF_MEMORY}}), "500, " + OUT_OF_MEMORY),
+    "a proxy's page": (Answer(502, b"<html>Bad Gateway</html>"), "502, <html>Bad Gateway</html>"),
+    "busy": (Answer(429, {"detail": "queue is full"}), "429, queue is full"),
+    "not JSON": (b"<html>welcome</html>", "not JSON, '<html>welcome</html>'"),
+    "other JSON": ({"choices": [{"index": 0}]}, "cannot be read, KeyError"),
+    "a list": ([1], "cannot be read, TypeError"),
+    "broken off": (
+        lambda body: {"choices": [{**choice, "finish_reason": "abort"} for choice in generate(body)["choices"]]},
+        "broke off 2 of 2 samples, reason 'abort'",
+    ),
+    "doubled sample": (lambda body: {"choices": generate(body)["choices"][:1] * 2}, r"numbers its samples \[0, 0\]"),
+}
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_requests_of_a_bad_server_are_finished_by_the_other(fault):
+    """Each fault ends in recovery: every request is answered, and the bad server's name and reason are told."""
+    behaviour, told = LOST[fault]
+    deadline_s = SHORT_S if fault in ENDLESS else LONG_S
+    with fake_vllm(generate=behaviour) as bad, fake_vllm() as good:
+        found = spread(replica_of(bad.url, deadline_s=deadline_s), replica_of(good.url))
+        assert sorted(found.finished) == ["q0", "q1", "q2", "q3"] and not found.lost
+        assert list(found.down) == [bad.url] and re.search(told, found.down[bad.url]), found.down
+        found = spread(replica_of(bad.url), num_requests=1, deadline_s=deadline_s)  # here the dispatcher gives it up
+        assert [request.request_id for request in found.lost] == ["q0"]
+        assert deadline_s == LONG_S or found.down == {bad.url: "did not answer request q0 in 0.2 s"}, found.down
+
+
+def test_a_server_that_refuses_connections_is_passed_over():
+    with fake_vllm() as good:
+        gone = f"http://127.0.0.1:{unused_port()}"
+        found = spread(replica_of(gone), replica_of(good.url))
+        assert len(found.finished) == 4 and found.down == {gone: f"{gone}: connection refused, nothing listens there"}
+
+
+WRONG = {
+    "fewer log-probs than tokens": (without_logprob, "sample 0 has 3 tokens and 2 log-probs"),
+    "fewer choices": (lambda body: {"choices": generate(body)["choices"][:1]}, "gave 1 completions where 2 were asked for"),
+    "more choices": (
+        lambda body: {"choices": generate({"sampling_params": {"n": 3}})["choices"]}, "gave 3 completions where 2 were asked for",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrong_counts_are_asked_for_elsewhere_or_named(fault):
+    behaviour, told = WRONG[fault]
+    with fake_vllm(generate=behaviour) as bad, fake_vllm() as good:
+        found = spread(replica_of(bad.url), replica_of(good.url))
+        assert len(found.finished) == 4 and told in str(found.causes)
+        with pytest.raises(EngineError, match=f"was answered wrongly 2 times: .*{told}"):
+            spread(replica_of(bad.url), num_requests=1)
+
+
+REFUSED = {
+    "no key": (Answer(401, {"error": "Unauthorized"}), "401, no key was sent; set rollout.api_key_env"),
+    "missing route": (Answer(404, {"detail": "Not Found"}), "404, Not Found. Start the server with --enable-scale-out"),
+    "disabled route": (
+        Answer(403, {"error": {"message": "Restart vllm serve with --enable-scale-out to enable them."}}),
+        "403, Restart .* Start the server with --enable-scale-out",
+    ),
+    "too long": (Answer(400, {"error": {"message": "longer than the maximum model length of 32"}}), "400, longer than the maximum"),
+    "redirect": (Answer(307, b""), "307, no text"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_will_never_work_ends_the_call(fault):
+    behaviour, told = REFUSED[fault]
+    with fake_vllm(generate=behaviour) as bad, fake_vllm() as good, pytest.raises(RequestRefused, match=told):
+        spread(replica_of(bad.url), replica_of(good.url))
+
+
+def test_what_a_server_with_a_dead_engine_holds_is_cut(monkeypatch):
+    """Its engine is dead, /health says so, and it would hold the weight update that it has taken for ever."""
+    monkeypatch.setattr(server_replica, "HEALTH_S", 0.1)
+    with fake_vllm(start_weight_update=FAULTS["hang"], health=Answer(503, {"detail": "EngineDeadError"})) as sick:
+        replica = replica_of(sick.url)
+        replica.start()
+        with pytest.raises(ReplicaLost, match="start_weight_update was given up here, since .*/health: 503, EngineDeadError"):
+            replica.control("start_weight_update", {}, LONG_S)
+        replica.close()
+
+
+def test_abort_ends_the_request_at_once():
+    with fake_vllm(generate=FAULTS["hang"]) as server:
+        replica = replica_of(server.url)
+        futures = [replica.submit(request_of(name)) for name in "ab"]
+        assert until(lambda: len(server.seen) == 2)
+        replica.abort("a")
+        with pytest.raises(ReplicaLost, match="was given up here"):
+            futures[0].result(BOUND_S)
+        assert not futures[1].done()
+        replica.close()
+        replica.close()
+        with pytest.raises(ReplicaLost, match="was given up here"):
+            futures[1].result(BOUND_S)
+        with pytest.raises(ReplicaLost, match="was closed here"):
+            replica.submit(request_of())
+
+
+def test_wait_ready_gives_the_facts_and_waits_for_a_slow_start(monkeypatch):
+    monkeypatch.setattr(server_replica, "POLL_S", 0.02)
+    with fake_vllm(health=in_turn(Answer(503, b""), Answer(503, b""), Answer(200, b""))) as server:
+        facts = replica_of(server.url).wait_ready(BOUND_S)
+    assert facts == ReplicaFacts(
+        vllm_version="0.32.0", vocab_size=64, max_model_tokens=32, logprobs_mode="processed_logprobs", dtype="float32"
+    )
+
+
+def test_a_server_that_dies_while_it_is_asked_is_asked_again(monkeypatch):
+    """Healthy for a moment, then its engine is found dead, then it is there again."""
+    monkeypatch.setattr(server_replica, "POLL_S", 0.02)
+    dead, alive = Answer(500, {"error": "EngineCore encountered an issue"}), Answer(200, {"results": [DESCRIPTION]})
+    with fake_vllm(collective_rpc=in_turn(dead, alive)) as server:
+        assert replica_of(server.url).wait_ready(BOUND_S).vocab_size == 64
+
+
+@pytest.mark.parametrize("fault", ENDLESS)
+def test_a_requests_deadline_is_over_the_whole_of_it(fault):
+    """Without a dispatcher that gives it up, and though bytes keep coming."""
+    with fake_vllm(generate=FAULTS[fault]) as server, pytest.raises(ReplicaLost, match="was not answered in 0.2 s"):
+        replica_of(server.url, deadline_s=SHORT_S).submit(request_of()).result(BOUND_S)
+
+
+def test_nothing_listens_says_how_to_start_a_server():
+    port = unused_port()
+    with pytest.raises(ReplicaLost) as raised:
+        replica_of(f"http://127.0.0.1:{port}", model="my model").wait_ready(0.3)
+    told = str(raised.value)
+    assert f"http://127.0.0.1:{port} was not ready in 0.3 s" in told and "connection refused" in told
+    command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model 'my model' --host 127.0.0.1"
+    assert f"{command} --port {port} --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver" in told
+
+
+def other(**changes) -> dict:
+    return {"results": [DESCRIPTION | changes]}
+
+
+START = {
+    "hang": ({"health": FAULTS["hang"]}, ReplicaLost, "was not ready in 0.2 s: .*GET /health was not answered"),
+    "not vLLM": ({"health": Answer(404, b"")}, RequestRefused, "another program listens there"),
+    "old": ({"version": {"version": "0.28.3"}}, RequestRefused, "runs vLLM 0.28.3; 0.32 or newer is needed"),
+    "raw log-probs": (
+        {"collective_rpc": other(logprobs_mode="raw_logprobs")}, RequestRefused, "'raw_logprobs'.*--logprobs-mode processed_logprobs",
+    ),
+    "no dev mode": ({"collective_rpc": Answer(404, {"detail": "Not Found"})}, RequestRefused, "only with VLLM_SERVER_DEV_MODE=1"),
+    "no receiver": (
+        {"collective_rpc": Answer(500, {"error": {"message": "Worker failed, no attribute 'describe'"}})},
+        RequestRefused,
+        "cannot take weights .*--worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver",
+    ),
+    "workers differ": ({"collective_rpc": {"results": [DESCRIPTION, DESCRIPTION | {"vocab_size": 65}]}}, RequestRefused, "disagree"),
+    "no results": ({"collective_rpc": {}}, ReplicaLost, "without 'results'"),
+    "no version": ({"version": {}}, ReplicaLost, "GET /version answered without 'version'"),
+    "wrong key": ({"version": Answer(401, {"error": "Unauthorized"})}, RequestRefused, "401, no key was sent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", START)
+def test_a_server_that_cannot_serve_is_refused_at_the_start(monkeypatch, fault):
+    monkeypatch.setattr(server_replica, "POLL_S", 2 * LONG_S)  # one that might still come to itself is asked once
+    routes, kind, told = START[fault]
+    with fake_vllm(**routes) as server, pytest.raises(kind, match=told):
+        replica_of(server.url).wait_ready(SHORT_S if fault == "hang" else LONG_S)
+
+
+def test_the_key_is_sent_and_never_told(monkeypatch):
+    monkeypatch.setenv("KEY_OF_MINE", "sesame")
+    echo = Answer(401, {"error": "Bearer sesame is wrong"})
+    with fake_vllm() as server:
+        replica = replica_of(server.url, api_key_env="KEY_OF_MINE")
+        replica.submit(request_of()).result(BOUND_S)
+        assert server.seen[0][3]["Authorization"] == "Bearer sesame"
+        server.routes["/inference/v1/generate"] = echo
+        with pytest.raises(RequestRefused, match="the key that was sent is not the server's; set rollout.api_key_env") as raised:
+            replica.submit(request_of()).result(BOUND_S)
+        assert "sesame" not in str(raised.value)
+        server.routes["/inference/v1/generate"] = Answer(500, {"error": "I heard Bearer sesame"})
+        with pytest.raises(ReplicaLost) as lost:
+            replica.submit(request_of()).result(BOUND_S)
+        assert "I heard Bearer ***" in str(lost.value)
+    monkeypatch.setenv("KEY_OF_MINE", "two\nlines")
+    with pytest.raises(ConfigError, match="rollout.api_key_env") as refused:
+        replica_of(server.url, api_key_env="KEY_OF_MINE")
+    assert "lines" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://user:word@host:1", "ftp://host"])
+def test_what_is_not_an_address_is_named(url):
+    with pytest.raises(ConfigError, match="write it as http://HOST:PORT"):
+        replica_of(url)
+
+
+def test_another_tokenizer_is_refused():
+    def encode(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    with fake_vllm() as server:
+        replica = replica_of(server.url)
+        replica.check_tokenizer(encode, ["a+b", "ü"])
+        assert all(body["add_special_tokens"] is False for _, _, body, _ in server.seen)
+        with pytest.raises(RequestRefused, match=r"another tokenizer .* 'ab' is \[97, 98\] there and \[97, 0\] here"):
+            replica.check_tokenizer(lambda text: [97, 0], ["ab"])
+        for none in (Answer(404, b""), Answer(501, {"error": "no tokenizer"}), Answer(400, {"error": "skip_tokenizer_init is set"})):
+            server.routes["/tokenize"] = none
+            replica.check_tokenizer(encode, ["a+b"])
+        server.routes["/tokenize"] = Answer(400, {"error": "another matter"})
+        with pytest.raises(RequestRefused, match="another matter"):
+            replica.check_tokenizer(encode, ["a+b"])
+
+
+def test_an_update_in_flight_pauses_and_resumes():
+    with fake_vllm(**dict.fromkeys(["pause", "resume", "update_weight_version", "reset_prefix_cache"], {"success": True})) as server:
+        for method, arguments in [("pause", {}), ("reset_prefix_cache", {"running": True}), ("resume", {})]:
+            replica_of(server.url).control(method, arguments, LONG_S)
+        seen = [(path, body) for _, path, body, _ in server.seen]
+    assert seen == [
+        ("/pause?mode=keep&clear_cache=false", None), ("/update_weight_version", {"new_version": "updating"}),
+        ("/reset_prefix_cache?reset_running_requests=true", None), ("/resume", None),
+    ]  # fmt: skip
+
+
+def test_a_server_that_gives_up_is_resumed_however_often_that_takes(monkeypatch):
+    monkeypatch.setattr(server_replica, "POLL_S", 0.02)
+    failing = Answer(500, {"error": "busy"})
+    resume = in_turn(failing, failing, Answer(200, {"status": "resumed"}))
+    with fake_vllm(generate=FAULTS["hang"], pause=failing, resume=resume, update_weight_version={"success": True}) as server:
+        replica = replica_of(server.url)
+        future = replica.submit(request_of())
+        assert until(lambda: server.seen)
+        replica.give_up("the update failed")
+        asked = [path.partition("?")[0] for _, path, _, _ in server.seen[-4:]]
+        assert asked == ["/update_weight_version", "/resume"] * 2  # what its weights sample is labelled as nobody's before it goes on
+        with pytest.raises(ReplicaLost, match="was given up here"):  # it did not hear of the pause, so its requests are cut off
+            future.result(BOUND_S)
+        server.routes["/resume"] = failing
+        monkeypatch.setattr(server_replica, "RESUME_S", 0.1)  # bounded all the same
+        replica.give_up("never")
+    replica.give_up("it is gone")
+
+
+def test_control_messages_are_the_servers_routes():
+    names = "init_weight_transfer_engine start_weight_update update_weights finish_weight_update reset_prefix_cache sleep wake_up"
+    with fake_vllm(**{name: {"success": True} for name in names.split()}) as server:
+        replica = replica_of(server.url)
+        replica.control("init_weight_transfer", {"channel": "shared_memory"}, LONG_S)
+        replica.control("start_weight_update", {}, LONG_S)
+        replica.control("update_weights", {"kind": "end"}, LONG_S)
+        replica.control("finish_weight_update", {"weight_version": 7}, LONG_S)
+        replica.control("reset_prefix_cache", {}, LONG_S)
+        replica.control("sleep", {"level": 2}, LONG_S)
+        replica.control("wake", {"tags": ["weights", "kv_cache"]}, LONG_S)
+        replica.control("wake", {"tags": None}, LONG_S)
+        server.routes["/collective_rpc"] = {"results": [{"version": 7}]}
+        assert replica.control("weights_received", {}, LONG_S) == [{"version": 7}]
+        seen = [(path, body) for _, path, body, _ in server.seen if path != "/resume"]  # the first one, which may be unknown there
+    assert seen[:4] == [
+        ("/init_weight_transfer_engine", {"init_info": {"channel": "shared_memory"}}), ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"kind": "end"}}), ("/finish_weight_update", {"weight_version": "7"}),
+    ]  # fmt: skip
+    assert [path for path, _ in seen[4:8]] == ["/reset_prefix_cache", "/sleep?level=2", "/wake_up?tags=weights&tags=kv_cache", "/wake_up"]
+    assert seen[8][1]["method"] == "weights_received"
+
+
+def test_a_control_message_that_fails_tells_the_servers_words():
+    with fake_vllm(update_weights=Answer(500, {"error": {"message": "checksum 5, the trainer sent 6"}})) as server:
+        with pytest.raises(ReplicaLost, match="POST /update_weights: 500, checksum 5, the trainer sent 6"):
+            replica_of(server.url).control("update_weights", {}, LONG_S)
+        with pytest.raises(RequestRefused, match="/start_weight_update: 404, .*VLLM_SERVER_DEV_MODE=1"):
+            replica_of(server.url).control("start_weight_update", {}, LONG_S)
+        server.routes["/start_weight_update"] = FAULTS["cut in the headers"]  # must not pass for an empty success
+        with pytest.raises(ReplicaLost, match="an answer without a length"):
+            replica_of(server.url).control("start_weight_update", {}, LONG_S)
+        server.routes["/sleep"] = FAULTS["hang"]
+        with pytest.raises(ReplicaLost, match="was not answered in 0.2 s"):
+            replica_of(server.url).control("sleep", {"level": 1}, SHORT_S)
+
+
+def test_a_prefix_cache_that_is_held_is_tried_again(monkeypatch):
+    answers = [{"success": False}, {"success": False}, {"success": True}]
+    with fake_vllm(reset_prefix_cache=lambda body: answers.pop(0)) as server:
+        replica_of(server.url).control("reset_prefix_cache", {}, LONG_S)
+        assert not answers
+        monkeypatch.setattr(server_replica, "POLL_S", 2 * LONG_S)  # so that there is no time for another one
+        server.routes["/reset_prefix_cache"] = {"success": False}
+        with pytest.raises(ReplicaLost, match=f"did not reset its prefix cache in {LONG_S:g} s"):
+            replica_of(server.url).control("reset_prefix_cache", {}, LONG_S)
+
+
+@pytest.mark.parametrize("said, holds", [("3", VERSION), ("default", NO_WEIGHTS), ("2", NO_WEIGHTS)])
+def test_after_a_restart_the_server_says_what_it_holds(said, holds):
+    with fake_vllm(weight_info={"weight_version": said}) as server:
+        replica = replica_of(server.url)
+        replica.restart()
+        assert replica.weight_version == NO_WEIGHTS
+        replica.wait_ready(LONG_S)
+        assert replica.weight_version == holds
+        fresh = ServerReplica(server.url, deadline_s=LONG_S)
+        fresh.wait_ready(LONG_S)
+        assert fresh.weight_version == NO_WEIGHTS  # a version that this side never saw arrive
+
+
+def status_from_guard(path: str, authorization: bytes | None) -> int:
+    sent = []
+
+    async def app(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    headers = [] if authorization is None else [(b"authorization", authorization)]
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.run_until_complete(Guard(app)({"type": "http", "path": path, "headers": headers}, None, send))
+    return sent[0]["status"]
+
+
+def test_the_guard_wants_the_key_everywhere_but_for_health(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    for path in ("/update_weights", "/collective_rpc", "/v1/models", "/version", "/healthy", "//health"):
+        assert [status_from_guard(path, x) for x in (None, b"Bearer wrong", b"sesame", b"Bearer sesame")] == [401, 401, 401, 200]
+    assert status_from_guard("/health", None) == 200
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert status_from_guard("/update_weights", None) == 200

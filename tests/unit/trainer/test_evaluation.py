@@ -1,0 +1,189 @@
+"""Evaluation without engines: pass@k against enumeration, a set's metrics against the naive loop, and the names of its prompts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config import load_config
+from megatron_rl.data.prompt_dataset import PromptSource
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.worker import Job
+from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
+from megatron_rl.types import Prompt, Rollout, Score
+from tests.unit.rollout.test_transformers_engine import _tokenizer
+
+
+@st.composite
+def counts(draw, most: int = 9) -> tuple[int, int, int]:
+    num_samples = draw(st.integers(1, most))
+    return num_samples, draw(st.integers(0, num_samples)), draw(st.integers(1, num_samples))
+
+
+@given(counts())
+def test_pass_at_k_equals_enumeration(drawn):
+    """Every choice of k of the samples, as likely as any other: the share of those with one that passed."""
+    num_samples, num_passed, k = drawn
+    choices = list(itertools.combinations([True] * num_passed + [False] * (num_samples - num_passed), k))
+    assert pass_at_k(num_samples, num_passed, k) == float(Fraction(sum(any(choice) for choice in choices), len(choices)))
+
+
+@given(counts(most=500))
+def test_pass_at_k_is_bounded_and_rises(drawn):
+    """Numbers whose binomials no float holds."""
+    num_samples, num_passed, k = drawn
+    found = pass_at_k(num_samples, num_passed, k)
+    assert 0.0 <= found <= 1.0 and (found == 0.0) == (num_passed == 0)
+    assert pass_at_k(num_samples, num_passed, num_samples) == (num_passed > 0) and pass_at_k(num_samples, num_passed, 1) <= found
+    assert pass_at_k(num_samples, num_passed, 1) == num_passed / num_samples
+
+
+@pytest.mark.parametrize("num_samples,num_passed,k", [(4, 1, 0), (4, 1, 5), (4, 5, 2), (4, -1, 2)])
+def test_pass_at_k_refuses_what_is_no_draw(num_samples, num_passed, k):
+    with pytest.raises(ValueError, match=f"pass@{k} of {num_samples} samples of which {num_passed} passed"):
+        pass_at_k(num_samples, num_passed, k)
+
+
+def test_powers_of_two():
+    assert [powers_of_two(limit) for limit in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 8]]
+
+
+@st.composite
+def outcomes(draw) -> Outcomes:
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
+    value = st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.5]))
+    cells = math.prod(shape)
+    totals = draw(st.lists(value, min_size=cells, max_size=cells))
+    by_function = draw(st.lists(value, min_size=2 * cells, max_size=2 * cells))
+    return Outcomes(
+        totals=np.array(totals, dtype=np.float64).reshape(shape),
+        by_function=np.array(by_function, dtype=np.float64).reshape(*shape, 2),
+        response_tokens=draw(st.integers(cells, 10 * cells)),
+    )
+
+
+@given(outcomes(), st.sampled_from([0.0, 0.5, 1.0]))
+def test_set_metrics_equal_the_naive_loop(drawn, threshold):
+    names = ("m:one", "m:two")
+    num_prompts, size = drawn.totals.shape
+    wanted = {"eval/x/response_tokens_mean": drawn.response_tokens / (num_prompts * size)}
+    scored = [value for value in drawn.totals.ravel().tolist() if not math.isnan(value)]
+    wanted["eval/x/excluded"] = num_prompts * size - len(scored)
+    if scored:
+        wanted[f"eval/x/mean@{size}"] = sum(scored) / len(scored)
+    for k in (k for k in (1, 2, 4) if k <= size):
+        passes = [[value >= threshold for value in row] for row in drawn.totals.tolist()]
+        choices = [[any(choice) for choice in itertools.combinations(row, k)] for row in passes]
+        wanted[f"eval/x/pass@{k}"] = sum(sum(each) / len(each) for each in choices) / num_prompts
+    for index, name in enumerate(names):
+        values = [value for value in drawn.by_function[..., index].ravel().tolist() if not math.isnan(value)]
+        if values:
+            wanted[f"eval/x/{name}"] = sum(values) / len(values)
+    # 1e-12: the order of additions
+    assert set_metrics("x", drawn, names, threshold=threshold) == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+
+
+def test_excluded_samples_have_not_passed_and_stand_in_no_mean():
+    totals = np.array([[1.0, np.nan, 0.0, np.nan], [np.nan] * 4])
+    drawn = Outcomes(totals=totals, by_function=totals[:, :, None], response_tokens=24)
+    assert set_metrics("x", drawn, ["f"], threshold=1.0) == {
+        "eval/x/mean@4": 0.5, "eval/x/pass@1": 0.125, "eval/x/pass@2": 0.25, "eval/x/pass@4": 0.5, "eval/x/f": 0.5,
+        "eval/x/response_tokens_mean": 3.0, "eval/x/excluded": 6.0,
+    }  # fmt: skip
+    nothing = set_metrics("x", Outcomes(totals=totals[1:], by_function=totals[1:, :, None], response_tokens=4), ["f"], threshold=0.0)
+    assert nothing == {
+        "eval/x/pass@1": 0.0, "eval/x/pass@2": 0.0, "eval/x/pass@4": 0.0, "eval/x/response_tokens_mean": 1.0, "eval/x/excluded": 4.0,
+    }  # fmt: skip
+
+
+def write_rows(path, texts) -> str:
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "2"}) + "\n" for text in texts))
+    return str(path)
+
+
+def test_sets_share_rows_and_no_names(tmp_path):
+    """The same row in two sets, and in the training data, is three prompts: three seeds. None of them is a place in the data."""
+    rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3=", "4-2="])
+    config = load_config(None, [f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2", "data.max_prompt_tokens=8"])
+    found = Evaluation(config, _tokenizer(), 64).sets
+    assert {name: [(p.prompt_id, p.text) for p in prompts] for name, prompts in found.items()} == {
+        "test": [("eval/test/0@0", "1+1="), ("eval/test/1@0", "2+3=")],
+        "hard": [("eval/hard/0@0", "1+1="), ("eval/hard/1@0", "2+3=")],
+    }
+    source = PromptSource([{"prompt": "1+1=", "answer": "2"}], _tokenizer(), config.data, seed=0)
+    with pytest.raises(ValueError):
+        source.put_back(found["test"][:1])
+
+
+def test_a_bad_row_names_its_set(tmp_path):
+    good, long = write_rows(tmp_path / "good.jsonl", ["1+1="]), write_rows(tmp_path / "long.jsonl", ["1+1=", "1" * 9])
+    with pytest.raises(ConfigError, match=r"^eval.sets.b='.*long.jsonl': row 1: the prompt has 9 tokens"):
+        Evaluation(load_config(None, [f"eval.sets={{a: {good}, b: {long}}}", "data.max_prompt_tokens=8"]), _tokenizer(), 64)
+    with pytest.raises(ConfigError, match="^eval.path='.*long.jsonl': row 1"):
+        Evaluation(load_config(None, [f"eval.path={long}", f"eval.sets.b={good}", "data.max_prompt_tokens=8"]), _tokenizer(), 64)
+    with pytest.raises(ConfigError, match="eval.sets.c='nowhere.jsonl' does not exist"):
+        Evaluation(load_config(None, ["eval.sets.c=nowhere.jsonl"]), _tokenizer(), 64)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class FakeGeneration:
+    """Prompt p's sample s has p + s + 1 tokens, and the total p + s / 4."""
+
+    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float) -> Job:
+        self.asked = ([prompt.prompt_id for prompt in prompts.values()], samples_per_prompt, temperature)
+        job = Job(prompts, list(prompts), samples_per_prompt)
+        for place, prompt in prompts.items():
+            rollouts = [
+                Rollout(
+                    prompt=prompt, sample_index=index, response_ids=(5,) * (place + index + 1), logprobs=(), text="", finish_reason="stop",
+                    weight_versions=(),
+                )
+                for index in range(samples_per_prompt)
+            ]  # fmt: skip
+            totals = [place + index / 4 for index in range(samples_per_prompt)]
+            job.put(place, rollouts, [Score(total=total, by_function=(total,)) for total in totals])
+        return job
+
+
+@pytest.mark.parametrize("suffix", ["", "_before"])
+def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
+    """Two prompts in one set and one in the other, in one call."""
+    rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3="]), write_rows(tmp_path / "row.jsonl", ["1+1="])
+    overrides = ("eval.samples_per_prompt=2", "eval.temperature=0.5", "reward.functions=[m:f]", "data.max_prompt_tokens=8")
+    generation = FakeGeneration()
+    evaluation = Evaluation(load_config(None, [f"eval.sets={{a: {rows[0]}, b: {rows[1]}}}", *overrides]), _tokenizer(), 64)
+    found = evaluation.run(generation, step=3, suffix=suffix)
+    assert generation.asked == (["eval/a/0@0", "eval/a/1@0", "eval/b/0@0"], 2, 0.5)
+    assert found.pop("time/eval_s") >= 0
+    # totals: 0, 1/4 and 1, 5/4 in a; 2, 9/4 in b
+    values = {
+        "a/mean@2": 0.625, "a/pass@1": 0.5, "a/pass@2": 0.5, "a/m:f": 0.625, "a/response_tokens_mean": 2.0, "a/excluded": 0.0,
+        "b/mean@2": 2.125, "b/pass@1": 1.0, "b/pass@2": 1.0, "b/m:f": 2.125, "b/response_tokens_mean": 3.5, "b/excluded": 0.0,
+    }  # fmt: skip
+    assert found == {f"eval/{name}{suffix}": value for name, value in values.items()}
+
+
+def test_when_it_is_due():
+    def due(*overrides: str) -> tuple[bool, list[int]]:
+        evaluation = Evaluation(load_config(None, ["train.steps=5", *overrides]), _tokenizer(), 64)
+        return evaluation.due_at_start(), [n for n in range(1, 6) if evaluation.due(n, last=n == 5)]
+
+    assert due() == (True, [5]) and due("eval.every=2") == (True, [2, 4, 5])
+    assert due("eval.at_start=false", "eval.every=1") == (False, [1, 2, 3, 4, 5])
+    assert due("eval.at_start=false", "train.steps=0")[0]  # after its warm-up such a run is at its end

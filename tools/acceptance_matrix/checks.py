@@ -1,0 +1,245 @@
+"""One cell of the support matrix, inside its process group: builds a tiny model and measures what cells.LABELS names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from acceptance_matrix.cells import HIDDEN, LAYERS, Cell
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # tests/reference.py
+
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.config import load_config
+from megatron_rl.distributed import topology
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan
+from megatron_rl.weights.export import export_weights
+from tests.reference import make_samples, reference_gradient, reference_logprobs, relative_error, tiny_model
+
+NUM_SAMPLES = 12
+GROUPS = [i // 2 for i in range(NUM_SAMPLES)]
+# Every other pair is dead, the live ones have both signs.
+ADVANTAGES = np.where(np.arange(NUM_SAMPLES) % 4 < 2, 0.0, np.linspace(-1, 1, NUM_SAMPLES))
+ONE_ALIVE = np.where(np.arange(NUM_SAMPLES) == 3, 0.7, 0.0)
+# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped (at 0.8, 1.2), none near the edge of
+# clipping, where bfloat16 would fall on the other side.
+SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
+DEFAULTS = (
+    "plan.max_tokens_per_microbatch=40",
+    "rollout.max_response_tokens=16",
+    "optimizer.lr=1e-3",
+    "optimizer.weight_decay=0.1",
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bench:
+    """A backend, the reference model of the same weights, and a batch that every rank agrees on."""
+
+    cell: Cell
+    fault: str
+    backend: MegatronBackend
+    model: torch.nn.Module
+    samples: list[Sample]
+    batch: Batch
+
+    @property
+    def is_last(self) -> bool:
+        """The rank on which faults are planted."""
+        return self.backend.topology.rank == self.backend.topology.world_size - 1
+
+    def plan(self, advantages: np.ndarray, *, drops: bool) -> StepPlan:
+        signal = has_signal(advantages, self.batch.facts.loss_tokens)
+        plan = self.backend.plan("train", self.batch, signal, drops=drops)
+        self.backend.load_rows(self.batch, plan)
+        return plan
+
+    def accumulate(self, advantages: np.ndarray, plan: StepPlan) -> StepKind:
+        (mini_batch,) = plan.mini_batches
+        weights = reduction_weights("token_mean", self.batch.facts, mini_batch.members, max_response_tokens=16)
+        old = np.concatenate([s.logprobs for s in self.samples])
+        inputs = LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=old)
+        self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
+        return mini_batch.kind
+
+    def gradient(self, advantages: np.ndarray, plan: StepPlan) -> dict[str, torch.Tensor]:
+        self.accumulate(advantages, plan)
+        if self.fault == "drop-gradient" and self.is_last:
+            for buffer in self.backend.chunks[0].buffers:
+                buffer.grad_data.mul_(0.5)
+        gradient = whole_gradient(self.backend)
+        self.backend.zero_grad()
+        return {name: x.float().cpu() for name, x in gradient.items()}
+
+    def reference(self, advantages: np.ndarray, found: dict[str, torch.Tensor]) -> float:
+        """Relative error against the reference, on the main rank; 0 on the others."""
+        if not self.backend.topology.is_main:
+            return 0.0
+        return relative_error(found, reference_gradient(self.model, self.samples, GROUPS, advantages.tolist())[0])
+
+    def move_weights(self, by: float) -> None:
+        for parameter in self.backend.chunks[0].module.parameters():
+            parameter.data.add_(by)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """As they are: ``backend.export`` gathers first, and would mend what is looked for here."""
+        parameters = dict(self.backend.chunks[0].module.named_parameters())
+        tensors = export_weights([parameters], self.backend.shape, self.backend.topology)
+        return {name: x.float().cpu().clone() for name, x in tensors}
+
+
+def whole_gradient(backend: MegatronBackend) -> dict[str, torch.Tensor]:
+    """``backend.gradient()``, also where the distributed optimizer's reduce-scatter leaves each rank its shard of the sum."""
+    place = backend.topology
+    if place.data_size == 1 or not backend.config.optimizer.distributed:
+        return backend.gradient()
+    backend.optimizer._reduce_gradients()
+    for group in backend.chunks[0].bucket_groups:
+        for bucket in group.buckets:
+            mine = bucket.grad_data.chunk(place.data_size)[place.data_rank].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=place.data_group)
+    gradients = {name: p.main_grad for name, p in backend.chunks[0].module.named_parameters()}
+    return {name: x.clone() for name, x in export_weights([gradients], backend.shape, place)}
+
+
+@contextlib.contextmanager
+def open_bench(cell: Cell, fault: str, deadline_s: float) -> Iterator[Bench]:
+    hf_config, model = tiny_model(cell.family, layers=LAYERS, hidden=HIDDEN)
+    if cell.dtype == "bfloat16":  # what is left to measure is the arithmetic's rounding, not the weights'
+        model = model.bfloat16().float()
+    overrides = [f"parallel.tensor={cell.tensor}", f"parallel.pipeline={cell.pipeline}", f"parallel.context={cell.context}"]
+    overrides += [f"model.dtype={cell.dtype}", *DEFAULTS, f"run.deadline_s={deadline_s}", *cell.overrides]
+    if fault == "freeze-ghost":
+        overrides.append("skip.ghost=freeze")
+    if HOST.is_cuda:
+        overrides.append("megatron.transformer.deterministic_mode=true")
+    samples = make_samples(NUM_SAMPLES)
+    with torch.no_grad():
+        now = [reference_logprobs(model, s)[0].numpy() for s in samples]
+    samples = [dataclasses.replace(s, logprobs=x + np.resize(SHIFTS, len(x))) for s, x in zip(samples, now, strict=True)]
+    backend = MegatronBackend(load_config(None, overrides), hf_config=hf_config, weights=model.state_dict(), total_steps=10)
+    try:
+        mine = [i for i in range(NUM_SAMPLES) if i % backend.topology.world_size == backend.topology.rank]
+        batch = backend.gather([samples[i] for i in mine], [GROUPS[i] for i in mine], mine)
+        yield Bench(cell=cell, fault=fault, backend=backend, model=model, samples=samples, batch=batch)
+    finally:
+        topology.destroy()
+
+
+def check_logprobs(bench: Bench) -> float:
+    if bench.fault == "wrong-weight" and bench.is_last:
+        bench.move_weights(0.01)
+    found = bench.backend.logprobs(bench.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
+    if bench.fault == "wrong-weight" and bench.is_last:
+        bench.move_weights(-0.01)
+    with torch.no_grad():
+        wanted = np.concatenate([reference_logprobs(bench.model, s)[0].numpy() * s.loss_mask for s in bench.samples])
+    return float(np.abs(found - wanted).max())
+
+
+def check_gradients(bench: Bench) -> dict[str, float]:
+    dense = bench.gradient(ADVANTAGES, bench.plan(ADVANTAGES, drops=False))
+    lost = bench.fault == "drop-survivor"
+    plan = bench.plan(np.where(np.arange(NUM_SAMPLES) == 11, 0.0, ADVANTAGES) if lost else ADVANTAGES, drops=True)
+    assert len(plan.mini_batches[0].dropped) >= NUM_SAMPLES // 2, plan.mini_batches[0].dropped
+    found = {"gradient": bench.reference(ADVANTAGES, dense), "skip": relative_error(bench.gradient(ADVANTAGES, plan), dense)}
+    if bench.backend.topology.data_size > 1:
+        plan = bench.plan(ONE_ALIVE, drops=True)
+        assert plan.mini_batches[0].silent_ranks == bench.backend.topology.data_size - 1
+        found["silent"] = bench.reference(ONE_ALIVE, bench.gradient(ONE_ALIVE, plan))
+    return found
+
+
+def check_bitwise(bench: Bench) -> float:
+    """Micro-batches cut before the drop, whole ones dropped: what they added was exact zeros."""
+    usual = bench.backend.rules
+    bench.backend.rules = dataclasses.replace(usual, repack=False, samples_per_microbatch=2)
+    dense = bench.gradient(ADVANTAGES, bench.plan(ADVANTAGES, drops=False))
+    if bench.fault == "repack":
+        bench.backend.rules = dataclasses.replace(usual, repack=True, samples_per_microbatch=3)
+    plan = bench.plan(ADVANTAGES, drops=True)
+    assert plan.mini_batches[0].microbatches_dropped > 0, plan.to_json()
+    skip = bench.gradient(ADVANTAGES, plan)
+    bench.backend.rules = usual
+    return difference(skip, dense)
+
+
+def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference; 0.0 only where every tensor is equal to the bit (-0.0 counts as 0.0)."""
+    assert set(found) == set(wanted), sorted(set(found) ^ set(wanted))
+    return max(0.0 if torch.equal(found[k], wanted[k]) else float((found[k] - wanted[k]).abs().max()) for k in wanted)
+
+
+def trajectory(bench: Bench, *, ghost: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    """Weights after the second and the third of three steps (real, without signal, real), and every rank's digest of both."""
+    if bench.fault == "no-ghost-gather":
+        bench.backend.optimizer._end_parameter_gather = lambda: None
+    found = []
+    for step, advantages in enumerate((ADVANTAGES, np.zeros(NUM_SAMPLES), ADVANTAGES)):
+        kind = bench.accumulate(advantages, bench.plan(advantages, drops=ghost and step == 1))
+        assert (kind is StepKind.GHOST) == (ghost and step == 1)
+        bench.backend.optim_step(kind)
+        # A forward pass between steps is what leaves a parameter gather owed, under overlap_param_gather.
+        bench.backend.logprobs(bench.batch, np.ones(NUM_SAMPLES, dtype=bool))
+        if step == 2 and bench.fault == "stale-replica" and bench.is_last:
+            bench.move_weights(1e-3)
+        if step > 0:
+            found.append(bench.weights())
+    # After the second step too: a third that gathers would mend what differed.
+    digest = hashlib.sha256(b"".join(x.numpy().tobytes() for weights in found for x in weights.values())).hexdigest()
+    return found, gather_json(digest)
+
+
+def measure(cell: Cell, fault: str, deadline_s: float) -> dict:
+    """Every check's error, the worst over ranks, and what the cell turned out to run on."""
+    with open_bench(cell, fault, deadline_s) as bench:
+        if fault == "hang" and bench.is_last:
+            time.sleep(3600)
+        buckets = sum(len(group.buckets) for group in bench.backend.chunks[0].bucket_groups)
+        assert buckets >= cell.min_buckets, f"{buckets} buckets, and fewer than {cell.min_buckets} hide the order of reductions"
+        errors = {"logprobs": check_logprobs(bench), **check_gradients(bench), "bitwise": check_bitwise(bench)}
+        facts = {"layer_spec": bench.backend.shape.layer_spec, "adam": bench.backend.optimizer.kernel, "backend": HOST.backend}
+    with open_bench(cell, fault, deadline_s) as bench:
+        ghost, digests = trajectory(bench, ghost=True)
+    with open_bench(cell, fault, deadline_s) as bench:
+        zeros, _ = trajectory(bench, ghost=False)
+        errors["ghost"] = max(difference(a, b) for a, b in zip(ghost, zeros, strict=True))
+        if cell.data > 1:
+            errors["replicas"] = float(sum(x != digests[0] for x in digests))
+        everyone = np.array(gather_json(list(errors.values())))
+    return {"errors": dict(zip(errors, everyone.max(axis=0).tolist(), strict=True)), **facts}  # a NaN anywhere stays one
+
+
+def _exit_with_parent() -> None:
+    """stdin is a pipe that the starting process holds open and never writes to: its end means that nobody waits for this cell."""
+    while os.read(0, 1):
+        continue
+    os._exit(1)
+
+
+def run(cell: Cell, out: pathlib.Path, *, fault: str, deadline_s: float) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    if HOST.is_cuda:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    found = measure(cell, fault, deadline_s)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.destroy_process_group()

@@ -1,0 +1,166 @@
+"""Times rollouts made while the trainer trains, against one after the other: wall time of a rollout, and the overlap that is achieved.
+
+Each mode is a short run of its own of the same model and data, one trainer and one engine, round after round in turn. The ideal is
+max(production, training) of the synchronous run, production being generation and rewards; an overlap of 1 reaches it. Needs vLLM in this
+environment, or --engine transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
+WORKERS = ("reward.num_workers=1",)
+MODES = {
+    "sync": ("rollout.producer.mode=sync",),
+    "streaming, no staleness": ("rollout.producer.mode=streaming", "rollout.producer.max_staleness=0"),
+    "prefetch": ("rollout.producer.mode=prefetch",),
+    "streaming": ("rollout.producer.mode=streaming",),
+    "streaming, in flight": ("rollout.producer.mode=streaming", "rollout.producer.depth=2", "weight_sync.in_flight=true"),
+}
+FIRST_ROLLOUTS = 2  # left out: the engine starts in the first, and nothing was made ahead of it
+
+
+def slow_arithmetic(prompts, completions, completion_ids, answer, **columns):
+    """The quickstart's reward, after --reward-ms for each sample, as a verifier that runs a program would take them."""
+    from megatron_rl.reward.arithmetic import arithmetic
+
+    time.sleep(len(prompts) * float(os.environ["BENCHMARK_REWARD_MS"]) / 1000)
+    return arithmetic(prompts=prompts, completions=completions, completion_ids=completion_ids, answer=answer, **columns)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="example: python tools/benchmarks/async_modes.py --steps 12 --rounds 2 --json runs/benchmark_async.json",
+    )
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
+    parser.add_argument(
+        "--modes", nargs="+", default=list(MODES), choices=list(MODES), metavar="MODE", help="; ".join(MODES) + " (vLLM alone)"
+    )
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=24, help="per rollout")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--min-groups", type=int, default=6, help="of a part")
+    parser.add_argument("--response-tokens", type=int, default=48)
+    parser.add_argument("--reward-ms", type=float, default=2.0, help="that the reward of one sample takes")
+    parser.add_argument("--steps", type=int, default=12, help="rollouts of each short run")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
+    given = parser.parse_args(arguments)
+    for name in ("hidden", "layers", "prompts", "samples", "min_groups", "response_tokens", "rounds"):
+        if vars(given)[name] < 1:
+            parser.error(f"--{name.replace('_', '-')} {vars(given)[name]} must be at least 1")
+    if given.steps <= FIRST_ROLLOUTS:
+        parser.error(f"--steps {given.steps} must be above {FIRST_ROLLOUTS}, the rollouts that are left out")
+    if given.engine == "transformers":
+        given.modes = [mode for mode in given.modes if "weight_sync.in_flight=true" not in MODES[mode]]
+    if "sync" not in given.modes:
+        parser.error("--modes must name sync, which the others are compared with")
+    return given
+
+
+def prepare(given: argparse.Namespace, folder: pathlib.Path) -> None:
+    """Data, tokenizer and model, as examples/quickstart/prepare.py makes them."""
+    sizes = {"hidden": given.hidden, "layers": given.layers, "heads": given.hidden // 64, "kv-heads": given.hidden // 64,
+             "intermediate": 3 * given.hidden, "max-position": 512}  # fmt: skip
+    command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(folder)]
+    command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def short_run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str) -> list[dict]:
+    """Rows of metrics.jsonl of one run of a process and a thread, on the quickstart's data; variables: for its environment."""
+    command = [
+        sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(run_dir),
+        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "warmup.steps=0",
+        f"train.steps={given.steps}", f"train.prompts_per_step={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
+        "train.samples_per_mini_batch=null", f"rollout.engine={given.engine}", f"rollout.max_response_tokens={given.response_tokens}",
+        "eval.path=null", "eval.every=null", "metrics.progress=false", "train.export_last=false", *overrides,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools' / 'benchmarks'}", **variables}
+    done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the run in {run_dir.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def in_turn(given: argparse.Namespace, modes: Iterable[str], run: Callable[..., list[dict]]) -> dict[str, list[dict]]:
+    """What ``run(given, inputs, run_dir, mode)`` measures of each mode, round after round."""
+    measured: dict[str, list[dict]] = {mode: [] for mode in modes}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        prepare(given, folder / "inputs")
+        for turn in range(given.rounds):
+            for mode, rows in measured.items():
+                rows += run(given, folder / "inputs", folder / f"{mode.replace(' ', '_')}_{turn}", mode)
+    return measured
+
+
+def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict]:
+    """The measured rollouts of one short run: seconds in all, of generation and rewards, and how stale they were."""
+    overrides = (
+        "reward.functions=[async_modes:slow_arithmetic]", f"rollout.producer.min_groups={given.min_groups}", "skip.mode=off",
+        "correction.mode=token_truncate", *WORKERS, *MODES[mode],
+    )  # fmt: skip
+    rollouts: dict[int, dict] = {}
+    for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_REWARD_MS=str(given.reward_ms)):
+        into = rollouts.setdefault(row["rollout"], {"seconds": 0.0, "production": 0.0, "staleness": 0.0})
+        into["seconds"] += row["time/step_s"]
+        into["production"] += row.get("perf/rollout_generation_s", 0.0) + row.get("time/reward_s", 0.0)
+        into["staleness"] = max(into["staleness"], row.get("async/staleness_max", 0.0))
+    return [rollouts[number] for number in sorted(rollouts) if number > FIRST_ROLLOUTS]
+
+
+def table_of(measured: dict[str, list[dict]]) -> list[dict]:
+    """Medians per mode; ``overlap``: of what could be hidden behind the longer of the two."""
+    middle = {mode: {name: statistics.median(row[name] for row in rows) for name in rows[0]} for mode, rows in measured.items()}
+    production = middle["sync"]["production"]
+    training = middle["sync"]["seconds"] - production
+    ideal = max(production, training)
+    return [
+        {
+            "mode": mode, "seconds": found["seconds"], "over sync": found["seconds"] / middle["sync"]["seconds"],
+            "over ideal": found["seconds"] / ideal, "overlap": (production + training - found["seconds"]) / min(production, training),
+            "staleness": found["staleness"],
+        }
+        for mode, found in middle.items()
+    ]  # fmt: skip
+
+
+def show(rows: list[dict]) -> None:
+    names = list(rows[0])
+    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for row in rows:
+        print("| " + " | ".join(f"{row[x]:.3g}" if isinstance(row[x], float) else row[x] for x in names) + " |")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    from skip_table import machine_name
+
+    measured = in_turn(given, given.modes, run)
+    rows = table_of(measured)
+    print(f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout; {len(measured['sync'])} rollouts a mode")
+    one = {name: statistics.median(row[name] for row in measured["sync"]) for name in ("seconds", "production")}
+    print(f"sync: {one['production']:.3g} s of generation and rewards, {one['seconds'] - one['production']:.3g} s of training")
+    show(rows)
+    if given.json:
+        given.json.write_text(json.dumps({"machine": machine_name(), "modes": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

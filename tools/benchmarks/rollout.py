@@ -1,0 +1,219 @@
+"""Rollouts by vLLM, measured on this host: weight sync by channel and bucket, tokens a second against the trainer's own engine, waiting.
+
+    python tools/benchmarks/rollout.py --hidden 512 --layers 8                 # under an environment with vLLM (make .venv-vllm/.installed)
+    python tools/benchmarks/rollout.py --model FOLDER --skip generation run    # a model of your own, its syncs alone
+
+sync:       a running engine is sent the model's weights, --repeats times for each channel and bucket; the median, in GB/s and as a
+            multiple of the time of one copy of the same bytes within this process (torch, the same run). The gather over model-parallel
+            ranks is not part of it.
+generation: the same prompts, samples and lengths on vLLM and on rollout.engine=transformers, in turn; medians of tokens a second.
+run:        a short training run with each engine; the share of the time between two rollouts that waits for weights and rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
+PARTS = ("sync", "generation", "run")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="example: python tools/benchmarks/rollout.py --hidden 512 --layers 8 --json runs/benchmark_rollout.json",
+    )
+    parser.add_argument("--model", type=pathlib.Path, help="a Hugging Face folder; default: a random Qwen2 of the sizes below")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--channels", nargs="+", default=["shared_memory", "broadcast"], choices=["shared_memory", "broadcast"])
+    parser.add_argument("--buckets-mb", type=float, nargs="+", default=[16.0, 128.0, 512.0])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--response-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5, help="after one to warm up")
+    parser.add_argument("--steps", type=int, default=10, help="rollouts of each short run")
+    parser.add_argument("--skip", nargs="*", default=[], choices=PARTS, help="parts to leave out")
+    parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
+    given = parser.parse_args(arguments)
+    for name in ("hidden", "layers", "prompts", "samples", "prompt_tokens", "response_tokens", "repeats", "steps"):
+        if vars(given)[name] < 1:
+            parser.error(f"--{name.replace('_', '-')} {vars(given)[name]} must be at least 1")
+    return given
+
+
+def prepare(given: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
+    """A folder with data, tokenizer and model, as examples/quickstart/prepare.py makes them."""
+    sizes = {"hidden": given.hidden, "layers": given.layers, "heads": given.hidden // 64, "kv-heads": given.hidden // 64,
+             "intermediate": 3 * given.hidden, "max-position": 4096}  # fmt: skip
+    command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(folder)]
+    command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return given.model or folder / "model"
+
+
+def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path, kind: str):
+    """The engine that a run of one rank would have, started, with weights; and the weights."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    from megatron_rl.config import load_config
+    from megatron_rl.rollout.build import Seat, build_engine, place_of
+
+    config = load_config(None, [
+        f"model.hf_path={model}", f"rollout.engine={kind}", f"data.max_prompt_tokens={given.prompt_tokens}",
+        f"rollout.max_response_tokens={given.response_tokens}", f"run.dir={folder / kind}", "rollout.allow_large_embedded_model=true",
+    ])  # fmt: skip
+    seat = Seat(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    weights = {name: x for file in sorted(model.glob("*.safetensors")) for name, x in load_file(file).items()}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine = build_engine(
+        config, AutoTokenizer.from_pretrained(model), seat=seat, place=place_of(config, seat), device=device, dtype=torch.float32,
+        vocab_size=AutoConfig.from_pretrained(model).vocab_size,
+    )  # fmt: skip
+    try:
+        engine.recover([])
+        engine.take_report(0, engine.load_weights(iter(weights.items()), 0).failed, [])
+    except BaseException:
+        engine.close()
+        raise
+    return engine, weights
+
+
+def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path) -> list[dict]:
+    import torch
+
+    from megatron_rl.rollout.weight_sync.sender import WeightSync
+
+    engine, weights = open_engine(given, model, folder, "vllm")
+    rows = []
+    try:
+        num_bytes = sum(x.numel() * x.element_size() for x in weights.values())
+        copies = [_seconds(lambda: [x.clone() for x in weights.values()]) for _ in range(given.repeats + 1)][1:]
+        rows.append({"channel": "one copy in this process", "bytes": num_bytes, "seconds": statistics.median(copies)})
+        version = 0
+        for channel in given.channels:
+            for bucket_mb in given.buckets_mb:
+                device = next(iter(weights.values())).device if channel == "shared_memory" else torch.device("cpu")
+                sync = WeightSync(channel=channel, bucket_bytes=int(bucket_mb * 2**20), deadline_s=300.0, device=device)
+                seconds = []
+                for _ in range(given.repeats + 1):
+                    version += 1
+                    report = sync.deliver(iter(weights.items()), version, engine._replicas)
+                    if report.failed:
+                        raise RuntimeError(f"the sync by {channel} failed: {report.failed}")
+                    seconds.append(report.seconds)
+                sync.forget(engine._replicas[0])
+                sync.free()
+                rows.append({"channel": channel, "bucket_mb": bucket_mb, "bytes": num_bytes, "seconds": statistics.median(seconds[1:])})
+    finally:
+        engine.close()
+    for row in rows:
+        row["gigabytes_per_second"] = row["bytes"] / row["seconds"] / 1e9
+        row["times_one_copy"] = row["seconds"] / rows[0]["seconds"]
+    return rows
+
+
+def _seconds(act) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def measure_generation(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path) -> list[dict]:
+    """Both engines stay up and take turns, so that a busy host slows both."""
+    import numpy as np
+
+    from megatron_rl.types import Prompt
+
+    drawn = np.random.default_rng(0).integers(5, 15, size=(given.prompts, given.prompt_tokens))
+    prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(row.tolist()), columns={}) for i, row in enumerate(drawn)]
+    engines, rates = {}, {}
+    try:
+        for kind in ("vllm", "transformers"):
+            engines[kind], rates[kind] = open_engine(given, model, folder, kind)[0], []
+        for turn in range(given.repeats + 1):
+            for kind, engine in engines.items():
+                started = time.perf_counter()
+                found = engine.generate([dataclasses.replace(prompt, attempt=turn) for prompt in prompts], given.samples)
+                rates[kind].append(sum(len(x.response_ids) for x in found) / (time.perf_counter() - started))
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return [{"engine": kind, "tokens_per_second": statistics.median(seen[1:])} for kind, seen in rates.items()]
+
+
+def measure_run(given: argparse.Namespace, inputs: pathlib.Path, folder: pathlib.Path) -> list[dict]:
+    """The quickstart's data and settings on one process."""
+    rows = []
+    for kind in ("vllm", "transformers"):
+        run_dir = folder / f"run_{kind}"
+        command = [
+            sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"),
+            "--run-dir", str(run_dir),
+            f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "warmup.steps=0",
+            f"train.steps={given.steps}", f"rollout.engine={kind}", "metrics.progress=false", "train.export_last=false",
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the run with rollout.engine={kind} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        name = "perf/rollout_wait_share"
+        shares = [line[name] for line in lines if name in line][1:]  # the first waits for the start
+        rows.append({"engine": kind, "wait_share": statistics.median(shares), "said": _said(done.stderr)})
+    return rows
+
+
+def _said(text: str) -> str:
+    return next((line for line in text.splitlines() if line.startswith("rollouts: ")), "")
+
+
+def show(found: dict[str, list[dict]]) -> None:
+    for part, rows in found.items():
+        names = [name for name in rows[-1] if name != "said"]
+        print(f"\n{part}\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+        for row in rows:
+            print("| " + " | ".join(f"{row[n]:,.3g}" if isinstance(row.get(n), float) else str(row.get(n, "")) for n in names) + " |")
+        for row in rows:
+            if row.get("said"):
+                print(f"{row['engine']}: {row['said']}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    from skip_table import machine_name
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        model = prepare(given, folder / "inputs")
+        found: dict[str, list[dict]] = {}
+        if "sync" not in given.skip:
+            found["sync"] = measure_sync(given, model, folder)
+        if "generation" not in given.skip:
+            found["generation"] = measure_generation(given, model, folder)
+        if "run" not in given.skip:
+            found["run"] = measure_run(given, folder / "inputs", folder)
+    print(machine_name())
+    show(found)
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps({"machine": machine_name(), "arguments": vars(given), **found}, indent=1, default=str))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""What verify_topology.py measures of one topology: log-probs, gradients, three optimizer steps, and the activations of one sample."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from topology_check.compare import Measured, Point
+from topology_check.faults import Fault
+from topology_check.thin import Work
+
+from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.config import Config
+from megatron_rl.distributed import topology
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.watchdog import Watch
+from megatron_rl.types import LossInputs, MiniBatchPlan, Sample
+
+NUM_STEPS = 3
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """A backend, and the work as a batch over its ranks."""
+
+    backend: MegatronBackend
+    work: Work
+    batch: Batch
+
+    def mini_batch(self, *, drops: bool) -> tuple[MiniBatchPlan, bytes]:
+        """Plans the batch as one step, and brings the rows where they are needed."""
+        signal = has_signal(self.work.advantages, self.batch.facts.loss_tokens)
+        plan = self.backend.plan("train", self.batch, signal, drops=drops)
+        self.backend.load_rows(self.batch, plan)
+        (mini_batch,) = plan.mini_batches
+        return mini_batch, plan.fingerprints()[0]
+
+    def accumulate(self, *, drops: bool) -> MiniBatchPlan:
+        config = self.backend.config
+        mini_batch, fingerprint = self.mini_batch(drops=drops)
+        weights = reduction_weights(
+            config.loss.reduction, self.batch.facts, mini_batch.members, max_response_tokens=config.rollout.max_response_tokens
+        )
+        old = np.concatenate([s.logprobs for s in self.work.samples])
+        reference = old + np.float32(0.1) if config.loss.kl_coefficient else None
+        inputs = LossInputs(advantages=self.work.advantages * weights, weights=weights, old_logprobs=old, reference_logprobs=reference)
+        self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=fingerprint)
+        return mini_batch
+
+    def gradient(self, *, drops: bool) -> tuple[dict[str, torch.Tensor], MiniBatchPlan]:
+        mini_batch = self.accumulate(drops=drops)
+        gradient = self.backend.gradient()
+        self.backend.zero_grad()
+        return {name: x.float().cpu() for name, x in gradient.items()}, mini_batch
+
+    def logprobs(self) -> dict[str, np.ndarray]:
+        flat = self.backend.logprobs(self.batch, np.ones(len(self.work.samples), dtype=bool)).flat
+        parts = np.split(flat, self.batch.facts.response_offsets[1:-1])
+        return dict(zip(self.batch.facts.sample_ids, parts, strict=True))
+
+    def steps(self) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """The gradient norm of each of NUM_STEPS dense steps on the same samples, and the weights after them."""
+        norms = []
+        for _ in range(NUM_STEPS):
+            kind = self.accumulate(drops=False).kind
+            norms.append(self.backend.optim_step(kind).grad_norm)
+        return norms, {name: x.float().cpu().clone() for name, x in self.backend.export()}
+
+
+@contextlib.contextmanager
+def open_bench(config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work, fault: Fault | None = None) -> Iterator[Bench]:
+    """Joins the world where that has not happened; it stays, Megatron's groups do not."""
+    with contextlib.ExitStack() as held:
+        backend = MegatronBackend(config, hf_config=hf_config, weights=weights, total_steps=NUM_STEPS)
+        held.callback(topology.destroy)
+        if fault is not None:
+            held.enter_context(fault.planted(backend))
+        yield Bench(backend=backend, work=work, batch=gather(backend, work.samples, work.groups))
+
+
+def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[int, ...]) -> Batch:
+    """Makes them a batch; sample i is handed in by rank i mod world."""
+    mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
+    return backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
+
+
+def measure_reference(config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work) -> tuple[Measured, Work]:
+    """In a world of this process alone, which is gone afterwards; and the work with log-probs of an engine near the policy.
+
+    The store is named here: under torchrun's agent torch's own rendezvous would take the launcher's, by TORCHELASTIC_USE_AGENT_STORE.
+    """
+    timeout = datetime.timedelta(seconds=config.run.deadline_s)
+    dist.init_process_group(HOST.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        with open_bench(config, hf_config, weights, work) as bench:
+            logprobs = bench.logprobs()
+            bench.work = work = work.near_policy(np.concatenate(list(logprobs.values())))
+            bench.batch = gather(bench.backend, work.samples, work.groups)
+            (trace,) = trace_sample(bench.backend, work.traced)
+            gradient, _ = bench.gradient(drops=False)
+            norms, after = bench.steps()
+            return Measured(logprobs=logprobs, gradient=gradient, grad_norm=norms[0], weights=after, traces=[trace]), work
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_topology(bench: Bench, watch: Watch, *, skips: bool) -> Measured:
+    """Log-probs, gradients and activations under the user's topology; ``add_steps`` adds the rest."""
+    with watch.stage("activations of one sample"):
+        traces = trace_sample(bench.backend, bench.work.traced)
+    with watch.stage("log-probs"):
+        logprobs = bench.logprobs()
+    with watch.stage("dense gradient"):
+        gradient, dense = bench.gradient(drops=False)
+    facts = {"microbatches": dense.num_microbatches.tolist(), "layer_spec": bench.backend.shape.layer_spec}
+    facts |= {"holders": token_holders(bench.backend, len(bench.work.traced.token_ids))}
+    skip_gradient = None
+    if skips:
+        with watch.stage("skip gradient"):
+            skip_gradient, skip = bench.gradient(drops=True)
+        facts |= {"skip_microbatches": skip.num_microbatches.tolist(), "dropped": len(skip.dropped)}
+    return Measured(
+        logprobs=logprobs, gradient=gradient, grad_norm=math.nan, weights={}, traces=traces, skip_gradient=skip_gradient, facts=facts
+    )
+
+
+def add_steps(found: Measured, bench: Bench, watch: Watch) -> Measured:
+    with watch.stage("optimizer steps"):
+        norms, weights = bench.steps()
+    facts = {**found.facts, "adam": bench.backend.optimizer.kernel}
+    return dataclasses.replace(found, grad_norm=norms[0], weights=weights, facts=facts)
+
+
+def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
+    """Per token of the traced sample, the context rank that holds it: of 2·CP chunks, rank r has chunks r and 2·CP − 1 − r."""
+    ranks = backend.topology.context_size
+    if ranks == 1:
+        return [0] * tokens
+    padded = -(-tokens // backend.rules.pad_multiple) * backend.rules.pad_multiple
+    chunks = [i * 2 * ranks // padded for i in range(tokens)]
+    return [min(chunk, 2 * ranks - 1 - chunk) for chunk in chunks]
+
+
+# ---- activations of one sample -----------------------------------------------------------------------------------------
+
+
+def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, list[torch.Tensor]]]:
+    """On the main rank, per replica: the activations of the sample forwarded alone, whole and without pads; [] on the others."""
+    place = backend.topology
+    copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(place.data_size))
+    batch = gather(backend, copies, tuple(range(place.data_size)))
+    rules = backend.rules
+    backend.rules = dataclasses.replace(rules, samples_per_microbatch=1, repack=True)  # so each replica runs one copy
+    with record(backend) as taken:
+        backend.logprobs(batch, np.ones(place.data_size, dtype=bool))
+    backend.rules = rules
+    return assemble(backend, taken, len(sample.token_ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """One rank's part of the activations at one point. ``columns``: tensor ranks hold columns of it, not tokens or copies."""
+
+    point: Point
+    part: torch.Tensor
+    columns: bool
+
+
+@dataclass(kw_only=True)
+class Record:
+    parts: dict[Point, Taken] = dataclasses.field(default_factory=dict)
+    positions: list[int] = dataclasses.field(default_factory=list)
+
+    def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
+        """The first time only: later micro-batches are fillers."""
+        point = Point(layer=layer, name=name)
+        if point not in self.parts:
+            flat = value.detach().float().reshape(-1, value.shape[-1])
+            self.parts[point] = Taken(point=point, part=flat.clone(), columns=columns)
+
+
+@contextlib.contextmanager
+def record(backend: MegatronBackend) -> Iterator[Record]:
+    """Hooks on this rank's chunks while it lasts."""
+    taken, handles = Record(), []
+
+    def output(module, layer: int, name: str, *, columns: bool = False) -> None:
+        def hook(_module, _args, result) -> None:
+            taken.keep(layer, name, result[0] if isinstance(result, tuple) else result, columns=columns)
+
+        handles.append(module.register_forward_hook(hook))
+
+    def argument(module, layer: int, name: str, *, columns: bool = False) -> None:
+        def hook(_module, args, kwargs) -> None:
+            taken.keep(layer, name, args[0] if args else kwargs["hidden_states"], columns=columns)
+
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def where(_module, args) -> None:
+        if not taken.positions:  # of one sequence alone, a token's position is its place
+            taken.positions.extend(args[1].flatten().tolist())
+
+    for chunk in backend.chunks:
+        model = chunk.module
+        handles.append(model.register_forward_pre_hook(where))
+        if model.pre_process:
+            output(model.embedding, -1, "embedding")
+        for block in model.decoder.layers:
+            layer = block.layer_number - 1  # Megatron-Core counts from 1, over all stages
+            argument(block, layer, "layer input")
+            argument(block.self_attention.linear_proj, layer, "attention core", columns=True)
+            output(block.self_attention, layer, "attention output")
+            mixture = "router" in dict(block.mlp.named_children())
+            if mixture:
+                output(block.mlp.router, layer, "router")
+            output(block.mlp, layer, "experts output" if mixture else "mlp output")
+            output(block, layer, "layer output")
+        if model.post_process:
+            output(model.decoder.final_layernorm, -1, "final norm")
+    try:
+        yield taken
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[dict[Point, list[torch.Tensor]]]:
+    """Every rank's parts, put together on the main rank."""
+    place = backend.topology
+    parts = list(taken.parts.values())
+    told = gather_json(
+        {
+            "replica": place.data_rank, "tensor": place.tensor_rank, "context": place.context_rank, "positions": taken.positions,
+            "parts": [[x.point.layer, x.point.name, list(x.part.shape), x.columns] for x in parts],
+        }
+    )  # fmt: skip
+    flat = torch.cat([x.part.reshape(-1) for x in parts])
+    if not place.is_main:
+        dist.send(flat.contiguous(), 0)
+        return []
+    pieces: list[dict[Point, dict[tuple[int, int], torch.Tensor]]] = [{} for _ in range(place.data_size)]
+    columns, positions = {}, {}
+    for rank, said in enumerate(told):
+        sizes = [math.prod(shape) for _, _, shape, _ in said["parts"]]
+        if rank:
+            flat = torch.empty(sum(sizes), dtype=torch.float32, device=HOST.device)
+            dist.recv(flat, rank)
+        positions[said["context"]] = said["positions"]
+        for (layer, name, shape, split), part in zip(said["parts"], flat.cpu().split(sizes), strict=True):
+            point = Point(layer=layer, name=name)
+            pieces[said["replica"]].setdefault(point, {})[said["tensor"], said["context"]] = part.view(shape)
+            columns[point] = split
+    return [
+        {
+            point: [x[:num_tokens] for x in join(parts, columns[point], positions)]
+            for point, parts in replica.items()
+        }
+        for replica in pieces
+    ]  # fmt: skip
+
+
+def join(parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]) -> list[torch.Tensor]:
+    """Parts by (tensor rank, context rank) → the whole, once per copy: tensor ranks hold columns, or runs of tokens (sequence
+    parallelism), or each a copy; context ranks hold the tokens at ``positions``."""
+    tensor_ranks, context_ranks = sorted({t for t, _ in parts}), sorted({c for _, c in parts})
+    wholes = []
+    for copy in tensor_ranks:
+        held = []
+        for c in context_ranks:
+            shards = [parts[t, c] for t in tensor_ranks]
+            rows = len(positions[c])
+            if columns:
+                held.append(torch.cat(shards, dim=1))
+            elif len(shards[0]) < rows:
+                held.append(torch.cat(shards))
+            else:
+                held.append(parts[copy, c])
+        places = torch.tensor([i for c in context_ranks for i in positions[c]])
+        together = torch.cat(held)
+        whole = torch.empty_like(together)
+        whole[places] = together
+        wholes.append(whole)
+        if columns or len(parts[copy, context_ranks[0]]) < len(positions[context_ranks[0]]):
+            break  # no copies: this was all of it
+    return wholes

@@ -1,0 +1,114 @@
+"""What verify_topology.py prints and writes: the table, the verdict's line, the JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform as host_platform
+from collections.abc import Mapping
+
+import torch
+from topology_check.verdict import Verdict
+
+from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.distributed.platform import HOST
+
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex")
+
+
+def layout(parallel: ParallelConfig, world: int) -> str:
+    """Example: ``TP2 SP · PP2 · DP1 (4 processes)``."""
+    dense = parallel.tensor * parallel.context * parallel.pipeline
+    parts = [f"TP{parallel.tensor}" + (" SP" if parallel.sequence_parallel else ""), f"PP{parallel.pipeline}"]
+    parts += [f"VPP{parallel.virtual_pipeline}"] if parallel.virtual_pipeline > 1 else []
+    parts += [f"CP{parallel.context}"] if parallel.context > 1 else []
+    parts += [f"EP{parallel.expert}"] if parallel.expert > 1 else []
+    parts += [f"ETP{parallel.expert_tensor}"] if parallel.expert_tensor else []
+    return f"{' · '.join(parts)} · DP{max(1, world // dense)} ({world} process{'es' if world > 1 else ''})"
+
+
+def machine() -> dict:
+    """No host name, no paths."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{host_platform.machine()} CPU, {os.cpu_count()} cores"
+    return {"device": device, "backend": HOST.backend, "python": host_platform.python_version(), "versions": versions}
+
+
+def model_line(real, thin) -> str:
+    """The thin model beside the real one."""
+    given, small = real.to_dict(), thin.to_dict()
+    named = {
+        "layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size", "expert ffn": "moe_intermediate_size",
+        "vocabulary": "vocab_size", "experts": "num_local_experts" if "num_local_experts" in given else "num_experts",
+    }  # fmt: skip
+    sizes = [f"{name} {small[key]} (of {given[key]})" for name, key in named.items() if given.get(key)]
+    heads = f"{real.num_attention_heads} heads over {real.num_key_value_heads} of {small['head_dim']}"
+    return f"{real.model_type}: {', '.join(sizes)}; {heads}"
+
+
+def show(verdict: Verdict, header: list[str], tolerance: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=165, soft_wrap=True)
+    for line in header:
+        console.print(line, highlight=False, markup=False)
+    table = Table()
+    for name in ("check", "relative error", "allowed", "", "worst at", "note"):
+        table.add_column(name, justify="right" if name in ("relative error", "allowed") else "left")
+    for row in verdict.rows:
+        state = "not compared" if row.error is None else "ok" if row.passes(tolerance) else "DIFFERS"
+        error = "-" if row.error is None else f"{row.error:.1e}"
+        table.add_row(row.check, error, f"{tolerance:g}", state, row.where, row.note)
+    console.print(table, soft_wrap=False)
+    console.print(verdict_line(verdict, tolerance), highlight=False, markup=False)
+
+
+def verdict_line(verdict: Verdict, tolerance: float) -> str:
+    compared = [row for row in verdict.rows if row.error is not None]
+    failed = [row for row in compared if not row.passes(tolerance)]
+    if verdict.passed:
+        worst = max(compared, key=lambda row: row.error)
+        return f"verdict: PASSED, {len(compared)} checks within {tolerance:g}; the nearest is {worst.check} at {worst.error:.1e}"
+    return f"verdict: FAILED, {len(failed)} of {len(compared)} checks beyond {tolerance:g}: {verdict.diagnosis}"
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)  # JSON has no inf
+
+
+def write_json(path: pathlib.Path, common: Mapping[str, object], verdict: Verdict | None, tolerance: float, said: str) -> None:
+    """verdict None: an error ended the comparison, and ``said`` is that error."""
+    result = {**common, "tolerance": tolerance, "verdict": said, "passed": verdict is not None and verdict.passed}
+    if verdict is not None:
+        result |= {
+            "diagnosis": verdict.diagnosis,
+            "checks": [{**dataclasses.asdict(row), "error": _number(row.error), "passed": row.passes(tolerance)} for row in verdict.rows],
+            "gradient_tensors": {name: _number(x) for name, x in verdict.tensors.items()},
+            "skip_gradient_tensors": {name: _number(x) for name, x in verdict.skip_tensors.items()},
+            "samples": {name: _number(x) for name, x in verdict.samples.items()},
+            "activations": [
+                {"replica": x.replica, "layer": x.point.layer, "point": x.point.name, "error": _number(x.error), "tokens": list(x.tokens)}
+                for x in verdict.activations
+            ],
+        }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def topology_facts(config: Config, world: int) -> dict:
+    parallel = dataclasses.asdict(config.parallel)
+    overlaps = {"ddp": dict(config.megatron.ddp), "transformer": dict(config.megatron.transformer)}
+    return {
+        "parallel": parallel, "world_size": world, "layout": layout(config.parallel, world),
+        "megatron": overlaps, "optimizer_distributed": config.optimizer.distributed, "dtype": config.model.dtype,
+    }  # fmt: skip
