@@ -98,14 +98,20 @@ def compare(before: pathlib.Path, after: pathlib.Path) -> int:
     for name in differing:
         steps = zip(one.get(name, {}).get("steps", ()), two.get(name, {}).get("steps", ()), strict=False)
         first = next((number for number, (x, y) in enumerate(steps, start=1) if x != y), None)
-        print(f"{name}: differs, first in step {first}" if first else f"{name}: differs in its weights, its number of steps or its being there")
+        print(
+            f"{name}: differs, first in step {first}"
+            if first
+            else f"{name}: differs in its weights, its number of steps or its being there"
+        )
     if not differing:
         print(f"{len(one)} runs, equal in every bit")
     return int(bool(differing))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.golden", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record").add_argument("out", type=pathlib.Path)
     comparison = commands.add_parser("compare")

@@ -18,7 +18,13 @@ from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed import topology
 from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan, StepResult
-from tests.reference import LAYERS, file_weights, make_samples, near_policy, tiny_model
+from tests.reference import (
+    LAYERS,
+    file_weights,
+    make_samples,
+    near_policy,
+    tiny_model,
+)
 
 MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; trainer/reference_policy.py's default too
 DEFAULTS = (
@@ -165,3 +171,28 @@ def equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool
 
 def equal_by_name(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
     return set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class ForwardedLengths:
+    """Sequence lengths that this stage's first layer was given, by torch's own hook, from the packed sequences that attention reads."""
+
+    def __init__(self, rig: Rig):
+        self.lengths: list[int] = []
+        layer = rig.backend.chunks[0].module.decoder.layers[0]
+        layer.register_forward_pre_hook(self._record, with_kwargs=True)
+
+    def _record(self, module, positional, named) -> None:
+        self.lengths += list(named["packed_seq_params"].lengths)
+
+    def take(self) -> list[int]:
+        taken, self.lengths = sorted(self.lengths), []
+        return taken
+
+
+def any_tokenizer():
+    """save_hugging_face only passes it on."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import pathlib
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import verify, whole_checkpoints
 from megatron_rl.errors import CheckpointError
-from megatron_rl.types import StepKind
-from tests.equality.rig import open_rig, sizes
+from tests.equality.rig import sizes
+from tests.equality.saved_steps import BF16, PLAIN, SHARDED, open_like, take_steps, tensors_of
 from tests.reference import relative_error
 from tests.workers.pool import Pool
-
-COMMON = ("optimizer.lr=0.01", "optimizer.weight_decay=0.1", "optimizer.schedule=cosine", "optimizer.warmup_steps=2")
-ADVANTAGES = np.array([0.7, -0.9, 0.0, 0.3, -0.2, 0.0, 0.5, -0.4])
-
-
-def take_steps(rig, count: int, seed: int = 0) -> None:
-    """Real steps on other advantages each, then a ghost."""
-    for number in range(count):
-        values = np.roll(ADVANTAGES, number + seed)
-        plan = rig.plan(values, drops=True)
-        rig.accumulate(values, plan)
-        rig.backend.optim_step(plan.mini_batches[0].kind)
-    rig.backend.optim_step(StepKind.GHOST)
-
-
-def open_like(topology: tuple[str, ...], family: str):
-    return open_rig(family, *COMMON, *topology, samples=8, total_steps=20, layers=4)  # any two of them have the same model
 
 
 def save_and_load(
@@ -67,7 +49,6 @@ def save_and_load(
         }
 
 
-PLAIN, SHARDED, BF16 = ("optimizer.distributed=false",), ("optimizer.distributed=true",), ("model.dtype=bfloat16",)
 SAME = {
     "DP2": (2, (*sizes(1, 1), *PLAIN), "qwen2_tied", 3),
     "DP2-sharded": (2, (*sizes(1, 1), *SHARDED), "qwen2_tied", 3),
@@ -121,16 +102,6 @@ def adam_sums(rank: int, world: int, root: str, first: tuple[str, ...], second: 
         model_state.load(rig.backend, path, kept, model)
         model_state.save(rig.backend, folder, 2, {}).finish()
     return True
-
-
-def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    found: dict = {}
-    _load_state_dict(found, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return {key: x for key, x in found.items() if isinstance(x, torch.Tensor)}  # 0.19.2 keeps its own notes beside them
 
 
 @pytest.mark.parametrize("name", ["DP2-sharded-to-TP2", "PP2-VPP2-to-DP2-sharded", "DP2-to-EP2"])

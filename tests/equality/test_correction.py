@@ -17,12 +17,11 @@ from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.train import samples_of
 from megatron_rl.trainer.corrections import Verdict, decide
 from megatron_rl.types import Advantages, LossInputs, StepPlan
-from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
-from tests.equality.test_gradient import TOLERANCE
+from tests.equality.layouts import TOLERANCE
+from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages, sizes
 from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
-from tests.runs.test_run import ForwardedLengths
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
-from tests.unit.algorithm.test_importance import MODES, naive
+from tests.runs.command import arguments, command_line, rows_of, weights_of
+from tests.unit.algorithm.naive_importance import MODES, naive
 from tests.workers.pool import Pool
 
 NUM_SAMPLES, FAMILY = 11, "qwen2_tied"

@@ -12,8 +12,7 @@ import torch
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.types import Prompt, Sample
-from tests.equality.rig import Rig, open_rig, ragged_advantages
-from tests.equality.test_weights import any_tokenizer
+from tests.equality.rig import Rig, any_tokenizer, open_rig, ragged_advantages
 from tests.reference import (
     MIXTURES,
     file_weights,

@@ -10,14 +10,11 @@ import pytest
 import torch
 
 from megatron_rl.planning.cost import CostModel, StageCost
+from tests.equality.layouts import CP, SP, TOLERANCE
 from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick
 from tests.reference import make_samples, near_policy, reference_gradient, relative_error, tiny_model
 from tests.workers.pool import Pool
-
-# Float32 and another order of summation over at most a few hundred terms: seen 3e-7 to 8e-7. A token weight lost or counted
-# twice shows at 1e-2 and above.
-TOLERANCE = 1e-5
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 NUM_SAMPLES, PER_MINI_BATCH = 11, 4  # divisible neither by each other nor by 2 or 4 data-parallel ranks
@@ -32,11 +29,11 @@ CUTS = (
     dict(cost=CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),) * 2)),
     dict(cost=CostModel(stages=(StageCost(overhead=1e6, token=1.0, square=0.1),) * 2)),
 )
-SP = ("parallel.sequence_parallel=true",)
+
 RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
 # (tensor, pipeline, data), a family each: tied and untied embeddings, biases, q/k norms, scaled rotary frequencies.
 VPP = ("parallel.virtual_pipeline=2",)
-CP = ("parallel.context=2",)  # the third degree counts processes: two that share a replica's sequences
+
 SMALL = [
     ((1, 1, 1), "qwen3", ()), ((2, 1, 1), "qwen2_tied", SP), ((1, 2, 1), "qwen2_tied", ()), ((1, 1, 2), "llama3_rope", ()),
     ((1, 1, 2), "llama3_rope", CP),

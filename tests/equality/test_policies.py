@@ -10,11 +10,11 @@ import torch
 from megatron_rl.config import POLICIES, Config, LossConfig, load_config
 from megatron_rl.types import Sample
 from tests.equality.given_run import fresh_run, train_once
+from tests.equality.given_samples import ADVANTAGES, BOUND, CLIP, DECAY, FAMILY, GROUPS, LAYERS, LR, PER_MINI_BATCH, drawn
 from tests.equality.rig import DEFAULTS, open_rig
-from tests.equality.test_products import ADVANTAGES, BOUND, CLIP, DECAY, FAMILY, GROUPS, LAYERS, LR, PER_MINI_BATCH, drawn
 from tests.reference import file_weights, reference_logprobs, relative_error
-from tests.unit.algorithm.test_policy_loss import token_loss
-from tests.unit.algorithm.test_reductions import naive_steps
+from tests.unit.algorithm.naive_policy import token_loss
+from tests.unit.algorithm.naive_steps import naive_steps
 from tests.workers.pool import Pool
 
 SETTINGS = (

@@ -3,7 +3,6 @@ model: the gradient of each step, the norms that the optimizer met, and all weig
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -14,21 +13,15 @@ from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.types import Advantages, Sample, StepKind
 from tests.equality.given_run import GivenRun, fresh_run, train_once
+from tests.equality.given_samples import ADVANTAGES, BOUND, CLIP, DECAY, FAMILY, GROUPS, LAYERS, LR, PER_MINI_BATCH, drawn
 from tests.equality.rig import Rig, equal_by_name, open_rig, sizes
-from tests.reference import file_weights, make_samples, near_policy, reference_logprobs, relative_error, tiny_model
-from tests.unit.algorithm.test_reductions import DENOMINATORS, STEPS, naive_steps
+from tests.reference import file_weights, reference_logprobs, relative_error
+from tests.unit.algorithm.naive_steps import DENOMINATORS, STEPS, naive_steps
 from tests.workers.pool import Pool
 
-FAMILY, NUM_SAMPLES, PER_MINI_BATCH, LAYERS = "qwen2_tied", 17, 5, 2
-LR, DECAY, CLIP = 0.001, 0.1, 0.5
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 PRODUCTS = [(r, d, s) for r in REDUCTIONS for d in DENOMINATORS for s in STEPS]
-# Groups of three, which the mini-batches of five cut through. Groups 1 and 2 are dead, and with sample 9 the second mini-batch is; the
-# last has one survivor, so that of two data-parallel ranks one is silent. Sample 12 carries no loss token, whatever its advantage.
-ADVANTAGES = np.array([0.8, 0.0, -1.1, 0, 0, 0, 0, 0, 0, 0.0, 1.3, -0.6, 0.9, 0.5, 0.0, -0.7, 0.0])
-GROUPS = [i // 3 for i in range(NUM_SAMPLES)]
-# Seen 7e-7 for gradients and 3e-6 for weights. Float32 and another order of summation; AdamW amplifies that where a gradient is near 0.
-BOUND = 1e-5
+
 SETTINGS = (
     f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
     f"optimizer.clip_grad={CLIP}", "correction.old_logprobs=rollout",
@@ -38,14 +31,6 @@ SETTINGS = (
 def settings_of(reduction: str, denominator: str, steps: str) -> tuple[str, ...]:
     mode = "approximate" if denominator == "kept" else "exact"
     return (*SETTINGS, f"loss.reduction={reduction}", f"loss.denominator={denominator}", f"skip.steps={steps}", f"skip.mode={mode}")
-
-
-@functools.cache
-def drawn() -> tuple[torch.nn.Module, list[Sample]]:
-    _, model = tiny_model(FAMILY, layers=LAYERS)
-    samples = near_policy(model, make_samples(NUM_SAMPLES))
-    samples[12] = dataclasses.replace(samples[12], loss_mask=np.zeros_like(samples[12].loss_mask))
-    return model, samples
 
 
 def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[int, float]) -> None:

@@ -14,10 +14,10 @@ from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.trainer.corrections import decide
 from megatron_rl.types import Advantages, Prompt, Rollout, Sample
+from tests.equality.layouts import CP, SP, TOLERANCE
 from tests.equality.rig import MAX_RESPONSE_TOKENS, open_rig, sizes
-from tests.equality.test_gradient import CP, SP, TOLERANCE
 from tests.reference import reference_logprobs, relative_error, tiny_model, token_weight
-from tests.unit.algorithm.test_importance import naive
+from tests.unit.algorithm.naive_importance import naive
 from tests.workers.pool import Pool
 
 FAMILY = "qwen2_tied"

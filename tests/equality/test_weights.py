@@ -16,7 +16,7 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.distributed import topology
 from megatron_rl.weights.export import HuggingFaceReader, load_weights
-from tests.equality.rig import DEFAULTS, open_rig, sizes
+from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig, sizes
 from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, file_weights, make_samples, reference_logprobs, tiny_model
 from tests.workers.pool import Pool
@@ -99,15 +99,6 @@ class CountingReader:
         part = self.reader.read(name, dimension, start, stop)
         self.elements += part.numel()
         return part
-
-
-def any_tokenizer():
-    """save_hugging_face only passes it on."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
 
 
 def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...], save_to: str) -> dict[str, object]:

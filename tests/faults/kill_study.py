@@ -36,13 +36,11 @@ import torch
 from megatron_rl import cli
 from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
 from megatron_rl.checkpoint.manager import own_file
-from tests.equality.test_checkpoint import tensors_of
+from tests.equality.saved_steps import tensors_of
 from tests.faults import phased_rank
 from tests.faults.phased_rank import STAGES, Note, read_note
 from tests.patience import patient
-from tests.runs.test_reference_run import ADAPTIVE
-from tests.runs.test_resume import timeless, weights_of_last
-from tests.runs.test_train import ROOT, rows_of
+from tests.runs.command import ADAPTIVE, ROOT, rows_of, timeless, weights_of_last
 from tests.workers.nursery import Nursery, Ranks
 
 BOUND_S = patient(600.0)  # of one attempt, its imports included

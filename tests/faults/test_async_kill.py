@@ -32,8 +32,7 @@ from tests.faults.kill_study import (
     whole_run,
 )
 from tests.patience import until
-from tests.runs.test_async import trained_prompts
-from tests.runs.test_train import rows_of
+from tests.runs.command import rows_of, trained_prompts
 from tests.workers.nursery import Nursery, Ranks
 
 

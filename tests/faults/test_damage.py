@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import MANIFEST, digest, name_of, verify, whole_checkpoints
-from tests.equality.test_checkpoint import tensors_of
+from tests.equality.saved_steps import tensors_of
 from tests.patience import patient
-from tests.runs.test_resume import timeless
-from tests.runs.test_train import arguments, command_line, rows_of
-from tests.unit.checkpoint.test_folder import sign_again
+from tests.runs.command import arguments, command_line, rows_of, timeless
+from tests.unit.checkpoint.signing import sign_again
 from tests.workers.inputs import prepare_inputs
 
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null", "train.export_last=false")

@@ -21,7 +21,7 @@ from megatron_rl.distributed.watchdog import Watch, open_watch
 from megatron_rl.distributed.watchdog_server import Peer, judge
 from megatron_rl.errors import PeerError
 from tests.patience import HANG_S, patient, until
-from tests.runs.test_train import arguments
+from tests.runs.command import arguments
 from tests.workers.nursery import Nursery
 from tests.workers.pool import Pool
 

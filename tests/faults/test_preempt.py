@@ -16,10 +16,9 @@ import pytest
 
 from megatron_rl.checkpoint.folder import name_of, verify, whole_checkpoints
 from megatron_rl.cli import EXIT_PREEMPTED
-from tests.equality.test_checkpoint import tensors_of
+from tests.equality.saved_steps import tensors_of
 from tests.faults.kill_study import BOUND_S, same_tensors
-from tests.runs.test_resume import timeless
-from tests.runs.test_train import ROOT, arguments, rows_of
+from tests.runs.command import ROOT, arguments, rows_of, timeless
 from tests.workers.environment import worker_environment
 
 ROLLOUTS, SIGNALLED_AFTER = 8, 2  # rows of the metrics: the run is in its second rollout or later

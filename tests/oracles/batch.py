@@ -168,3 +168,12 @@ def our_advantages(batch: Batch, rewards: np.ndarray, estimator: str, **settings
     total = np.nan_to_num(rewards).sum(1)
     settings = {"rewards_by_function": rewards, **settings}
     return torch.from_numpy(advantages(total, batch.groups, included, estimator=estimator, **settings))
+
+
+MISSING = "verl, or what it imports, is not installed; `make test-oracles` installs both"
+REDUCTIONS = {
+    "token-sum": "token_sum", "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum_mean", "seq-mean-token-sum-norm": "sequence_sum_norm",
+}  # fmt: skip
+# Whitening divides by the root of the variance plus 1e-8, which is 5e-8 of a variance of 0.1.
+WHITENED = {"rtol": 1e-7, "atol": 1e-7}

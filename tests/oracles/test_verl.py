@@ -10,7 +10,10 @@ from megatron_rl.algorithm.kl import kl_per_token
 from megatron_rl.config import CorrectionConfig, LossConfig
 from tests.oracles.batch import (
     DOUBLE,
+    MISSING,
+    REDUCTIONS,
     SEEDS,
+    WHITENED,
     Batch,
     Outcome,
     assert_same,
@@ -23,18 +26,12 @@ from tests.oracles.batch import (
     token_weights,
 )
 
-MISSING = "verl, or what it imports, is not installed; `make test-oracles` installs both"
 algorithms = pytest.importorskip("verl.trainer.ppo.core_algos", reason=MISSING)
 corrections = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason=MISSING)
 actor = pytest.importorskip("verl.workers.config.actor", reason=MISSING)
 
-REDUCTIONS = {
-    "token-sum": "token_sum", "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum_mean", "seq-mean-token-sum-norm": "sequence_sum_norm",
-}  # fmt: skip
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
-# Whitening divides by the root of the variance plus 1e-8, which is 5e-8 of a variance of 0.1.
-WHITENED = {"rtol": 1e-7, "atol": 1e-7}
+
 # Where verl goes by way of float32, whose rounding is 6e-8, over some ten operations.
 SINGLE = {"rtol": 1e-6, "atol": 1e-6}
 

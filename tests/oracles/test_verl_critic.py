@@ -15,8 +15,7 @@ from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whi
 from megatron_rl.algorithm.kl import kl_per_token
 from megatron_rl.algorithm.kl_controller import KLCoefficient
 from megatron_rl.algorithm.value_loss import value_loss
-from tests.oracles.batch import DOUBLE, SEEDS, Batch, random_batch, token_weights
-from tests.oracles.test_verl import MISSING, REDUCTIONS, WHITENED
+from tests.oracles.batch import DOUBLE, MISSING, REDUCTIONS, SEEDS, WHITENED, Batch, random_batch, token_weights
 
 algorithms = pytest.importorskip("verl.trainer.ppo.core_algos", reason=MISSING)
 protocol = pytest.importorskip("verl.protocol", reason=MISSING)

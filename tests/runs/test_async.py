@@ -1,6 +1,7 @@
 """Rollouts ahead of training, in parts, replayed and asked again: the same samples, in the same order, to the bit; on every layout."""
 
 from __future__ import annotations
+from tests.runs.command import trained_prompts
 
 import json
 import math
@@ -10,8 +11,8 @@ import shutil
 import pytest
 import torch
 
-from tests.runs.test_resume import timeless
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import timeless
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.pairwise import quick
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
@@ -147,11 +148,6 @@ def few_prompts(folder: pathlib.Path, out: pathlib.Path, count: int) -> pathlib.
     path = out / "few.jsonl"
     path.write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:count]) + "\n")
     return path
-
-
-def trained_prompts(run_dir: pathlib.Path) -> list[str]:
-    """Names of the groups of every batch, in order."""
-    return [name for line in (run_dir / "trace.jsonl").read_text().splitlines() for name in json.loads(line)["prompts"]]
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))

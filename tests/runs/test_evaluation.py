@@ -8,8 +8,8 @@ import pathlib
 import pytest
 import torch
 
-from tests.runs.test_resume import timeless
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import timeless
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 
 ROLLOUTS = ("train.steps=3", "eval.every=1")
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")

@@ -1,6 +1,7 @@
 """PPO whole: the same run on every layout, a kill changes nothing, values are learned, and a warm-up leaves the policy alone."""
 
 from __future__ import annotations
+from tests.runs.command import PPO
 
 import json
 import math
@@ -10,14 +11,9 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
-from tests.runs.test_resume import SAVED, timeless, weights_of_last
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import SAVED, timeless, weights_of_last
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 
-PPO = (
-    "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "rollout.samples_per_prompt=2", "train.samples_per_mini_batch=8",
-    "reward.functions=[tests.reward_functions:graded]",
-    "optimizer.schedule=constant", "train.epochs_per_rollout=2",
-)  # fmt: skip
 KL = ("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3", "warmup.steps=2")
 
 

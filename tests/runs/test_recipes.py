@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import load_config
-from tests.runs.test_train import command_line, rows_of
+from tests.runs.command import command_line, rows_of
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

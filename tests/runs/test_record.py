@@ -11,7 +11,7 @@ import pytest
 from megatron_rl import train
 from megatron_rl.config import load_config
 from megatron_rl.simulator.workload import read_trace
-from tests.runs.test_train import arguments, command_line, rows_of
+from tests.runs.command import arguments, command_line, rows_of
 from tools import simulate_cluster
 
 GDPO = ("advantage.estimator=gdpo", "reward.functions=[tests.reward_functions:parity,arithmetic]", "reward.weights=[1.0,0.5]")

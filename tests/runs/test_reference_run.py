@@ -1,16 +1,14 @@
 """Whole runs with a KL in the loss: the coefficient's trajectory, the reference's renewal, and a run that is ended and started again."""
 
 from __future__ import annotations
+from tests.runs.command import ADAPTIVE, HORIZON, KL, START, TARGET
 
 import pytest
 import torch
 
-from tests.runs.test_resume import SAVED, state_of, timeless, weights_of_last
-from tests.runs.test_train import arguments, command_line, rows_of
+from tests.runs.command import SAVED, state_of, timeless, weights_of_last
+from tests.runs.command import arguments, command_line, rows_of
 
-START, TARGET, HORIZON = 0.05, 1e-4, 200
-KL = (f"loss.kl_coefficient={START}", "skip.mode=approximate", "optimizer.lr=1e-3", "reference.refresh_every=2")
-ADAPTIVE = (*KL, "reference.controller=adaptive", f"reference.kl_target={TARGET}", f"reference.kl_horizon={HORIZON}")
 SAMPLES = 8 * 4  # of a rollout
 
 

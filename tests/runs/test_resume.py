@@ -1,6 +1,7 @@
 """A run that is ended and started again with the same command: bitwise the uninterrupted run's weights, each prompt trained as often."""
 
 from __future__ import annotations
+from tests.runs.command import SAVED, state_of, timeless, weights_of_last
 
 import json
 import pathlib
@@ -9,19 +10,13 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
-from tests.runs.test_train import arguments, command_line, rows_of
+from tests.runs.command import arguments, command_line, rows_of
 
-SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null")
 RUNS = {
     "PP2-warmup": ("parallel.pipeline=2", "warmup.steps=2"),
     "DP2-sharded-kl": ("optimizer.distributed=true", "loss.kl_coefficient=0.01", "skip.mode=approximate", "warmup.steps=2"),
     "TP2-calibrated": ("parallel.tensor=2", "plan.calibrate=true"),
 }
-
-
-def timeless(row: dict) -> dict:
-    """Without what a clock said."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "cost/"))}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -41,13 +36,3 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, nam
     traces = [(x / "trace.jsonl").read_text() for x in (whole, parts)]
     assert traces[0] == traces[1] and len(traces[0].splitlines()) == 4
 
-
-def weights_of_last(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    folders = sorted((run_dir / "checkpoints").glob("step_*/hf"), key=lambda x: int(x.parent.name.removeprefix("step_")))
-    return load_file(folders[-1] / "model.safetensors")
-
-
-def state_of(run_dir: pathlib.Path, iteration: int) -> dict:
-    return json.loads((run_dir / "checkpoints" / f"iter_{iteration:07d}" / "state.json").read_text())

@@ -7,7 +7,7 @@ import pathlib
 
 import torch
 
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 
 FUNCTIONS = ("reward.functions=[tests.reward_functions:parity,math_verify]", "reward.weights=[1.0,0.5]", "reward.on_error=zero")
 

@@ -1,6 +1,7 @@
 """Whole runs: skips, silent ranks and ghosts end with the dense run's weights, and no dropped sample is ever forwarded."""
 
 from __future__ import annotations
+from tests.equality.rig import ForwardedLengths
 
 import functools
 
@@ -27,22 +28,6 @@ def run_advantages(rollout: int) -> np.ndarray:
         survivors = (6, 2, 1, 0)[(position + rollout) % 4]
         rows[random.permutation(PER_MINI_BATCH)[survivors:]] = 0.0
     return advantages
-
-
-class ForwardedLengths:
-    """Sequence lengths that this stage's first layer was given, by torch's own hook, from the packed sequences that attention reads."""
-
-    def __init__(self, rig: Rig):
-        self.lengths: list[int] = []
-        layer = rig.backend.chunks[0].module.decoder.layers[0]
-        layer.register_forward_pre_hook(self._record, with_kwargs=True)
-
-    def _record(self, module, positional, named) -> None:
-        self.lengths += list(named["packed_seq_params"].lengths)
-
-    def take(self) -> list[int]:
-        taken, self.lengths = sorted(self.lengths), []
-        return taken
 
 
 def one_run(drops: bool, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:

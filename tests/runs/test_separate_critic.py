@@ -17,9 +17,9 @@ from megatron_rl.critic.link import holds_critic, local_policy_ranks
 from megatron_rl.errors import ConfigError
 from megatron_rl.train import main
 from tests.workers.nursery import Nursery
-from tests.runs.test_ppo import PPO
-from tests.runs.test_resume import SAVED, timeless, weights_of_last
-from tests.runs.test_train import arguments, rows_of
+from tests.runs.command import PPO
+from tests.runs.command import SAVED, timeless, weights_of_last
+from tests.runs.command import arguments, rows_of
 from tests.patience import patient
 
 BOUND_S = patient(600)

@@ -1,6 +1,7 @@
 """The whole loop through its command line: runs end to end, bad input ends in a clear error, the skip changes nothing."""
 
 from __future__ import annotations
+from tests.runs.command import ROOT, arguments, command_line, rows_of, weights_of
 
 import contextlib
 import io
@@ -10,36 +11,6 @@ import pathlib
 import pytest
 import torch
 from safetensors.torch import load_file
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
-    """``python -m megatron_rl.train`` within a pool worker: its exit code and what it said."""
-    from megatron_rl.train import main
-
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = main(arguments)
-    return code, said.getvalue()
-
-
-def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:
-    return [
-        "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
-        f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "parallel.pipeline=1", "run.deadline_s=60",
-        "warmup.steps=0", "train.steps=2", "train.prompts_per_step=8", "train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4",
-        "reward.functions=[tests.reward_functions:parity]", *overrides,
-    ]  # fmt: skip
-
-
-def rows_of(run_dir: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
-    (path,) = (run_dir / "checkpoints").glob("step_*/hf/model.safetensors")
-    return load_file(path)
 
 
 def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.environment import Step
-from tests.runs.test_resume import timeless
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import timeless
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.pairwise import quick
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}

@@ -20,7 +20,14 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # Law 2. backend/trainable_model.py wires the stages, and it wraps the model in Megatron-Core's DistributedDataParallel.
-MEGATRON_FILES = ("distributed/platform.py", "distributed/topology.py", "backend/schedule.py", "backend/optimizer.py", "backend/trainable_model.py", "checkpoint.py")
+MEGATRON_FILES = (
+    "distributed/platform.py",
+    "distributed/topology.py",
+    "backend/schedule.py",
+    "backend/optimizer.py",
+    "backend/trainable_model.py",
+    "checkpoint.py",
+)
 MEGATRON_FOLDERS = ("model", "weights", "checkpoint")
 PURE_STAGES = ("advantage", "estimators", "gae", "signal", "plan", "cost", "timeline", "noise")
 # what a plan costs is part of planning, an estimator of the advantage
@@ -72,7 +79,9 @@ def test_megatron_core_is_imported_only_at_its_seams() -> None:
 
 
 def test_parallel_state_is_imported_only_in_topology() -> None:
-    found = [name_of(p) for p in CHECKED if any("parallel_state" in name for name in imports_of(p)) and name_of(p) != "distributed/topology.py"]
+    found = [
+        name_of(p) for p in CHECKED if any("parallel_state" in name for name in imports_of(p)) and name_of(p) != "distributed/topology.py"
+    ]
     assert not found, places(found)
 
 

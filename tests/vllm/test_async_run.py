@@ -11,9 +11,7 @@ import time
 import pytest
 import torch
 
-from tests.runs.test_async import trained_prompts
-from tests.runs.test_resume import timeless
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import arguments, command_line, rows_of, timeless, trained_prompts, weights_of
 
 pytestmark = pytest.mark.vllm
 VLLM = (

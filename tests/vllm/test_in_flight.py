@@ -19,7 +19,7 @@ from megatron_rl.rollout.vllm.server_replica import ANSWER_S as CONTROL_S
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient, until
 from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, model_folder, reference_logprobs, start_bench
-from tests.vllm.test_server import KEY, Served
+from tests.vllm.served import KEY, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 

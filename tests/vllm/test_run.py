@@ -10,14 +10,10 @@ import sys
 
 import pytest
 
-from tests.runs.test_train import ROOT, arguments, command_line, rows_of
+from tests.runs.command import ROOT, arguments, command_line, rows_of
+from tests.vllm.served import GAP, VLLM
 
 pytestmark = pytest.mark.vllm
-VLLM = (
-    "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "metrics.dense_every=1",
-    "metrics.dense_samples=64", "optimizer.lr=1e-3",
-)  # fmt: skip
-GAP = 1e-4  # float32, the same weights in two implementations
 
 
 def check_rows(run_dir: pathlib.Path, engines: int) -> None:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import pathlib
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
-import psutil
 import pytest
 import torch
+
+from tests.vllm.served import (
+    ANSWER_S,
+    EOS,
+    GENERATION_CONFIG,
+    KEY,
+    MAX_TOKENS,
+    START_S,
+    VERSION,
+    Served,
+    wait_for,
+)
+from tests.workers.inputs import prepare_inputs
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -30,22 +36,10 @@ from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.vllm.http import Server
 from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
-from tests.patience import patient, until
-from tests.unit.rollout.misbehaving_server import unused_port
-from tests.workers.inputs import prepare_inputs
 
 pytestmark = pytest.mark.vllm
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-START_S = patient(240.0)  # 15 to 80 s where nothing else runs
-ANSWER_S = patient(120.0)
-KEY = "sesame-of-the-tests"
-VERSION = -1  # as the server says of the weights in its files
-MAX_TOKENS = 512
 PROMPT = (5, 12, 6, 15)
-EOS = 0
-# Every one of these would change the samples if the server applied it.
-GENERATION_CONFIG = {"eos_token_id": [EOS, 7], "temperature": 0.1, "top_k": 1, "top_p": 0.3, "repetition_penalty": 1.7, "max_new_tokens": 3}
 
 
 @pytest.fixture(scope="session")
@@ -55,55 +49,6 @@ def model_folder(tmp_path_factory) -> pathlib.Path:
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_TOKENS}))
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))
     return folder
-
-
-class Served:
-    """tools/serve_vllm.py with so many servers; ``options`` are vLLM's."""
-
-    def __init__(self, model_folder: pathlib.Path, folder: pathlib.Path, *options: str, replicas: int = 2) -> None:
-        self.port, self.log = unused_port(replicas), folder / "tool.log"
-        command = [
-            sys.executable, str(ROOT / "tools" / "serve_vllm.py"), "--model", str(model_folder), "--port", str(self.port),
-            "--replicas", str(replicas), "--api-key-env", "KEY_OF_THE_TESTS", "--log-dir", str(folder), "--grace-s", "5", "--",
-            "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-num-seqs", "32",
-            "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096", *options,
-        ]  # fmt: skip
-        environment = {
-            **os.environ, "KEY_OF_THE_TESTS": KEY, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        with open(self.log, "w") as output:
-            self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        self.urls = [f"http://127.0.0.1:{self.port + index}" for index in range(replicas)]
-
-    def starts(self, index: int) -> list[int]:
-        """The process of each start of a server: the small parent that ends all of it."""
-        return [int(pid) for pid in re.findall(rf"server {index}: starting, process (\d+)", self.log.read_text())]
-
-    def log_of(self, index: int) -> str:
-        return (self.log.parent / f"server{index}.log").read_text()
-
-    def kill(self, index: int, victim: str) -> None:
-        """kill -9 of a server's API process, or of its engine's."""
-        api, *others = psutil.Process(self.starts(index)[-1]).children(recursive=True)
-        engine = next(x for x in others if "EngineCore" in x.name() or "EngineCore" in " ".join(x.cmdline()))
-        (engine if victim == "engine" else api).send_signal(signal.SIGKILL)
-
-    def end(self) -> None:
-        processes: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.terminate()
-        self.process.wait(60)
-        _, left = psutil.wait_procs(processes, timeout=10)
-        for process in left:
-            process.kill()
-        assert not left, f"the supervisor left {left} behind"
-
-    def requests_running(self, index: int) -> int:
-        request = urllib.request.Request(f"{self.urls[index]}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return int(float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)[1]))
 
 
 @pytest.fixture(scope="session")
@@ -237,10 +182,6 @@ def test_without_the_key_only_health_answers(served, replica):
                 stranger.call("POST", route, {"method": "describe"}, timeout_s=30.0)
         with pytest.raises(RequestRefused, match="401"):
             stranger.call("GET", "/metrics", timeout_s=30.0)
-
-
-def wait_for(what: str, condition, bound_s: float = 60.0) -> None:
-    assert until(condition, bound_s), f"{what} did not come within {bound_s} s"
 
 
 def test_an_aborted_request_is_aborted_in_the_engine(served, replica):

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 from safetensors.torch import load_file
 
-from tests.runs.test_train import arguments, command_line, rows_of
-from tests.vllm.test_run import GAP, VLLM
-from tests.vllm.test_server import KEY, START_S, Served, wait_for
+from tests.runs.command import arguments, command_line, rows_of
+from tests.vllm.served import GAP, KEY, START_S, VLLM, Served, wait_for
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,7 @@ from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.multi_turn import Episodes
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from tests.runs.test_train import arguments, command_line, rows_of
+from tests.runs.command import arguments, command_line, rows_of
 from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]

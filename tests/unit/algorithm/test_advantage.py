@@ -14,6 +14,7 @@ from megatron_rl.algorithm.advantage import advantages, may_have_advantage, redu
 from megatron_rl.algorithm.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
 from megatron_rl.config import GROUP_ESTIMATORS, REDUCTIONS
 from megatron_rl.types import BatchFacts
+from tests.unit.algorithm.facts import make_facts
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
@@ -62,16 +63,6 @@ def cases(draw) -> Case:
         by_function=by_function, groups=groups, included=included, loss_tokens=random.integers(0, 9, count),
         function_weights=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0)])),
         whiten=draw(st.sampled_from(["none", "scale", "center_and_scale"])),
-    )  # fmt: skip
-
-
-def make_facts(groups, loss_tokens) -> BatchFacts:
-    loss_tokens = np.asarray(loss_tokens, dtype=np.int64)
-    zeros = np.zeros(len(loss_tokens), dtype=np.int64)
-    return BatchFacts(
-        sample_ids=tuple(f"s{i}" for i in range(len(loss_tokens))), groups=np.asarray(groups, dtype=np.int64),
-        prompt_tokens=zeros + 3, response_tokens=loss_tokens + 1, loss_tokens=loss_tokens,
-        owners=zeros, owner_rows=np.arange(len(loss_tokens)),
     )  # fmt: skip
 
 

@@ -16,45 +16,13 @@ from megatron_rl.config import CORRECTIONS, CorrectionConfig, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Advantages, LossInputs
 from tests.reference import make_samples
-from tests.unit.backend.test_packing import run_pack
+from tests.unit.algorithm.naive_importance import MODES, naive
+from tests.unit.backend.packed import run_pack
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-MODES = [mode for mode in CORRECTIONS if mode != "none"]
+
 # The loop's exp and its sums are Python's, in double as numpy's: a few roundings apart.
 CLOSE = {"rtol": 1e-13, "atol": 0.0}
-
-
-def naive_weight(mode: str, gaps: list[float], mask: list[bool], t: int, cap: float, floor: float | None) -> float:
-    """One token's weight by semantics §7, in words. gaps: log π_old − log μ of the sample's response tokens."""
-    counted = [d for d, m in zip(gaps, mask, strict=True) if m]
-    if not mask[t]:
-        return 0.0
-    match mode.split("_")[0]:
-        case "token":
-            ratio = math.exp(gaps[t])
-        case "sequence":
-            ratio = math.exp(sum(counted))
-        case "geometric":
-            ratio = math.exp(sum(counted) / len(counted))
-        case "none":
-            return 1.0
-    if mode.endswith("_mask"):
-        return ratio if ratio <= cap and (floor is None or ratio >= floor) else 0.0
-    return min(ratio, cap) if floor is None else max(min(ratio, cap), floor)
-
-
-def naive_drop(advantage: float, gaps: list[float], mask: list[bool], delta: float | None) -> bool:
-    """DeepSeek-V3.2, eq. 9, at π_old."""
-    counted = [-d for d, m in zip(gaps, mask, strict=True) if m]
-    return delta is not None and advantage < 0 and bool(counted) and sum(counted) / len(counted) > delta
-
-
-def naive(config: CorrectionConfig, advantages: list[float], gaps: list[list[float]], masks: list[list[bool]]) -> list[float]:
-    found = []
-    for advantage, d, m in zip(advantages, gaps, masks, strict=True):
-        dropped = naive_drop(advantage, d, m, config.off_policy_delta)
-        found += [0.0 if dropped else naive_weight(config.mode, d, m, t, config.cap, config.floor) for t in range(len(d))]
-    return found
 
 
 def run(config: CorrectionConfig, advantages: list[float], gaps: list[list[float]], masks: list[list[bool]], *, rollout: float = -2.0):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.algorithm.noise import standard_normal, with_noise
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 HIGHEST = 8.3  # of 52 random bits: the inverse at 2^-53 is −8.21

@@ -13,6 +13,7 @@ from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.policy_loss import cispo, dro, gspo, importance_sampling, policy_term, ppo, reinforce
 from megatron_rl.algorithm.sft_loss import cross_entropy
 from megatron_rl.config import POLICIES, LossConfig
+from tests.unit.algorithm.naive_policy import token_loss
 
 # Both sides run in double; what differs is the order of a few operations on numbers below 100.
 DOUBLE = {"rtol": 1e-12, "atol": 1e-13}
@@ -50,38 +51,6 @@ def run_term(config: LossConfig, t: SimpleNamespace, **changed):
     term = policy_term(logprobs, t.old_logprobs, t.advantages, t.weights, t.sequences, t.num_sequences, config)
     (gradient,) = torch.autograd.grad(term.loss.sum(), logprobs)
     return term, gradient
-
-
-def clipped_surrogate(ratio, advantage, config: LossConfig, *, dual: float | None):
-    """−objective of one token by cases: which side of the clip it stands on, and whether that side is the pessimistic one."""
-    if advantage > 0 and ratio > 1 + config.clip_high:
-        return -(1 + config.clip_high) * advantage
-    if advantage < 0 and dual is not None and ratio > dual:
-        return -dual * advantage
-    if advantage < 0 and ratio < 1 - config.clip_low:
-        return -(1 - config.clip_low) * advantage
-    return -ratio * advantage
-
-
-def token_loss(config: LossConfig, t: SimpleNamespace, logprobs: list, i: int):
-    """The equation of semantics §7 for token i, as an objective to be minimised."""
-    ratio = (logprobs[i] - t.old_logprobs[i]).exp()
-    match config.policy:
-        case "ppo":
-            return clipped_surrogate(ratio, t.advantages[i], config, dual=config.dual_clip)
-        case "gspo":  # the sequence's own ratio, whole: arXiv:2507.18071, eq. 5 to 7
-            mates = [j for j in range(len(logprobs)) if t.sequences[j] == t.sequences[i]]
-            ratio = (sum(logprobs[j] - t.old_logprobs[j] for j in mates) / len(mates)).exp()
-            return clipped_surrogate(ratio, t.advantages[i], config, dual=None)
-        case "cispo":
-            return -min(max(ratio.item(), 1 - config.clip_low), 1 + config.clip_high) * t.advantages[i] * logprobs[i]
-        case "importance_sampling":
-            return -ratio * t.advantages[i]
-        case "dro":
-            return -logprobs[i] * t.advantages[i] + t.weights[i] * config.dro_beta / 2 * (logprobs[i] - t.old_logprobs[i]) ** 2
-        case "reinforce":
-            return -logprobs[i] * t.advantages[i]
-    raise ValueError(config.policy)
 
 
 def naive_loss(config: LossConfig, t: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,12 +19,11 @@ from megatron_rl.config.num_steps import steps_per_rollout
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.types import Advantages, BatchFacts, StepKind, StepPlan
-from tests.reference import token_weight
+from tests.unit.algorithm.naive_steps import DENOMINATORS, MAX_RESPONSE_TOKENS, STEPS, naive_steps
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-DENOMINATORS, STEPS = ("original", "kept"), ("match", "merge")
-MAX_RESPONSE_TOKENS = 16
+
 every_product = pytest.mark.parametrize(
     ("reduction", "denominator", "steps"), [(r, d, s) for r in REDUCTIONS for d in DENOMINATORS for s in STEPS]
 )
@@ -99,23 +96,6 @@ def weights_of(
         assert np.array_equal(inputs.advantages, values * inputs.weights)
         found.append(inputs.weights)
     return found
-
-
-def naive_steps(
-    masks: list[np.ndarray], groups: list[int], advantages: list[float], size: int | None, *, reduction: str, denominator: str, steps: str
-) -> Iterator[tuple[list[int], dict[int, float]]]:
-    """(samples that run, the weight of each one's loss tokens) of every optimizer step; nothing runs in a ghost.
-
-    Also the reference of the distributed test.
-    """
-    everyone = list(range(len(masks)))
-    size = len(everyone) if steps == "merge" or size is None else size
-    for start in range(0, len(everyone), size):
-        members = everyone[start : start + size]
-        live = [i for i in members if advantages[i] != 0 and masks[i].any()]
-        counted = [i for i in (members if denominator == "original" else live) if masks[i].any()]
-        rows, prompts = [SimpleNamespace(loss_mask=masks[i]) for i in counted], [groups[i] for i in counted]
-        yield live, {i: token_weight(reduction, rows, prompts, counted.index(i), MAX_RESPONSE_TOKENS) for i in live}
 
 
 @every_product

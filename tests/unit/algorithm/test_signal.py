@@ -22,7 +22,7 @@ from megatron_rl.algorithm.signal import (
 )
 from megatron_rl.config import Config, LossConfig, MegatronConfig, SkipConfig
 from megatron_rl.errors import ConfigError
-from tests.unit.algorithm.test_advantage import make_facts
+from tests.unit.algorithm.facts import make_facts
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 

@@ -17,7 +17,7 @@ from megatron_rl.config import load_config
 from megatron_rl.planning.cost import NUM_SUMS, CostFit, CostModel, StageCost
 from megatron_rl.planning.plan import PlanRules
 from megatron_rl.types import StepKind
-from tests.unit.algorithm.test_advantage import make_facts
+from tests.unit.algorithm.facts import make_facts
 
 
 def model_of(*overrides: str, **fields: object) -> TrainedModel:

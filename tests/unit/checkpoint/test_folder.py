@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.folder import (
     whole_checkpoints,
 )
 from megatron_rl.errors import CheckpointError
+from tests.unit.checkpoint.signing import sign_again
 
 FILES = {".metadata": b"plans", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"tensors" * 99, "state.json": b'{"rollouts": 4}\n'}
 
@@ -34,13 +35,6 @@ def write_checkpoint(root: pathlib.Path, iteration: int = 4) -> pathlib.Path:
     for name, content in FILES.items():
         (partial / name).write_bytes(content)
     return complete(partial, {"__0_0.distcp": digest(partial / "__0_0.distcp")})
-
-
-def sign_again(manifest: pathlib.Path, **changed) -> None:
-    """Changes a manifest as another release would have written it: with a SHA-256 of its own."""
-    content = {**json.loads(manifest.read_text()), **changed}
-    content.pop("sha256")
-    manifest.write_text(json.dumps({**content, "sha256": folder_module._own_digest(content)}))
 
 
 class Killed(BaseException):

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.data.chat import Observations, check_messages
 from megatron_rl.errors import ConfigError
+from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # As Qwen3's: an assistant's last message gets an empty thought before its text, any other none.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -24,19 +19,8 @@ HEADERS = (
     "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
 )
-STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ m.content }}{% endfor %}"
+
 SILENT = "{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}"
-
-
-def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
-    """A token per byte, and ChatML's two; either may end a turn."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={symbol: index + 3 for index, symbol in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    core.add_special_tokens([AddedToken("<|endoftext|>", special=True), AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = template
-    return made
 
 
 def text_between(template: str, observation, *, stop: str = "<|im_end|>", role: str = "tool") -> str:

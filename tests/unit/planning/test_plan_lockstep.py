@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
 from megatron_rl.types import MiniBatchPlan, StepKind
-from tests.unit.planning.test_plan import assert_lockstep
+from tests.unit.planning.lockstep import assert_lockstep
 
 
 def layout(signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True) -> tuple[MiniBatchPlan, list[str]]:

@@ -20,7 +20,7 @@ from megatron_rl.rollout.training_batch import Scored, plain_advantages, reward_
 from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from megatron_rl.validate import check_overlong
-from tests.runs.test_train import arguments, command_line, rows_of, weights_of
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 
 SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 

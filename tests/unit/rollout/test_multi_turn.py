@@ -19,7 +19,7 @@ from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.multi_turn import Episodes, with_episodes
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import HANG_S, patient
-from tests.unit.data.test_chat import CHATML, STRICT, tokenizer_of
+from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
 
 TOKENIZER = tokenizer_of(None)
 STOP = TOKENIZER.eos_token_id

@@ -18,7 +18,7 @@ from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_gr
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.worker import Group, to_sample
 from megatron_rl.types import Prompt, Rollout, Score
-from tests.unit.rollout.test_transformers_engine import TEMPERATURE, VOCAB, _model, _tokenizer
+from tests.unit.rollout.tiny_model import TEMPERATURE, VOCAB, _model, _tokenizer
 
 ROOM = 24
 PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2 + k, 5, 3)[: 1 + k % 3], columns={}) for k in range(7)]

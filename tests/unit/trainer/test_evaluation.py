@@ -20,7 +20,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.worker import Job
 from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
 from megatron_rl.types import Prompt, Rollout, Score
-from tests.unit.rollout.test_transformers_engine import _tokenizer
+from tests.unit.rollout.tiny_model import _tokenizer
 
 
 @st.composite
