@@ -19,19 +19,37 @@ CHECKED = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py"))]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-# Law 2. backend/trainable_model.py wires the stages, and it wraps the model in Megatron-Core's DistributedDataParallel.
-MEGATRON_FILES = (
-    "distributed/platform.py",
-    "distributed/topology.py",
-    "backend/schedule.py",
-    "backend/optimizer.py",
-    "backend/trainable_model.py",
-    "checkpoint.py",
+# Law 2: rooms and single files of the package, from the bottom up. A module imports from its own room and from lower levels alone.
+LEVELS = (
+    ("errors", "types"),
+    ("config",),
+    ("distributed", "algorithm", "planning", "data", "environment"),
+    ("reward", "weights", "doctor"),
+    ("model", "validate"),
+    ("backend",),
+    ("observability",),
+    ("rollout", "checkpoint", "simulator"),
+    ("critic",),
+    ("trainer",),
+    ("cli",),
+    ("train",),
 )
-MEGATRON_FOLDERS = ("model", "weights", "checkpoint")
-PURE_STAGES = ("advantage", "estimators", "gae", "signal", "plan", "cost", "timeline", "noise")
-# what a plan costs is part of planning, an estimator of the advantage
-PURE_MAY_IMPORT = {"megatron_rl.types", "megatron_rl.config", "megatron_rl.planning.cost", "megatron_rl.algorithm.estimators"}
+HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
+MEGATRON_ROOMS = ("distributed", "weights", "model", "backend", "checkpoint")
+TRAINABLE_MODEL = "backend/trainable_model.py"  # wraps the model in Megatron-Core's DistributedDataParallel
+# Law 3: without torch, a process group or a device
+PURE_STAGES = (
+    "algorithm.advantage",
+    "algorithm.estimators",
+    "algorithm.gae",
+    "algorithm.noise",
+    "algorithm.signal",
+    "planning.cost",
+    "planning.plan",
+    "planning.timeline",
+)
+
+TESTED_BY = {"planning.plan": [ROOT / "tests/unit/planning" / name for name in ("test_plan.py", "lockstep.py")]}
 
 # Law 5. Each exception with its reason.
 GETATTR_DEFAULTS: dict[tuple[str, str], str] = {}  # (file, attribute): the reason
@@ -67,14 +85,53 @@ def places(found: list[str]) -> str:
     return "\n".join(["", *found])
 
 
+def room_of(path: pathlib.Path) -> str:
+    """The room that a module of the package lies in, or its own name where it lies flat."""
+    return path.relative_to(ROOT / "megatron_rl").with_suffix("").parts[0]
+
+
+def test_the_package_holds_its_rooms_and_nothing_else() -> None:
+    found = {room_of(path) for path in PACKAGE} - {"__init__"}
+    assert found == set(HEIGHT), f"LEVELS misses {found - set(HEIGHT)}, the package misses {set(HEIGHT) - found}"
+
+
+def test_imports_go_down_only() -> None:
+    """Lazy imports and those for types alone too; so no room can import itself in a circle."""
+    found = []
+    for path in PACKAGE:
+        room = room_of(path)
+        for name in sorted(imports_of(path)):
+            package, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            if package == "megatron_rl" and target in HEIGHT and target != room and HEIGHT[target] >= HEIGHT[room]:
+                found.append(f"{name_of(path)} imports {name}: {room} is no higher than {target}")
+    assert not found, places(found)
+
+
+def test_modules_of_a_room_import_each_other_in_no_circle() -> None:
+    modules = {".".join(("megatron_rl", *path.relative_to(ROOT / "megatron_rl").with_suffix("").parts)): path for path in PACKAGE}
+    edges = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)} & set(modules) - {module}
+        for module, path in modules.items()
+    }
+    while ends := [module for module, targets in edges.items() if not targets & set(edges)]:
+        for module in ends:
+            del edges[module]
+    assert not edges, f"a circle among {sorted(edges)}"
+
+
 def test_megatron_core_is_imported_only_at_its_seams() -> None:
     found = [
         name_of(path)
         for path in PACKAGE
-        if any(is_within(name, "megatron") for name in imports_of(path))
-        and name_of(path) not in MEGATRON_FILES
-        and path.parent.name not in MEGATRON_FOLDERS
+        if any(is_within(name, "megatron") for name in imports_of(path)) and room_of(path) not in MEGATRON_ROOMS
     ]
+    assert not found, places(found)
+
+
+def test_schedules_are_called_only_in_schedule() -> None:
+    seam = "megatron.core.pipeline_parallel"
+    found = [name_of(p) for p in PACKAGE if any(is_within(name, seam) for name in imports_of(p)) and name_of(p) != "backend/schedule.py"]
     assert not found, places(found)
 
 
@@ -135,30 +192,46 @@ def test_no_getattr_with_a_default() -> None:
 
 def test_pure_stages_import_numbers_only() -> None:
     for stage in PURE_STAGES:
-        path = ROOT / "megatron_rl" / f"{stage}.py"
-        if path.exists():
-            own = {name for name in imports_of(path) if is_within(name, "megatron_rl")}
-            outside = {name for name in own if not any(is_within(name, allowed) for allowed in PURE_MAY_IMPORT)}
-            heavy = {name for name in imports_of(path) if name.split(".")[0] in ("torch", "megatron", "transformers")}
-            assert not outside | heavy, f"{stage}.py imports {', '.join(sorted(outside | heavy))}"
+        heavy = {name for name in imports_of(module_path(stage)) if name.split(".")[0] in ("torch", "megatron", "transformers")}
+        assert not heavy, f"{stage} imports {', '.join(sorted(heavy))}"
 
 
 def test_pure_stages_run_without_torch() -> None:
     """Nothing that they import brings torch or Megatron-Core along: a plan is simulated on a laptop."""
-    stages = [stage for stage in PURE_STAGES if (ROOT / "megatron_rl" / f"{stage}.py").exists()]
-    modules = ", ".join(f"megatron_rl.{stage}" for stage in stages)
+    modules = ", ".join(f"megatron_rl.{stage}" for stage in PURE_STAGES)
     code = f"import sys, {modules}; print([m for m in ('torch', 'megatron') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True)
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("stage", ["advantage", "gae", "signal", "plan", "cost", "timeline", "noise"])
+@pytest.mark.parametrize("stage", [stage for stage in PURE_STAGES if stage != "algorithm.estimators"])
 def test_pure_stages_number_their_invariants(stage: str) -> None:
     """In their docstring, counted from 1; the tests' ``assert_invariants`` carries a mark for each."""
-    docstring = ast.get_docstring(tree_of(ROOT / "megatron_rl" / f"{stage}.py"))
+    docstring = ast.get_docstring(tree_of(module_path(stage)))
     numbers = [int(n) for n in re.findall(r"^(\d+)\. ", docstring, flags=re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1)) and numbers
-    tests = (ROOT / "tests" / f"test_{stage}.py").read_text(encoding="utf-8")
+    room, _, name = stage.partition(".")
+    tests = "".join(path.read_text(encoding="utf-8") for path in TESTED_BY.get(stage, [ROOT / "tests" / "unit" / room / f"test_{name}.py"]))
     marked = {int(n) for n in re.findall(r"# (\d+)(?::|$)", tests, flags=re.MULTILINE)}
-    exempt = {4} if stage == "signal" else set()  # over settings, not over batches: test_exact_refuses
-    assert marked | exempt >= set(numbers), f"tests/test_{stage}.py does not check {sorted(set(numbers) - marked)}"
+    exempt = {4} if name == "signal" else set()  # over settings, not over batches: test_exact_refuses
+    assert marked | exempt >= set(numbers), f"the tests of {stage} do not check {sorted(set(numbers) - marked)}"
+
+
+def module_path(stage: str) -> pathlib.Path:
+    """``planning.plan`` → its file."""
+    return ROOT / "megatron_rl" / f"{stage.replace('.', '/')}.py"
+
+
+def test_no_test_module_imports_another() -> None:
+    found = [
+        f"{name_of(path)} imports {name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in imports_of(path)
+        if is_within(name, "tests") and any(part.startswith("test_") for part in name.split(".")[1:-1])
+    ]
+    assert not found, places(found)
+
+
+def test_ruff_finds_nothing() -> None:
+    done = subprocess.run(["ruff", "check", "--quiet", "."], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
