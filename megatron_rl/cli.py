@@ -76,7 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.train",
         description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
-        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml train.steps=100",
+        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml train.num_rollouts=100",
     )
     parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
     parser.add_argument("--run-dir", help="folder of the run instead of runs/<run.name>")

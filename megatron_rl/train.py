@@ -28,10 +28,10 @@ def train(config: Config) -> bool:
     if holds_critic(config):
         return serve(config)
     with joined(config, of_critic=False) as bridge, open_run(config, bridge) as run:
-        if run.rollouts_done is None and config.warmup.steps:
+        if run.rollouts_done is None and config.sft.steps:
             warm_up(run)
         done = run.rollouts_done or 0
-        at_start = run.evaluation.due_at_start() and not (config.warmup.steps or done)
+        at_start = run.evaluation.due_at_start() and not (config.sft.steps or done)
         before = run.evaluate(suffix="_before") if at_start else {}
         if run.rollouts_done is None:
             if run.critic is not None and config.critic.init == "policy":
@@ -47,7 +47,7 @@ def train(config: Config) -> bool:
             run.export(index, last=last)
             if run.checkpoints.after(run, index, last=last):
                 return False
-        if config.train.steps == 0:  # a supervised run keeps its policy too
+        if config.train.num_rollouts == 0:  # a supervised run keeps its policy too
             run.export(0, last=True)
     return True
 
@@ -55,10 +55,10 @@ def train(config: Config) -> bool:
 def warm_up(run) -> None:
     """Supervised steps on the solutions, by the same plan and schedule; then a fresh optimizer for RL."""
     config, backend = run.config, run.backend
-    backend.reset_optimizer(total_steps=config.warmup.steps, lr=config.warmup.lr, weight_decay=config.warmup.weight_decay, constant=True)
-    for step in range(config.warmup.steps):
+    backend.reset_optimizer(total_steps=config.sft.steps, lr=config.sft.lr, weight_decay=config.sft.weight_decay, constant=True)
+    for step in range(config.sft.steps):
         run.clock.restart()
-        batch = backend.gather(*run.supervised_samples(config.warmup.samples_per_step))
+        batch = backend.gather(*run.supervised_samples(config.sft.samples_per_step))
         plan = _whole_plan(run, batch, batch.facts.loss_tokens > 0)
         backend.load_rows(batch, plan)
         (mini_batch,) = plan.mini_batches
@@ -68,7 +68,7 @@ def warm_up(run) -> None:
             backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0], supervised=True)
             result = backend.optim_step(mini_batch.kind)
         values = {**run.performance(batch, mini_batch), **run.clock.take()}
-        if step + 1 == config.warmup.steps and run.evaluation.due_at_start():
+        if step + 1 == config.sft.steps and run.evaluation.due_at_start():
             values |= run.evaluate()
         run.write("warmup", result, values)
     backend.reset_optimizer(total_steps=run.total_steps)

@@ -18,9 +18,9 @@ def check_relations(config: Config) -> None:
         raise ConfigError("model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors")
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(f"model.hf_path={config.model.hf_path!r} holds no config.json; give a local Hugging Face directory")
-    if config.train.steps != 0 and not config.reward.functions:
-        raise ConfigError("reward.functions is empty and train.steps > 0; name one, as in reward.functions=[math_verify]")
-    if config.train.steps != 0 and config.rollout.samples_per_prompt < 2 and not config.has_critic:
+    if config.train.num_rollouts != 0 and not config.reward.functions:
+        raise ConfigError("reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]")
+    if config.train.num_rollouts != 0 and config.rollout.samples_per_prompt < 2 and not config.has_critic:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} "
             "no baseline: every advantage would be 0; use at least 2"
@@ -37,17 +37,17 @@ def check_relations(config: Config) -> None:
     check_overlong(config)
     check_environment(config)
     given = config.eval
-    if given.every and not given.named_sets:
-        raise ConfigError(f"eval.every={given.every} and eval.path is null, eval.sets empty; name a JSONL file, or set eval.every=null")
-    if config.metrics.dense_every < 0 or config.metrics.dense_samples < 0:
-        raise ConfigError("metrics.dense_every and metrics.dense_samples must be at least 0 (0 turns them off)")
+    if given.every_rollouts and not given.named_sets:
+        raise ConfigError(f"eval.every_rollouts={given.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL file, or set eval.every_rollouts=null")
+    if config.metrics.dense_every_rollouts < 0 or config.metrics.dense_samples < 0:
+        raise ConfigError("metrics.dense_every_rollouts and metrics.dense_samples must be at least 0 (0 turns them off)")
 
 
 def check_overlong(config: Config) -> None:
     """Raises ConfigError where the overlong buffer is longer than a response may be."""
-    buffer, limit = config.reward.overlong_buffer, config.rollout.max_response_tokens
+    buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
-        raise ConfigError(f"reward.overlong_buffer={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it")
+        raise ConfigError(f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it")
 
 
 def check_environment(config: Config) -> None:
@@ -68,15 +68,15 @@ def check_environment(config: Config) -> None:
 def _check_asynchronous(config: Config) -> None:
     """How rollouts are made next to training. Raises ConfigError."""
     producer, rounds = config.rollout.producer, config.rollout.dynamic_sampling.max_rounds
-    if config.replay.size and rounds:
+    if config.replay.capacity_groups and rounds:
         raise ConfigError(
-            f"replay.size={config.replay.size} and rollout.dynamic_sampling.max_rounds={rounds} both fill the places of groups without "
+            f"replay.capacity_groups={config.replay.capacity_groups} and rollout.dynamic_sampling.max_rounds={rounds} both fill the places of groups without "
             "signal; set one of them to 0"
         )
     if config.weight_sync.in_flight and (config.rollout.engine != "vllm" or producer.ahead == 0):
         raise ConfigError(
             f"weight_sync.in_flight=true sends weights to vLLM engines that generate ahead, and rollout.engine={config.rollout.engine}, "
-            f"rollout.producer.mode={producer.mode}, depth={producer.depth} have none; set it to false, or take rollout.engine=vllm and "
+            f"rollout.producer.mode={producer.mode}, prefetch_rollouts={producer.prefetch_rollouts} have none; set it to false, or take rollout.engine=vllm and "
             "rollout.producer.mode=prefetch"
         )
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
@@ -113,7 +113,7 @@ def _check_dead_groups(config: Config) -> None:
         return
     why = "advantage.estimator=gae" if config.has_critic else "reference.kl_in=reward"
     asked = {
-        "replay.size": config.replay.size, "rollout.dynamic_sampling.max_rounds": config.rollout.dynamic_sampling.max_rounds,
+        "replay.capacity_groups": config.replay.capacity_groups, "rollout.dynamic_sampling.max_rounds": config.rollout.dynamic_sampling.max_rounds,
         "advantage.noise_std": config.advantage.noise_std,
     }  # fmt: skip
     for name, value in asked.items():
@@ -164,15 +164,15 @@ def check_reference(config: Config) -> None:
             "reference.controller=adaptive moves the KL's coefficient by factors, and loss.kl_coefficient=0 would stay 0; start above it "
             "(0.1, say), or set reference.controller=fixed"
         )
-    if loss.kl_coefficient == 0 and given.refresh_every is not None:
+    if loss.kl_coefficient == 0 and given.refresh_every_rollouts is not None:
         raise ConfigError(
-            f"reference.refresh_every={given.refresh_every} renews a reference policy that loss.kl_coefficient=0 never asks; set that "
-            "above 0, or reference.refresh_every=null"
+            f"reference.refresh_every_rollouts={given.refresh_every_rollouts} renews a reference policy that loss.kl_coefficient=0 never asks; set that "
+            "above 0, or reference.refresh_every_rollouts=null"
         )
-    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    samples = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
     if given.controller == "adaptive" and samples >= 5 * given.kl_horizon:
         raise ConfigError(
-            f"reference.kl_horizon={given.kl_horizon} is too short for rollouts of train.prompts_per_step={config.train.prompts_per_step} "
+            f"reference.kl_horizon={given.kl_horizon} is too short for rollouts of train.prompts_per_rollout={config.train.prompts_per_rollout} "
             f"times rollout.samples_per_prompt={config.rollout.samples_per_prompt} = {samples} samples: one of them could take the KL's "
             f"coefficient to 0; give more than {samples // 5}"
         )

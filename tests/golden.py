@@ -23,22 +23,22 @@ from tests.workers.inputs import ROOT, prepare_inputs, prepare_mixture
 
 BOUND_S = 1200  # a run that hangs ends here
 COMMON = (
-    "run.deadline_s=120", "parallel.pipeline=1", "warmup.steps=2", "train.steps=4", "train.prompts_per_step=8",
+    "run.deadline_s=120", "parallel.pipeline=1", "sft.steps=2", "train.num_rollouts=4", "train.prompts_per_rollout=8",
     "train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4", "train.epochs_per_rollout=2", "train.export_last=true",
     "optimizer.schedule=constant", "reward.functions=[tests.reward_functions:parity]", "metrics.progress=false",
 )  # fmt: skip
 RUNS: dict[str, tuple[str, ...]] = {
     "GRPO, PP2, skip": ("parallel.pipeline=2", "skip.mode=exact"),
     "PPO with a critic, DP2": (
-        "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "critic.warmup_steps=1", "rollout.samples_per_prompt=2",
+        "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "critic.warmup_rollouts=1", "rollout.samples_per_prompt=2",
         "reward.functions=[tests.reward_functions:graded]", "loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3",
     ),
     "LoRA, TP2, KL in the loss": (
         "parallel.tensor=2", "lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3", "loss.kl_coefficient=0.01", "skip.mode=approximate",
     ),
     "prefetch, replay, DP2": (
-        "rollout.producer.mode=prefetch", "rollout.producer.depth=1", "rollout.producer.min_groups=3", "correction.mode=token_truncate",
-        "replay.size=16", "reroll.max_groups=2", "train.steps=6",
+        "rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=1", "rollout.producer.min_groups=3", "correction.mode=token_truncate",
+        "replay.capacity_groups=16", "reroll.max_groups=2", "train.num_rollouts=6",
     ),
     "Qwen3-MoE, EP2": ("parallel.expert=2",),
 }  # fmt: skip

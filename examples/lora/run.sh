@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 run_dir="${RUN_DIR:-runs/lora}"
 start="$run_dir/start/checkpoints/step_140/hf"
 if [ ! -d "$start" ]; then
-  RUN_DIR="$run_dir/start" bash examples/quickstart/run.sh train.steps=0 metrics.progress=false
+  RUN_DIR="$run_dir/start" bash examples/quickstart/run.sh train.num_rollouts=0 metrics.progress=false
 fi
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')

@@ -16,4 +16,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for ranks that start again: elastic.sh says why
 exec torchrun --nnodes "$NNODES" --nproc-per-node "${PROCESSES:-$((gpus > 0 ? gpus : 1))}" ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"} \
   --rdzv-id "${RUN_ID:-megatron_rl}" --rdzv-backend c10d --rdzv-endpoint "$HEAD" --max-restarts "${MAX_RESTARTS:-0}" \
-  -m megatron_rl.train "checkpoint.save_every=${SAVE_EVERY:-10}" "$@"
+  -m megatron_rl.train "checkpoint.save_every_rollouts=${SAVE_EVERY:-10}" "$@"

@@ -10,4 +10,4 @@ cd "$(dirname "$0")/../.."
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec torchrun --standalone --nproc-per-node "${PROCESSES:-$((gpus > 0 ? gpus : 2))}" \
-  -m megatron_rl.train "checkpoint.save_every=${SAVE_EVERY:-10}" "$@"
+  -m megatron_rl.train "checkpoint.save_every_rollouts=${SAVE_EVERY:-10}" "$@"

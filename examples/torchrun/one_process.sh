@@ -7,4 +7,4 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
-exec python -m megatron_rl.train "checkpoint.save_every=${SAVE_EVERY:-10}" "$@"
+exec python -m megatron_rl.train "checkpoint.save_every_rollouts=${SAVE_EVERY:-10}" "$@"

@@ -220,7 +220,7 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
     if adapters:
         raise ConfigError(
             f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they belong to; the run merges "
-            "the two itself, in checkpoints/step_<n>/hf (train.export_last, train.export_every)"
+            "the two itself, in checkpoints/step_<n>/hf (train.export_last, train.export_every_rollouts)"
         )
     planned, known = [], set()
     for layer in stored_layers(shape):

@@ -1,4 +1,4 @@
-"""When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every`` rollouts, the end, a preemption.
+"""When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every_rollouts`` rollouts, the end, a preemption.
 
 A checkpoint is taken between rollouts, where nothing is half done: no gradient is accumulated, and what is generated ahead is waited for.
 Its iteration is the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds what every rank
@@ -64,7 +64,7 @@ class Checkpoints:
         self.waited_s = 0.0  # of the last checkpoint: what the loop did not do meanwhile
         self.preempted = False
         self.leaves = False  # what all ranks decided together
-        if self.settings.save_every:
+        if self.settings.save_every_rollouts:
             for number in SIGNALS:
                 signal.signal(number, self._ask_to_leave)
 
@@ -188,7 +188,7 @@ class Checkpoints:
 
     def after(self, run, rollouts: int, *, last: bool = False) -> bool:
         """To be called between rollouts. Whether the run is to leave: a rank was told to by SIGTERM or SIGUSR1, and all is saved."""
-        every = self.settings.save_every
+        every = self.settings.save_every_rollouts
         if not every:
             return False
         ended = all(pending.is_written for pending in self.pending)

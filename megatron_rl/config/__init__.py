@@ -34,7 +34,7 @@ from megatron_rl.config.sections import (
     RewardConfig,
     RunConfig,
     TrainConfig,
-    WarmupConfig,
+    SftConfig,
 )
 
 __all__ = [
@@ -69,7 +69,7 @@ __all__ = [
     "RunConfig",
     "SkipConfig",
     "TrainConfig",
-    "WarmupConfig",
+    "SftConfig",
     "WeightSyncConfig",
     "config_to_dict",
     "config_to_yaml",

@@ -19,7 +19,7 @@ class CriticConfig:
     ``hf_path``: its weights (null: ``model.hf_path``), of a model with or without a ``score.weight`` [1, H]. ``init``: those weights, or
     the ``policy``'s at RL's start. ``parallel``, ``optimizer``: fields that differ from the policy's sections. ``lr``: its learning rate.
     ``placement``: on the policy's ranks (``shared``), or on the job's last ``ranks`` ranks, which then have no policy (``separate``).
-    ``value_clip``: how far a value may move in a rollout (null: any way). ``warmup_steps``: first rollouts that train the critic alone.
+    ``value_clip``: how far a value may move in a rollout (null: any way). ``warmup_rollouts``: first rollouts that train the critic alone.
     """
 
     hf_path: str | None = None
@@ -30,7 +30,7 @@ class CriticConfig:
     placement: str = "shared"
     ranks: int | None = None
     value_clip: float | None = 0.2
-    warmup_steps: int = 0
+    warmup_rollouts: int = 0
     epochs_per_rollout: int = 1
     samples_per_mini_batch: int | None = None
 
@@ -40,7 +40,7 @@ class CriticConfig:
         at_least("critic.ranks", self.ranks, 1)
         at_least("critic.lr", self.lr, 0.0)
         at_least("critic.value_clip", self.value_clip, 0.0, exclusive=True)
-        at_least("critic.warmup_steps", self.warmup_steps, 0)
+        at_least("critic.warmup_rollouts", self.warmup_rollouts, 0)
         at_least("critic.epochs_per_rollout", self.epochs_per_rollout, 1)
         at_least("critic.samples_per_mini_batch", self.samples_per_mini_batch, 1)
         if (self.placement == "separate") != (self.ranks is not None):

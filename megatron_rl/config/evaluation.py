@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """``sets``: name → a JSONL of held-out prompts; ``path`` and ``name`` are the short form of one. Evaluated before RL's first step
-    (``at_start``), every ``every`` rollouts (null: never in between) and at the end.
+    (``at_start``), every ``every_rollouts`` rollouts (null: never in between) and at the end.
 
     ``samples_per_prompt``: k of mean@k and the largest of pass@k. ``temperature`` 0: greedy. ``max_prompts``: of each set, its first.
     ``reward_threshold``: a sample counts as passed where its total reward is at least this.
@@ -20,7 +20,7 @@ class EvalConfig:
     path: str | None = None
     name: str = "test"
     sets: dict[str, str] = field(default_factory=dict)
-    every: int | None = None
+    every_rollouts: int | None = None
     at_start: bool = True
     max_prompts: int | None = None
     samples_per_prompt: int = 1
@@ -28,7 +28,7 @@ class EvalConfig:
     reward_threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        at_least("eval.every", self.every, 1)
+        at_least("eval.every_rollouts", self.every_rollouts, 1)
         at_least("eval.max_prompts", self.max_prompts, 1)
         at_least("eval.samples_per_prompt", self.samples_per_prompt, 1)
         at_least("eval.temperature", self.temperature, 0.0)

@@ -12,9 +12,32 @@ from megatron_rl.config.sections import Config
 from megatron_rl.errors import ConfigError
 
 
+# Keys of earlier releases and their names of today; a section's name renames all of its keys.
+RENAMED = {
+    "train.steps": "train.num_rollouts",
+    "train.prompts_per_step": "train.prompts_per_rollout",
+    "train.export_every": "train.export_every_rollouts",
+    "warmup": "sft",
+    "critic.warmup_steps": "critic.warmup_rollouts",
+    "checkpoint.save_every": "checkpoint.save_every_rollouts",
+    "reference.refresh_every": "reference.refresh_every_rollouts",
+    "eval.every": "eval.every_rollouts",
+    "metrics.dense_every": "metrics.dense_every_rollouts",
+    "weight_sync.interval": "weight_sync.interval_steps",
+    "rollout.producer.depth": "rollout.producer.prefetch_rollouts",
+    "rollout.producer.max_staleness": "rollout.producer.max_staleness_steps",
+    "reward.overlong_buffer": "reward.overlong_buffer_tokens",
+    "replay.size": "replay.capacity_groups",
+    "replay.max_age": "replay.max_age_versions",
+    "reroll.buffer_size": "reroll.capacity_prompts",
+}
+
+
 def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
     known = {f.name: f for f in dataclasses.fields(cls)}
     for key, value in tree.items():
+        if f"{prefix}{key}" in RENAMED:
+            raise ConfigError(f"config key {prefix}{key} (value {value!r}) is called {RENAMED[f'{prefix}{key}']} now; rename it")
         if key not in known:
             nearest = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
             raise ConfigError(f"unknown config key {prefix}{key} (value {value!r}); the nearest known key is {prefix}{nearest[0]}")

@@ -12,14 +12,14 @@ class ReferenceConfig:
     """Read where ``loss.kl_coefficient`` is not 0; ``kl_in``: what that coefficient times the KL is added to.
 
     ``placement``: ``host``, a copy of the weights in host memory that is swapped in for the reference's passes, or ``device``, a second
-    model. ``refresh_every``: rollouts after which the reference becomes the current policy; null: never. ``controller``: the coefficient
+    model. ``refresh_every_rollouts``: rollouts after which the reference becomes the current policy; null: never. ``controller``: the coefficient
     stays, or is moved so that the KL comes to ``kl_target`` nats per token, the faster the fewer samples ``kl_horizon`` is
     (algorithm/kl_controller.py).
     """
 
     kl_in: str = "loss"
     placement: str = "host"
-    refresh_every: int | None = None
+    refresh_every_rollouts: int | None = None
     controller: str = "fixed"
     kl_target: float = 0.1
     kl_horizon: int = 10_000
@@ -28,6 +28,6 @@ class ReferenceConfig:
         choose("reference.kl_in", self.kl_in, ("loss", "reward"))
         choose("reference.placement", self.placement, ("host", "device"))
         choose("reference.controller", self.controller, ("fixed", "adaptive"))
-        at_least("reference.refresh_every", self.refresh_every, 1)
+        at_least("reference.refresh_every_rollouts", self.refresh_every_rollouts, 1)
         at_least("reference.kl_target", self.kl_target, 0.0, exclusive=True)
         at_least("reference.kl_horizon", self.kl_horizon, 1)

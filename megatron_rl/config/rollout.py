@@ -20,36 +20,36 @@ OWNED_ARGUMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProducerConfig:
-    """When rollouts are generated, next to when they are trained; what is trained does not depend on ``mode`` at ``max_staleness: 0``.
+    """When rollouts are generated, next to when they are trained; what is trained does not depend on ``mode`` at ``max_staleness_steps: 0``.
 
-    ``mode``: ``sync``, ``prefetch`` (``depth`` rollouts ahead of the one that is trained, generated meanwhile) or ``streaming`` (ahead too,
+    ``mode``: ``sync``, ``prefetch`` (``prefetch_rollouts`` rollouts ahead of the one that is trained, generated meanwhile) or ``streaming`` (ahead too,
     and a rollout is scored, and passed for log-probs, in parts while the rest is generated). ``min_groups``: groups of a part (null: the
-    whole rollout is one); log-prob passes are cut there in every mode. ``max_staleness``: optimizer steps between the weights of a token
-    and those of its rollout's first step; null: what ``depth`` brings about.
+    whole rollout is one); log-prob passes are cut there in every mode. ``max_staleness_steps``: optimizer steps between the weights of a token
+    and those of its rollout's first step; null: what ``prefetch_rollouts`` brings about.
     """
 
     mode: str = "sync"
-    depth: int = 1
+    prefetch_rollouts: int = 1
     min_groups: int | None = None
-    max_staleness: int | None = None
+    max_staleness_steps: int | None = None
 
     def __post_init__(self) -> None:
         choose("rollout.producer.mode", self.mode, ("sync", "prefetch", "streaming"))
-        at_least("rollout.producer.depth", self.depth, 0)
+        at_least("rollout.producer.prefetch_rollouts", self.prefetch_rollouts, 0)
         at_least("rollout.producer.min_groups", self.min_groups, 1)
-        at_least("rollout.producer.max_staleness", self.max_staleness, 0)
-        if self.mode == "prefetch" and self.depth == 0:
-            raise ConfigError("rollout.producer.depth=0 fetches nothing ahead; set it to 1 or more, or rollout.producer.mode=sync")
+        at_least("rollout.producer.max_staleness_steps", self.max_staleness_steps, 0)
+        if self.mode == "prefetch" and self.prefetch_rollouts == 0:
+            raise ConfigError("rollout.producer.prefetch_rollouts=0 fetches nothing ahead; set it to 1 or more, or rollout.producer.mode=sync")
         if self.mode == "streaming" and self.min_groups is None:
             raise ConfigError(
                 "rollout.producer.mode=streaming scores a rollout in parts, and rollout.producer.min_groups=null is one part; set it, "
-                "say to an eighth of train.prompts_per_step"
+                "say to an eighth of train.prompts_per_rollout"
             )
 
     @property
     def ahead(self) -> int:
         """Rollouts that may be under way or finished beyond the one that is trained."""
-        return 0 if self.mode == "sync" else self.depth
+        return 0 if self.mode == "sync" else self.prefetch_rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class WeightSyncConfig:
     """
 
     channel: str = "auto"
-    interval: int = 1
+    interval_steps: int = 1
     in_flight: bool = False
     bucket_mb: float = 512.0
     deadline_s: float = 300.0
@@ -156,7 +156,7 @@ class WeightSyncConfig:
         at_least("weight_sync.bucket_mb", self.bucket_mb, 0.0, exclusive=True)
         at_least("weight_sync.deadline_s", self.deadline_s, 1.0)
         at_least("weight_sync.attempts", self.attempts, 1)
-        at_least("weight_sync.interval", self.interval, 1)
+        at_least("weight_sync.interval_steps", self.interval_steps, 1)
 
     @property
     def bucket_bytes(self) -> int:

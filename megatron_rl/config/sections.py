@@ -123,7 +123,7 @@ class RewardConfig:
     """``functions``: names (``arithmetic``, ``math_verify``, ``environment``) or ``module:function``; ``weights`` one each, default 1.
 
     ``num_workers``: processes per rank that call them; 0: the rank's own. ``deadline_s``: of a sample in a worker. ``in_process``: of
-    the functions, those that the rank's own process calls all the same (one that holds a model, say). ``overlong_buffer``: tokens before
+    the functions, those that the rank's own process calls all the same (one that holds a model, say). ``overlong_buffer_tokens``: tokens before
     ``rollout.max_response_tokens`` over which the total reward falls by ``overlong_penalty`` (reward/overlong.py); 0: it does not.
     """
 
@@ -133,7 +133,7 @@ class RewardConfig:
     num_workers: int = 0
     deadline_s: float = 30.0
     in_process: tuple[str, ...] = ()
-    overlong_buffer: int = 0
+    overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class RewardConfig:
             )
         at_least("reward.num_workers", self.num_workers, 0)
         at_least("reward.deadline_s", self.deadline_s, 0.0, exclusive=True)
-        at_least("reward.overlong_buffer", self.overlong_buffer, 0)
+        at_least("reward.overlong_buffer_tokens", self.overlong_buffer_tokens, 0)
         at_least("reward.overlong_penalty", self.overlong_penalty, 0.0)
         for name in self.in_process:
             choose("reward.in_process", name, self.functions)
@@ -208,7 +208,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupConfig:
+class SftConfig:
     """Supervised steps before RL, on ``data.solution_key``; its own learning rate. 0 steps: none."""
 
     steps: int = 0
@@ -217,39 +217,39 @@ class WarmupConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        at_least("warmup.steps", self.steps, 0)
-        at_least("warmup.samples_per_step", self.samples_per_step, 1)
+        at_least("sft.steps", self.steps, 0)
+        at_least("sft.samples_per_step", self.samples_per_step, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """``steps`` rollouts of ``prompts_per_step`` prompts; each is trained in mini-batches of ``samples_per_mini_batch``. ``epochs`` with
-    ``steps: null``: as many rollouts as it takes to train every prompt so often."""
+    """``num_rollouts`` rollouts of ``prompts_per_rollout`` prompts; each is trained in mini-batches of ``samples_per_mini_batch``. ``epochs`` with
+    ``num_rollouts: null``: as many rollouts as it takes to train every prompt so often."""
 
-    steps: int | None = 100
+    num_rollouts: int | None = 100
     epochs: int | None = None
-    prompts_per_step: int = 64
+    prompts_per_rollout: int = 64
     samples_per_mini_batch: int | None = None
     epochs_per_rollout: int = 1
-    export_every: int | None = None
+    export_every_rollouts: int | None = None
     export_last: bool = True
 
     def __post_init__(self) -> None:
-        at_least("train.steps", self.steps, 0)
+        at_least("train.num_rollouts", self.num_rollouts, 0)
         at_least("train.epochs", self.epochs, 1)
-        if (self.steps is None) == (self.epochs is None):
+        if (self.num_rollouts is None) == (self.epochs is None):
             raise ConfigError(
-                f"train.steps={self.steps} and train.epochs={self.epochs}: one of the two says when the run ends; set the other to null"
+                f"train.num_rollouts={self.num_rollouts} and train.epochs={self.epochs}: one of the two says when the run ends; set the other to null"
             )
-        at_least("train.prompts_per_step", self.prompts_per_step, 1)
+        at_least("train.prompts_per_rollout", self.prompts_per_rollout, 1)
         at_least("train.samples_per_mini_batch", self.samples_per_mini_batch, 1)
         at_least("train.epochs_per_rollout", self.epochs_per_rollout, 1)
-        at_least("train.export_every", self.export_every, 1)
+        at_least("train.export_every_rollouts", self.export_every_rollouts, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Under <run.dir>/checkpoints: every ``save_every`` rollouts (0: never), after the last one, and when SIGTERM or SIGUSR1 arrives.
+    """Under <run.dir>/checkpoints: every ``save_every_rollouts`` rollouts (0: never), after the last one, and when SIGTERM or SIGUSR1 arrives.
 
     ``keep_last``: so many are kept (null: all). ``asynchronous``: files are written while the run goes on. ``resume``: ``auto`` goes on
     from the newest good one, ``never`` sets those of an earlier run aside. ``on_damage``: a damaged one is passed over for the one before
@@ -257,7 +257,7 @@ class CheckpointConfig:
     (``continue``).
     """
 
-    save_every: int = 0
+    save_every_rollouts: int = 0
     keep_last: int | None = 2
     asynchronous: bool = True
     resume: str = "auto"
@@ -265,7 +265,7 @@ class CheckpointConfig:
     on_error: str = "fail"
 
     def __post_init__(self) -> None:
-        at_least("checkpoint.save_every", self.save_every, 0)
+        at_least("checkpoint.save_every_rollouts", self.save_every_rollouts, 0)
         at_least("checkpoint.keep_last", self.keep_last, 1)
         choose("checkpoint.resume", self.resume, ("auto", "never"))
         choose("checkpoint.on_damage", self.on_damage, ("previous", "fail"))
@@ -277,7 +277,7 @@ class MetricsConfig:
     tensorboard: bool = False
     wandb_project: str | None = None
     progress: bool = True
-    dense_every: int = 20
+    dense_every_rollouts: int = 20
     dense_samples: int = 4
     save_plans: bool = False
 
@@ -303,7 +303,7 @@ class Config:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

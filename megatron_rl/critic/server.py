@@ -27,7 +27,7 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 def serve(config: Config) -> bool:
     """Runs on every rank of the critic, in place of the loop. Whether the run came to its end, as train.py's ``train``."""
     with joined(config, of_critic=True) as bridge:
-        if config.checkpoint.save_every:
+        if config.checkpoint.save_every_rollouts:
             for number in SIGNALS:
                 signal.signal(number, lambda *_: vars(bridge).update(is_told_to_leave=True))
         service = Service(config, bridge)

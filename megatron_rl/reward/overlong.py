@@ -13,7 +13,7 @@ import numpy as np
 
 
 def overlong_shape(response_tokens: np.ndarray, *, max_response_tokens: int, buffer_tokens: int) -> np.ndarray:
-    """[S] float64, eq. 13 with L = ``rollout.max_response_tokens`` and b = ``reward.overlong_buffer``; all 0 where b is 0.
+    """[S] float64, eq. 13 with L = ``rollout.max_response_tokens`` and b = ``reward.overlong_buffer_tokens``; all 0 where b is 0.
 
     response_tokens: int64 [S], all tokens of each response. Times ``reward.overlong_penalty`` it is what joins the total reward. b ≤ L.
 

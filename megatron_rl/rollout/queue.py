@@ -66,15 +66,15 @@ class Feed:
 
     def _more(self, number: int) -> bool:
         given = self.config.train
-        return number < given.steps if given.epochs is None else self.prompts.remain(given.epochs)
+        return number < given.num_rollouts if given.epochs is None else self.prompts.remain(given.epochs)
 
     def start(self, turn: int, clock: Clock) -> None:
         """Starts what may be started while rollout ``turn`` has its turn: itself, and those ahead of it that the staleness allows."""
         while self.next_rollout <= turn + self.producer.ahead and self._more(self.next_rollout):
             decision = admit(
                 trained=self.backend.weight_version, engine=self.generation.sent_version, between=self.next_rollout - turn,
-                steps_per_rollout=self.steps_per_rollout, max_staleness=self.producer.max_staleness,
-                interval=self.config.weight_sync.interval, renew=self.renew,
+                steps_per_rollout=self.steps_per_rollout, max_staleness_steps=self.producer.max_staleness_steps,
+                interval=self.config.weight_sync.interval_steps, renew=self.renew,
             )  # fmt: skip
             if decision is Start.LATER:
                 return
@@ -92,7 +92,7 @@ class Feed:
         self.renew = False
 
     def _ask(self, number: int) -> None:
-        room, epochs = self.config.train.prompts_per_step, self.config.train.epochs
+        room, epochs = self.config.train.prompts_per_rollout, self.config.train.epochs
         again = self.reroll.take(self._fraction(number), room)
         prompts = [self.prompts.recall(*which) for which in again]
         prompts += self.prompts.next(room - len(prompts), epochs)
@@ -101,7 +101,7 @@ class Feed:
 
     def _fraction(self, number: int) -> float:
         given = self.config.train
-        return number / given.steps if given.epochs is None else self.prompts.share_drawn(given.epochs)
+        return number / given.num_rollouts if given.epochs is None else self.prompts.share_drawn(given.epochs)
 
     # ---- what is trained -------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Feed:
 
     def _fresh(self, scored: Scored) -> list[int]:
         """Places of groups that are not too old. Not a collective."""
-        facts, limit = scored.batch.facts, self.producer.max_staleness
+        facts, limit = scored.batch.facts, self.producer.max_staleness_steps
         stale = np.zeros(facts.num_samples, bool) if limit is None else self.backend.weight_version - facts.weight_versions > limit
         return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))
 
@@ -192,9 +192,9 @@ class Feed:
         """Ends a rollout's job; prompts of what is not kept come again. Not a collective."""
         gone = [prompt for place, prompt in sorted(self.jobs.pop(turn).prompts.items()) if place not in kept]
         if gone:
-            limit = self.producer.max_staleness
+            limit = self.producer.max_staleness_steps
             log.warning(
-                "rollout %d: %d groups are older than rollout.producer.max_staleness=%s and are asked again", turn + 1, len(gone), limit
+                "rollout %d: %d groups are older than rollout.producer.max_staleness_steps=%s and are asked again", turn + 1, len(gone), limit
             )
             self.prompts.put_back(gone)
         return len(gone)
@@ -255,7 +255,7 @@ class Feed:
         self, turn: int, prompts: dict[int, Prompt], held: dict[int, Group], live: set[int], metrics: dict[str, float]
     ) -> set[int]:  # fmt: skip
         """Replayed groups in the places of those without signal; those places. Not a collective."""
-        if not self.config.replay.size:
+        if not self.config.replay.capacity_groups:
             return set()
         self._forget(self.replay.expire(self.backend.weight_version))
         dead = sorted(set(prompts) - live)
@@ -274,7 +274,7 @@ class Feed:
         self, scored: Scored, values: np.ndarray, prompts: Mapping[int, Prompt], held: Mapping[int, Group], replayed: set[int]
     ) -> None:
         """Keeps what was generated now and has signal, and lets go of what was replayed often enough. Not a collective."""
-        if not self.config.replay.size:
+        if not self.config.replay.capacity_groups:
             return
         facts = scored.batch.facts
         entries = []

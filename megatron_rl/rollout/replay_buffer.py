@@ -5,13 +5,13 @@ says that a key left. Scores are compared, added and divided, no more: no librar
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
-1. The buffer holds at most ``replay.size`` entries, one per key, every score finite and above 0, the best first: the higher score, then
+1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, every score finite and above 0, the best first: the higher score, then
    the newer weights, then the smaller key. What is kept of a call of ``add`` is the best of all it had and was given.
 2. No key is lost or doubled: what was held or came in is held afterwards or told of as gone, once, and never both.
 3. A draw gives distinct keys that are held, not excluded and not used up, as many as were asked for or all there are, and counts each as
    used once more; it changes nothing else.
 4. A draw depends on (seed, rollout, what is held) alone. The chance of each next key is its score over the scores still to be drawn.
-5. Age is counted in weight versions: after ``expire(v)`` no entry is older than ``replay.max_age`` at version v; after ``retire`` none
+5. Age is counted in weight versions: after ``expire(v)`` no entry is older than ``replay.max_age_versions`` at version v; after ``retire`` none
    is used up.
 6. A state that went through JSON and back has the same future.
 """
@@ -114,13 +114,13 @@ class ReplayBuffer:
         return tuple(self._entries)
 
     def add(self, entries: Iterable[Entry]) -> list[str]:
-        """Keeps the ``replay.size`` best of what is held and what comes; the keys that are not held (any more), whose rows may go.
+        """Keeps the ``replay.capacity_groups`` best of what is held and what comes; the keys that are not held (any more), whose rows may go.
 
         A key that is held already, or comes twice, is replaced by the later entry, as its rows are. A score of 0 is never kept.
         """
         latest = {entry.key: entry for entry in (*self._entries, *entries)}
         ranked = sorted(latest.values(), key=lambda entry: (-entry.score, -entry.version, entry.key))
-        kept = [entry for entry in ranked if entry.score > 0][: self._config.size]
+        kept = [entry for entry in ranked if entry.score > 0][: self._config.capacity_groups]
         self._entries = kept
         return [entry.key for entry in ranked[len(kept) :]]
 
@@ -146,8 +146,8 @@ class ReplayBuffer:
         return drawn
 
     def expire(self, version: int) -> list[str]:
-        """Removes what is older than ``replay.max_age`` weight versions at weights ``version``; its keys."""
-        limit = self._config.max_age
+        """Removes what is older than ``replay.max_age_versions`` weight versions at weights ``version``; its keys."""
+        limit = self._config.max_age_versions
         return [] if limit is None else self._remove(lambda entry: version - entry.version > limit)
 
     def retire(self) -> list[str]:
@@ -169,7 +169,7 @@ class ReplayBuffer:
         }
 
     def load_state(self, state: Mapping) -> list[str]:
-        """Takes the place of what is held; the saved keys that a smaller ``replay.size`` than before has no room for."""
+        """Takes the place of what is held; the saved keys that a smaller ``replay.capacity_groups`` than before has no room for."""
         loaded = [Entry(**entry) for entry in state["entries"]]
         assert len({entry.key for entry in loaded}) == len(loaded), "a key stands twice in the saved replay buffer"
         self._entries = []

@@ -4,7 +4,7 @@ Every rank holds the same buffer of (prompt_id, attempt) and takes the same deci
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 
-1. At most ``reroll.buffer_size`` prompts wait, each once; the longest-waiting leaves for a newer one.
+1. At most ``reroll.capacity_prompts`` prompts wait, each once; the longest-waiting leaves for a newer one.
 2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an attempt above it.
 3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most the room there is, and none before
    ``reroll.start_fraction``; what it gives no longer waits.
@@ -56,7 +56,7 @@ class RerollBuffer:
         """(prompt_id, attempt) of groups that failed just now.
 
         One that waits already keeps its place and the later of its attempts. A prompt whose last attempt has failed does not wait (any
-        more); where ``reroll.buffer_size`` prompts wait, the one that waited longest leaves.
+        more); where ``reroll.capacity_prompts`` prompts wait, the one that waited longest leaves.
         """
         for prompt_id, attempt in asked:
             latest = max(attempt, self._waiting.get(prompt_id, attempt))
@@ -65,7 +65,7 @@ class RerollBuffer:
                 continue
             self.num_buffered += prompt_id not in self._waiting
             self._waiting[prompt_id] = latest
-            if len(self._waiting) > self._config.buffer_size:
+            if len(self._waiting) > self._config.capacity_prompts:
                 del self._waiting[next(iter(self._waiting))]
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
@@ -87,7 +87,7 @@ class RerollBuffer:
         return {"waiting": waiting, "num_buffered": self.num_buffered, "num_issued": self.num_issued}
 
     def load_state(self, state: Mapping) -> None:
-        """Takes the place of what waits. Under a smaller ``reroll.buffer_size`` the longest-waiting leave, under a smaller
+        """Takes the place of what waits. Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a smaller
         ``reroll.max_attempts`` those that have reached it."""
         self._waiting = {}
         self.note([(prompt_id, attempt) for prompt_id, attempt in state["waiting"]])

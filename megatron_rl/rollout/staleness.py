@@ -5,7 +5,7 @@ Versions count optimizer steps. A rollout that is started ``between`` rollouts b
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 
-1. What is started is trained at most ``max_staleness`` versions after the weights that it is started with.
+1. What is started is trained at most ``max_staleness_steps`` versions after the weights that it is started with.
 2. The rollout whose turn it is (``between`` 0) may always be started.
 3. Weights are sent only where they are ``interval`` behind, where the engine has none, where a checkpoint was just taken (``renew``), or
    where nothing could be started without.
@@ -26,17 +26,17 @@ class Start(Enum):
 
 
 def admit(
-    *, trained: int, engine: int, between: int, steps_per_rollout: int, max_staleness: int | None, interval: int = 1, renew: bool = False
+    *, trained: int, engine: int, between: int, steps_per_rollout: int, max_staleness_steps: int | None, interval: int = 1, renew: bool = False
 ) -> Start:  # fmt: skip
-    """trained: the trainer's weight version · engine: that of the engines · max_staleness: None for no bound.
+    """trained: the trainer's weight version · engine: that of the engines · max_staleness_steps: None for no bound.
 
-    Example: one step per rollout, ``max_staleness`` 1, both at version 5: the next rollout but one (``between`` 1) may start now, that
+    Example: one step per rollout, ``max_staleness_steps`` 1, both at version 5: the next rollout but one (``between`` 1) may start now, that
     after it (2) may not; at engine version 4 the first may start after a sync.
     """
     ahead = between * steps_per_rollout
 
     def fits(version: int) -> bool:
-        return max_staleness is None or trained + ahead - version <= max_staleness
+        return max_staleness_steps is None or trained + ahead - version <= max_staleness_steps
 
     stale = engine == NO_WEIGHTS or renew or trained - engine >= interval
     if not stale and fits(engine):

@@ -95,7 +95,7 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
     scores = [score for _, group in held for score in group.scores]
     totals, by_function = batch_exchange.gather_scores(scores, places, len(config.reward.functions))
     shape = overlong_shape(
-        batch.facts.response_tokens, max_response_tokens=config.rollout.max_response_tokens, buffer_tokens=config.reward.overlong_buffer
+        batch.facts.response_tokens, max_response_tokens=config.rollout.max_response_tokens, buffer_tokens=config.reward.overlong_buffer_tokens
     )
     totals = totals + config.reward.overlong_penalty * shape
     columns, weights = _columns(config, by_function, shape)
@@ -105,14 +105,14 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
     )  # fmt: skip
     return Scored(
         batch=batch, totals=totals, by_function=by_function, overlong=shape, live=live & (batch.facts.loss_tokens > 0),
-        step=backend.step_index - config.warmup.steps,
+        step=backend.step_index - config.sft.steps,
     )  # fmt: skip
 
 
 def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tuple[np.ndarray, tuple[float, ...]]:
     """(rewards [S, F or F + 1], weights) of which ``gdpo`` makes advantages: the overlong punishment is one more reward function there."""
     weights = config.reward.resolved_weights
-    if not config.reward.overlong_buffer:
+    if not config.reward.overlong_buffer_tokens:
         return by_function, weights
     return np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)
 
@@ -166,7 +166,7 @@ def reward_metrics(config: Config, scored: Scored) -> dict[str, float]:
     }
     if included.any():
         metrics["reward/mean"] = float(scored.totals[included].mean())
-    if included.any() and config.reward.overlong_buffer:
+    if included.any() and config.reward.overlong_buffer_tokens:
         metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(scored.overlong[included].mean())
     if config.loss.mask_truncated:
         metrics["rollout/masked_truncated"] = float((included & (facts.loss_tokens == 0)).sum())

@@ -111,7 +111,7 @@ def _workloads(config: Config, given: argparse.Namespace):
     recorded = read_trace(given.trace)
     chosen = np.unique(np.linspace(0, len(recorded) - 1, min(len(recorded), MAX_ROLLOUTS)).round().astype(int))
     workloads = [recorded[i] for i in chosen]
-    count = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    count = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
     some = f"{len(workloads)} of " if len(workloads) < len(recorded) else ""
     source = f"recorded: {some}{len(recorded)} rollout(s) of {len(workloads[0].rewards)} samples, from {pathlib.Path(given.trace).name}"
     return workloads, source + (f" (the configuration asks for {count})" if count != len(workloads[0].rewards) else "")

@@ -168,7 +168,7 @@ def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, floa
 
 
 def draw(config: Config, *, lengths: str | None, pass_rate: str | None, prompt_tokens: int | None, seed: int) -> tuple[Workload, str]:
-    """A rollout of ``train.prompts_per_step`` groups from stated distributions, and those in words.
+    """A rollout of ``train.prompts_per_rollout`` groups from stated distributions, and those in words.
 
     lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm), cut at
     rollout.max_response_tokens. pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
@@ -179,7 +179,7 @@ def draw(config: Config, *, lengths: str | None, pass_rate: str | None, prompt_t
     mean, sigma = _numbers("--lengths", lengths, "lognormal", "MEAN,SIGMA")
     a, b = _numbers("--pass-rate", pass_rate, "beta", "A,B")
     random = np.random.default_rng(seed)
-    prompts, size = config.train.prompts_per_step, config.rollout.samples_per_prompt
+    prompts, size = config.train.prompts_per_rollout, config.rollout.samples_per_prompt
     response = np.exp(random.normal(np.log(mean) - sigma**2 / 2, sigma, prompts * size))
     response = np.clip(np.rint(response), 1, limit).astype(np.int64)
     passes = random.random((prompts, size)) < random.beta(a, b, (prompts, 1))

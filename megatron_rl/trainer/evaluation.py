@@ -109,11 +109,11 @@ class Evaluation:
 
     def due_at_start(self) -> bool:
         """Before RL's first step; a run that has none is at its end there."""
-        return self.config.eval.at_start or self.config.train.steps == 0
+        return self.config.eval.at_start or self.config.train.num_rollouts == 0
 
     def due(self, num_rollouts: int, *, last: bool) -> bool:
-        """After the last rollout, and after every ``eval.every``-th."""
-        every = self.config.eval.every
+        """After the last rollout, and after every ``eval.every_rollouts``-th."""
+        every = self.config.eval.every_rollouts
         return last or (every is not None and num_rollouts % every == 0)
 
     def run(self, generation: Generation, *, step: int, suffix: str = "") -> dict[str, float]:

@@ -32,7 +32,7 @@ class Reference:
         self.is_needed = config.loss.kl_coefficient != 0
         self.in_loss = config.kl_in_loss
         self.is_adaptive = given.controller == "adaptive"
-        self.refresh_every = given.refresh_every
+        self.refresh_every_rollouts = given.refresh_every_rollouts
         self._controller = KLCoefficient(
             value=config.loss.kl_coefficient, target=given.kl_target if self.is_adaptive else None, horizon=given.kl_horizon
         )
@@ -86,7 +86,7 @@ class Reference:
         if self._tokens:
             self.observe(self._kl / self._tokens, num_samples)
         self._kl = self._tokens = 0.0
-        if self.refresh_every is not None and (index + 1) % self.refresh_every == 0:
+        if self.refresh_every_rollouts is not None and (index + 1) % self.refresh_every_rollouts == 0:
             self.keep()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------

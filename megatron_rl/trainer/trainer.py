@@ -167,7 +167,7 @@ class Run:
 
     def holds_policy(self, index: int) -> bool:
         """Whether rollout ``index`` trains the critic alone. Not a collective."""
-        return self.critic is not None and index < self.config.critic.warmup_steps
+        return self.critic is not None and index < self.config.critic.warmup_rollouts
 
     def train_critic(self, batch: Batch, estimate: Estimate) -> dict[str, float]:
         """The critic's steps of a rollout; {} without one."""
@@ -182,7 +182,7 @@ class Run:
         """(π_old flat [T], metrics), after a pass over what is not known yet.
 
         trained: [S] bool, what the training plan runs; all samples are passed where the skip does not cover these passes.
-        Every ``metrics.dense_every`` rollouts a few dropped samples are passed too, for the metrics alone. Under
+        Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the metrics alone. Under
         ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own; so it is for replayed groups without
         ``replay.recompute_logprobs``.
         """
@@ -191,7 +191,7 @@ class Run:
         if not config.replay.recompute_logprobs:
             from_engine |= intake.replayed
         wanted = (trained if self.rule.drops_logprob_passes else np.ones_like(trained)) & ~from_engine
-        if config.metrics.dense_every and index % config.metrics.dense_every == 0:
+        if config.metrics.dense_every_rollouts and index % config.metrics.dense_every_rollouts == 0:
             wanted[np.flatnonzero(~wanted)[: config.metrics.dense_samples]] = True
         covered = wanted | intake.known
         passed = self.backend.logprobs(batch, wanted & ~intake.known)
@@ -232,7 +232,7 @@ class Run:
     def export(self, index: int, *, last: bool) -> None:
         """Writes the policy as a Hugging Face directory under checkpoints/step_<n>/hf where the configuration asks for it."""
         given = self.config.train
-        if (last and given.export_last) or (given.export_every and index % given.export_every == 0):
+        if (last and given.export_last) or (given.export_every_rollouts and index % given.export_every_rollouts == 0):
             path = self.config.run.path / "checkpoints" / f"step_{self.backend.step_index}" / "hf"
             with self.watch.stage("export"):
                 self.backend.save_hugging_face(path, self.tokenizer)
@@ -277,7 +277,7 @@ def announce(run: Run) -> None:
         log.warning("reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample is passed")
     if run.config.correction.old_logprobs == "rollout":
         log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
-    if run.config.rollout.producer.ahead or run.config.weight_sync.interval > 1:
+    if run.config.rollout.producer.ahead or run.config.weight_sync.interval_steps > 1:
         log.info("rollouts may come from older weights: rollout.max_logprob_gap guards those of the trainer's own, the first among them")
     if run.config.advantage.whiten == "center_and_scale" and run.config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
         log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")
@@ -305,7 +305,7 @@ def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
     found = checkpoints.find()
     checkpoints.cut_back(found)
     resumed = found.state["metrics"] if found else None
-    steps = config.warmup.steps + rl_steps
+    steps = config.sft.steps + rl_steps
     metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
     with (
         MetricsWriter(folder, config.metrics, steps, is_main, resumed) as writer,

@@ -59,7 +59,7 @@ def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
 
     The first call keeps those; layout, dtype and plan rules stay the backend's own.
     """
-    backend, config = rig.backend, load_config(None, [*DEFAULTS, "metrics.dense_every=0", *overrides])
+    backend, config = rig.backend, load_config(None, [*DEFAULTS, "metrics.dense_every_rollouts=0", *overrides])
     if backend.reference.tensors is None:
         backend.keep_reference()
     with torch.no_grad():

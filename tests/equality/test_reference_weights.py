@@ -124,7 +124,7 @@ def test_the_second_models_logprobs_are_the_swapped_copys_bitwise(pool: Pool, la
 def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> dict[str, bool]:
     """Three rollouts of one step each, the reference renewed after the second."""
     advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
-    given = ("loss.kl_coefficient=0.1", "reference.refresh_every=2", f"reference.placement={placement}")
+    given = ("loss.kl_coefficient=0.1", "reference.refresh_every_rollouts=2", f"reference.placement={placement}")
     with open_rig("qwen2_tied", *SETTINGS, *extra, *given, samples=8) as rig:
         reference = Reference(rig.backend.config, rig.backend)
         reference.keep()

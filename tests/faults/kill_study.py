@@ -49,15 +49,15 @@ NOTED_RANK = "tests.faults.kill_study:noted_rank"
 EPOCH = 40  # prompts
 GROUP_S = 0.5  # at most, before each group of a rollout that a thread generates
 SHARDED = ("parallel.pipeline=1", "optimizer.distributed=true")
-SCHEDULED = ("train.steps=8", "reward.functions=[tests.faults.phased_rank:even_is_silent]")
-AHEAD = ("train.steps=null", "train.epochs=1", "train.samples_per_mini_batch=16", "rollout.producer.min_groups=3", *SHARDED)
+SCHEDULED = ("train.num_rollouts=8", "reward.functions=[tests.faults.phased_rank:even_is_silent]")
+AHEAD = ("train.num_rollouts=null", "train.epochs=1", "train.samples_per_mini_batch=16", "rollout.producer.min_groups=3", *SHARDED)
 LAYOUTS = {
     "DP2-sharded": (*SCHEDULED, *SHARDED),
     "PP2": (*SCHEDULED, "parallel.pipeline=2"),
     "DP2-KL": (*SCHEDULED, *SHARDED, *ADAPTIVE),
     "PP2-KL-device": (*SCHEDULED, "parallel.pipeline=2", *ADAPTIVE, "reference.placement=device"),
-    "prefetch": (*AHEAD, SCHEDULED[1], "rollout.producer.mode=prefetch", "rollout.producer.depth=2"),
-    "streaming": (*AHEAD, "rollout.producer.mode=streaming", "rollout.producer.depth=1", "replay.size=6", "reward.num_workers=1",
+    "prefetch": (*AHEAD, SCHEDULED[1], "rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2"),
+    "streaming": (*AHEAD, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1", "replay.capacity_groups=6", "reward.num_workers=1",
         "reward.functions=[tests.reward_functions:mostly_dead]", "replay.max_uses=2", "reroll.max_groups=2", "reroll.start_fraction=0.25"),
 }  # fmt: skip
 
@@ -125,8 +125,8 @@ def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *over
     return [
         "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
         f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "run.deadline_s=60", "metrics.progress=false",
-        "warmup.steps=1", "warmup.samples_per_step=16", "train.prompts_per_step=8",
-        "train.samples_per_mini_batch=4", "rollout.samples_per_prompt=4", "checkpoint.save_every=2",
+        "sft.steps=1", "sft.samples_per_step=16", "train.prompts_per_rollout=8",
+        "train.samples_per_mini_batch=4", "rollout.samples_per_prompt=4", "checkpoint.save_every_rollouts=2",
         *([f"data.train={inputs / 'epoch.jsonl'}"] if "train.epochs=1" in LAYOUTS[layout] else []), *LAYOUTS[layout], *overrides,
     ]  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path)
 def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_path):
     """SIGTERM to one rank: all leave with 75, with a checkpoint off schedule that holds the rollout ahead, and the same command goes on."""
     notes, run_dir = tmp_path / "notes", tmp_path / "run"
-    command = [str(notes), *arguments_of(streaming.inputs, run_dir, "streaming", "checkpoint.save_every=1000")]
+    command = [str(notes), *arguments_of(streaming.inputs, run_dir, "streaming", "checkpoint.save_every_rollouts=1000")]
     with attempt(streaming.nursery, command, tmp_path / "first") as ranks:
         wait_for_generation(ranks, run_dir, notes)
         ranks.forks[1].send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ from tests.runs.command import arguments, command_line, rows_of, timeless
 from tests.unit.checkpoint.signing import sign_again
 from tests.workers.inputs import prepare_inputs
 
-SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null", "train.export_last=false")
+SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", "train.export_last=false")
 PAGE = 4096
 
 
@@ -33,7 +33,7 @@ def run(pool, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> l
 def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
     """The uninterrupted run: four rollouts."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert [code for code, _ in run(pool, arithmetic, folder, "train.steps=4")] == [0, 0]
+    assert [code for code, _ in run(pool, arithmetic, folder, "train.num_rollouts=4")] == [0, 0]
     return folder
 
 
@@ -41,7 +41,7 @@ def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
 def ended(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
     """The same, ended after two rollouts. Tests go on from copies."""
     folder = tmp_path_factory.mktemp("ended") / "run"
-    assert [code for code, _ in run(pool, arithmetic, folder, "train.steps=2")] == [0, 0]
+    assert [code for code, _ in run(pool, arithmetic, folder, "train.num_rollouts=2")] == [0, 0]
     return folder
 
 
@@ -108,7 +108,7 @@ QUICK = ("tensors cut", "manifest flipped")
 def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arithmetic, whole, half, kind):
     damage, name = DAMAGE[kind]
     damage(half / "checkpoints" / name_of(2) / name)
-    results = run(pool, arithmetic, half, "train.steps=4")
+    results = run(pool, arithmetic, half, "train.num_rollouts=4")
     assert [code for code, _ in results] == [0, 0], results
     said = results[0][1]
     assert f"{name_of(2)}/{name}" in said and "THE CHECKPOINT BEFORE IT IS USED" in said and f"{name_of(1)}: 1 rollouts trained" in said, (
@@ -123,7 +123,7 @@ def test_damage_ends_the_run_by_choice_with_the_files_name(pool, arithmetic, hal
         folder = shutil.copytree(half, tmp_path / kind)
         damage(folder / "checkpoints" / name_of(2) / name)
         before = (folder / "metrics.jsonl").read_text()
-        results = run(pool, arithmetic, folder, "train.steps=4", "checkpoint.on_damage=fail")
+        results = run(pool, arithmetic, folder, "train.num_rollouts=4", "checkpoint.on_damage=fail")
         assert [code for code, _ in results] == [1, 1], results
         for _, said in results:
             assert f"{name_of(2)}/{name}" in said and "checkpoint.on_damage=previous" in said, (kind, said)
@@ -135,14 +135,14 @@ def test_two_are_passed_over_and_all_damaged_is_an_error(pool, arithmetic, whole
     for iteration, name in ((2, "__0_0.distcp"), (1, "state.json")):
         flip(half / "checkpoints" / name_of(iteration) / name)
     copied = shutil.copytree(half, half.with_name("all"))
-    results = run(pool, arithmetic, half, "train.steps=4")
+    results = run(pool, arithmetic, half, "train.num_rollouts=4")
     assert [code for code, _ in results] == [0, 0] and results[0][1].count("THE CHECKPOINT BEFORE IT IS USED") == 2, results
     assert_same_end(whole, half)
     flip(copied / "checkpoints" / name_of(0) / "metadata.json")
-    results = run(pool, arithmetic, copied, "train.steps=4")
+    results = run(pool, arithmetic, copied, "train.num_rollouts=4")
     assert [code for code, _ in results] == [1, 1], results
     assert all("all 3 checkpoints" in said and "checkpoint.resume=never" in said for _, said in results), results
-    results = run(pool, arithmetic, copied, "train.steps=4", "checkpoint.resume=never")
+    results = run(pool, arithmetic, copied, "train.num_rollouts=4", "checkpoint.resume=never")
     assert [code for code, _ in results] == [0, 0] and "kept as checkpoints.1" in results[0][1], results
     assert_same_end(whole, copied)
 
@@ -155,7 +155,7 @@ def other_model(tmp_path_factory) -> pathlib.Path:
 def test_a_checkpoint_of_another_model_is_an_error_that_names_both(pool, arithmetic, half, other_model):
     before = (half / "metrics.jsonl").read_text() + "\n"
     (half / "metrics.jsonl").write_text(before)  # longer than when the checkpoint was taken: not cut back for nothing
-    results = run(pool, arithmetic, half, "train.steps=4", f"model.hf_path={other_model / 'model'}")
+    results = run(pool, arithmetic, half, "train.num_rollouts=4", f"model.hf_path={other_model / 'model'}")
     assert [code for code, _ in results] == [1, 1], results
     for _, said in results:
         assert "another model" in said and "hidden_size 64 there and 32 here" in said and "Traceback" not in said, said
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_both(pool, arithme
 
 def test_an_unknown_version_is_an_error_that_names_both(pool, arithmetic, half):
     sign_again(half / "checkpoints" / name_of(2) / MANIFEST, version=9)
-    results = run(pool, arithmetic, half, "train.steps=4")
+    results = run(pool, arithmetic, half, "train.num_rollouts=4")
     assert [code for code, _ in results] == [1, 1], results
     assert all("version 9" in said and "reads 'megatron_rl' version 2" in said for _, said in results), results
 
@@ -211,17 +211,17 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(pool, arithmetic, whole, ha
     (half / "checkpoints").symlink_to(small_disk / "checkpoints")
     filler = fill(small_disk, room_for(half / "checkpoints" / name_of(2), what))
     stopped = shutil.copytree(half, half.with_name("stopped"), symlinks=True)
-    results = run(pool, arithmetic, stopped, "train.steps=4")
+    results = run(pool, arithmetic, stopped, "train.num_rollouts=4")
     assert [code for code, _ in results] == [1, 1], results
     assert all("checkpoint 3" in said and "checkpoint.on_error=continue" in said for _, said in results), results
     assert all("No space left on device" in said or "bytes are free there" in said for _, said in results), results
     assert_untouched(half)
-    results = run(pool, arithmetic, half, "train.steps=4", "checkpoint.on_error=continue")
+    results = run(pool, arithmetic, half, "train.num_rollouts=4", "checkpoint.on_error=continue")
     assert [code for code, _ in results] == [0, 0], results
     assert results[0][1].count("THE RUN GOES ON") == 2 and len(rows_of(half)) == len(rows_of(whole)), results
     assert_untouched(half)
     filler.unlink()
-    results = run(pool, arithmetic, half, "train.steps=4", "checkpoint.on_error=continue")
+    results = run(pool, arithmetic, half, "train.num_rollouts=4", "checkpoint.on_error=continue")
     assert [code for code, _ in results] == [0, 0], results
     assert_same_end(whole, half)
 
@@ -247,7 +247,7 @@ def limited_command_line(rank: int, world: int, given: list[str]) -> tuple[int, 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_one_rank_that_cannot_write_is_told_to_all(pool, arithmetic, half, asynchronous):
     """Without rights to mount anything: the limit stands for a quota."""
-    given = [*SAVED, "train.steps=4", f"checkpoint.asynchronous={asynchronous}"]
+    given = [*SAVED, "train.num_rollouts=4", f"checkpoint.asynchronous={asynchronous}"]
     for policy, code in (("fail", 1), ("continue", 0)):
         folder = shutil.copytree(half, half.with_name(policy))
         results = pool.run(2, limited_command_line, arguments(arithmetic, folder, *given, f"checkpoint.on_error={policy}"), timeout_s=120)

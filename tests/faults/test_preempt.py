@@ -22,7 +22,7 @@ from tests.runs.command import ROOT, arguments, rows_of, timeless
 from tests.workers.environment import worker_environment
 
 ROLLOUTS, SIGNALLED_AFTER = 8, 2  # rows of the metrics: the run is in its second rollout or later
-GIVEN = ("checkpoint.save_every=1000", f"train.steps={ROLLOUTS}", "optimizer.schedule=cosine", "metrics.progress=false")
+GIVEN = ("checkpoint.save_every_rollouts=1000", f"train.num_rollouts={ROLLOUTS}", "optimizer.schedule=cosine", "metrics.progress=false")
 
 
 @pytest.fixture(scope="module")

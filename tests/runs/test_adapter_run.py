@@ -12,10 +12,10 @@ from tests.runs.command import timeless, weights_of_last
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 
 LORA = ("lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3")
-SAVED = ("optimizer.schedule=constant", "checkpoint.save_every=1", "checkpoint.keep_last=null")
+SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null")
 RUNS = {
-    "PP2-warmup": ("parallel.pipeline=2", "warmup.steps=2"),
-    "DP2-sharded-kl": ("optimizer.distributed=true", "loss.kl_coefficient=0.01", "skip.mode=approximate", "warmup.steps=2"),
+    "PP2-warmup": ("parallel.pipeline=2", "sft.steps=2"),
+    "DP2-sharded-kl": ("optimizer.distributed=true", "loss.kl_coefficient=0.01", "skip.mode=approximate", "sft.steps=2"),
     "TP2-SP": ("parallel.tensor=2", "parallel.sequence_parallel=true"),
 }
 
@@ -25,7 +25,7 @@ def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, t
     """Ended after two rollouts of four; and every frozen weight is in the export as it was given."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
-        given = arguments(arithmetic, folder, *SAVED, *LORA, *RUNS[name], f"train.steps={steps}")
+        given = arguments(arithmetic, folder, *SAVED, *LORA, *RUNS[name], f"train.num_rollouts={steps}")
         results = pool.run(2, command_line, given, timeout_s=120)
         assert [code for code, _ in results] == [0, 0], results
     one, two = (weights_of_last(x) for x in (whole, parts))

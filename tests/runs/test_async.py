@@ -19,12 +19,12 @@ LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeli
 VERIFIED = ("reward.functions=[tests.reward_functions:unsteady,math_verify]", "reward.weights=[1.0,0.5]")
 MODES = {
     "sync": ("rollout.producer.mode=sync",),
-    "prefetch": ("rollout.producer.mode=prefetch", "rollout.producer.depth=2"),
+    "prefetch": ("rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2"),
     "streaming": ("rollout.producer.mode=streaming",),
     "streaming-workers": ("rollout.producer.mode=streaming", "reward.num_workers=1"),
 }
 PARTS = "rollout.producer.min_groups=3"
-AHEAD = (*MODES["prefetch"], "rollout.producer.depth=1")
+AHEAD = (*MODES["prefetch"], "rollout.producer.prefetch_rollouts=1")
 
 
 def end_of(pool, world: int, given: list[str], timeout_s: float = 240) -> None:
@@ -34,12 +34,12 @@ def end_of(pool, world: int, given: list[str], timeout_s: float = 240) -> None:
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, layout):
-    """``max_staleness: 0``, with math-verify rewards that take their time: every mode has the synchronous run's rows, trace and weights."""
+    """``max_staleness_steps: 0``, with math-verify rewards that take their time: every mode has the synchronous run's rows, trace and weights."""
     world, degrees = LAYOUTS[layout]
     found = {}
     for mode, extra in MODES.items():
         folder = tmp_path / mode
-        end_of(pool, world, arguments(arithmetic, folder, *degrees, *VERIFIED, *extra, PARTS, "rollout.producer.max_staleness=0"))
+        end_of(pool, world, arguments(arithmetic, folder, *degrees, *VERIFIED, *extra, PARTS, "rollout.producer.max_staleness_steps=0"))
         found[mode] = ([timeless(row) for row in rows_of(folder)], (folder / "trace.jsonl").read_text(), weights_of(folder))
     rows, trace, weights = found.pop("sync")
     assert len(rows) == 4 and {row["async/staleness_max"] for row in rows if "async/staleness_max" in row} == {0.0}
@@ -55,7 +55,7 @@ def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):
     found = []
     for name in ("one", "two"):
         folder = tmp_path / name
-        extra = (*AHEAD, PARTS, "train.steps=4", "correction.mode=token_truncate")
+        extra = (*AHEAD, PARTS, "train.num_rollouts=4", "correction.mode=token_truncate")
         end_of(pool, world, arguments(arithmetic, folder, *degrees, *VERIFIED, *extra))
         found.append(([timeless(row) for row in rows_of(folder)], weights_of(folder)))
     (rows, weights), (other_rows, other_weights) = found
@@ -67,20 +67,20 @@ def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):
 
 
 def test_staleness_is_bounded_by_admission(pool, arithmetic, tmp_path):
-    """``max_staleness: 1`` with two steps a rollout leaves no room for one ahead; with ``weight_sync.interval`` the engines lag."""
+    """``max_staleness_steps: 1`` with two steps a rollout leaves no room for one ahead; with ``weight_sync.interval_steps`` the engines lag."""
     for name, extra, wanted in (
-        ("bound", ("rollout.producer.max_staleness=1",), [0.0] * 4),
-        ("interval", ("weight_sync.interval=4",), [0.0, 2.0, 4.0, 2.0]),
-        ("both", ("weight_sync.interval=4", "rollout.producer.max_staleness=2"), [0.0, 2.0, 2.0, 2.0]),
+        ("bound", ("rollout.producer.max_staleness_steps=1",), [0.0] * 4),
+        ("interval", ("weight_sync.interval_steps=4",), [0.0, 2.0, 4.0, 2.0]),
+        ("both", ("weight_sync.interval_steps=4", "rollout.producer.max_staleness_steps=2"), [0.0, 2.0, 2.0, 2.0]),
     ):
         folder = tmp_path / name
-        end_of(pool, 1, arguments(arithmetic, folder, *AHEAD, *extra, "train.steps=4"))
+        end_of(pool, 1, arguments(arithmetic, folder, *AHEAD, *extra, "train.num_rollouts=4"))
         assert [row["async/staleness_max"] for row in rows_of(folder) if "async/staleness_max" in row] == wanted, name
 
 
 AGAIN = (
-    "reward.functions=[tests.reward_functions:mostly_dead,math_verify]", "reward.weights=[1.0,0.5]", "replay.size=6", "replay.max_uses=2",
-    "reroll.max_groups=2", "reroll.start_fraction=0.25", "reroll.max_attempts=2", "train.steps=6", "optimizer.schedule=constant",
+    "reward.functions=[tests.reward_functions:mostly_dead,math_verify]", "reward.weights=[1.0,0.5]", "replay.capacity_groups=6", "replay.max_uses=2",
+    "reroll.max_groups=2", "reroll.start_fraction=0.25", "reroll.max_attempts=2", "train.num_rollouts=6", "optimizer.schedule=constant",
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):
 def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
     """DP2, streaming, one rollout ahead, replay, re-roll, reward workers: what a checkpoint carries is all that there is. Going on with
     as many ranks is equal to the bit; with one rank of two, whose gradients sum otherwise, the same groups are trained."""
-    given = ("checkpoint.save_every=1", "checkpoint.keep_last=null", *MODES["streaming"], PARTS, *AGAIN, "reward.num_workers=1")
+    given = ("checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", *MODES["streaming"], PARTS, *AGAIN, "reward.num_workers=1")
     whole = tmp_path / "whole"
     end_of(pool, 2, arguments(arithmetic, whole, *given))
     for taken, world in ((0, 2), (3, 2), (5, 2), (3, 1)):
@@ -130,7 +130,7 @@ def test_what_is_too_old_is_dropped_counted_and_asked_again(pool, arithmetic, tm
     """A run ahead by two, gone on with under a smaller bound: its pending rollouts are too old, and every prompt is trained once all the
     same (an epoch of 48 prompts, none twice)."""
     given = ("data.train=" + str(few_prompts(arithmetic, tmp_path, 48)), *MODES["prefetch"], "optimizer.schedule=constant")
-    given = (*given, "checkpoint.save_every=1", "checkpoint.keep_last=null", "train.steps=null", "train.epochs=1")
+    given = (*given, "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", "train.num_rollouts=null", "train.epochs=1")
     whole, part = tmp_path / "whole", tmp_path / "part"
     end_of(pool, 2, arguments(arithmetic, whole, *given))
     assert len(trained_prompts(whole)) == len(set(trained_prompts(whole))) == 48
@@ -138,7 +138,7 @@ def test_what_is_too_old_is_dropped_counted_and_asked_again(pool, arithmetic, tm
     for iteration in range(4, 7):
         shutil.rmtree(part / "checkpoints" / f"iter_{iteration:07d}")
     shutil.rmtree(part / "checkpoints" / "step_12")
-    end_of(pool, 2, arguments(arithmetic, part, *given, "rollout.producer.max_staleness=2"))
+    end_of(pool, 2, arguments(arithmetic, part, *given, "rollout.producer.max_staleness_steps=2"))
     rows = [row for row in rows_of(part) if "async/staleness_max" in row]
     assert sum(row["async/dropped_stale"] for row in rows) == 16 and max(row["async/staleness_max"] for row in rows[3:]) == 2.0
     assert sorted(trained_prompts(part)) == sorted(trained_prompts(whole))
@@ -161,7 +161,7 @@ def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path,
     assert all(row["skip/zero_advantage_ratio"] == 0.0 for row in rows)
     firsts = [row for row in rows if "dynamic_sampling/rounds" in row]
     assert len(firsts) == 2 and all(row["dynamic_sampling/left"] == 0.0 and row["dynamic_sampling/rounds"] > 1 for row in firsts)
-    once = ("rollout.dynamic_sampling.max_rounds=1", "train.steps=1")
+    once = ("rollout.dynamic_sampling.max_rounds=1", "train.num_rollouts=1")
     end_of(pool, world, arguments(arithmetic, tmp_path / "once", *given, *once))
     (left,) = [row["dynamic_sampling/left"] for row in rows_of(tmp_path / "once") if "dynamic_sampling/left" in row]
     assert left > 0
@@ -174,7 +174,7 @@ def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path,
 def test_what_is_generated_meanwhile_is_what_lagging_weights_generate(pool, arithmetic, tmp_path):
     """The second rollout of a run ahead comes from the first weights, as that of a synchronous run whose engine lags: equal to the bit."""
     found = []
-    for name, extra in (("ahead", AHEAD), ("lagging", ("weight_sync.interval=100",))):
+    for name, extra in (("ahead", AHEAD), ("lagging", ("weight_sync.interval_steps=100",))):
         end_of(pool, 2, arguments(arithmetic, tmp_path / name, *extra, "optimizer.lr=1e-2", "correction.mode=token_mask"))
         found.append(([timeless(row) for row in rows_of(tmp_path / name)], weights_of(tmp_path / name)))
     (rows, weights), (other_rows, other_weights) = found

@@ -54,7 +54,7 @@ def test_every_solution_is_an_episode_that_the_calculator_agrees_with() -> None:
 @pytest.mark.long
 def test_a_few_steps(tmp_path) -> None:
     rows = launch(
-        tmp_path, "warmup.steps=12", "train.steps=2", "train.prompts_per_step=4", "train.samples_per_mini_batch=16",
+        tmp_path, "sft.steps=12", "train.num_rollouts=2", "train.prompts_per_rollout=4", "train.samples_per_mini_batch=16",
         "rollout.samples_per_prompt=4", "eval.max_prompts=4", timeout_s=SHORT_S,
     )  # fmt: skip
     rl = [row for row in rows if row["phase"] == "rl" and "reward/mean" in row]

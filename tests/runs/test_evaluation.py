@@ -11,7 +11,7 @@ import torch
 from tests.runs.command import timeless
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 
-ROLLOUTS = ("train.steps=3", "eval.every=1")
+ROLLOUTS = ("train.num_rollouts=3", "eval.every_rollouts=1")
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")
 
 
@@ -86,7 +86,7 @@ def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path)
 PRODUCERS = {
     "sync": (),
     "prefetch": ("rollout.producer.mode=prefetch",),
-    "streaming": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness=2"),
+    "streaming": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2"),
 }
 
 
@@ -94,9 +94,9 @@ PRODUCERS = {
 def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, producer):
     """To the bit, its rows and weights; where rollouts are ahead, evaluation comes between them. And it repeats to the bit."""
     found = {}
-    evaluation = (*sets_of(arithmetic), *SAMPLED, "eval.every=1")
+    evaluation = (*sets_of(arithmetic), *SAMPLED, "eval.every_rollouts=1")
     for name, extra in (("none", ()), ("one", evaluation), ("two", evaluation)):
-        run(pool, 2, arguments(arithmetic, tmp_path / name, *PRODUCERS[producer], GRADED, "train.steps=4", *extra))
+        run(pool, 2, arguments(arithmetic, tmp_path / name, *PRODUCERS[producer], GRADED, "train.num_rollouts=4", *extra))
         rows = [{key: value for key, value in timeless(row).items() if not key.startswith("eval/")} for row in rows_of(tmp_path / name)]
         found[name] = (rows, (tmp_path / name / "trace.jsonl").read_text(), weights_of(tmp_path / name))
     assert evaluated(tmp_path / "one") == evaluated(tmp_path / "two") and any(evaluated(tmp_path / "one"))
@@ -112,23 +112,23 @@ def test_samples_without_reward_are_counted_and_not_averaged(pool, arithmetic, t
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()[:60]]
     failing = sum(row["prompt"].startswith("7") for row in rows)
     extra = ("reward.functions=[tests.reward_functions:explode_on_seven]", "reward.on_error=drop", "eval.max_prompts=60")
-    run(pool, 2, arguments(arithmetic, tmp_path, f"eval.sets.seen={arithmetic / 'train.jsonl'}", *extra, "train.steps=1", *SAMPLED))
+    run(pool, 2, arguments(arithmetic, tmp_path, f"eval.sets.seen={arithmetic / 'train.jsonl'}", *extra, "train.num_rollouts=1", *SAMPLED))
     first = evaluated(tmp_path)[0]
     assert failing and first["eval/seen/excluded_before"] == 4 * failing and first["eval/seen/pass@4_before"] <= 1 - failing / 60
 
 
 def test_evaluation_at_the_start_can_be_left_out(pool, arithmetic, tmp_path):
     """Without and with a warm-up, at whose end RL starts."""
-    for name, extra in (("plain", ()), ("warm", ("warmup.steps=2", "warmup.samples_per_step=8"))):
-        given = (*sets_of(arithmetic), "eval.at_start=false", "train.steps=1", *extra)
+    for name, extra in (("plain", ()), ("warm", ("sft.steps=2", "sft.samples_per_step=8"))):
+        given = (*sets_of(arithmetic), "eval.at_start=false", "train.num_rollouts=1", *extra)
         run(pool, 1, arguments(arithmetic, tmp_path / name, *given))
         *others, last = evaluated(tmp_path / name)
         assert not any(others) and "eval/seen/mean@1" in last
 
 
 def test_evaluation_of_nothing_is_refused(pool, arithmetic, tmp_path):
-    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, "eval.every=2"), timeout_s=60)
-    assert code == 2 and "eval.every=2" in said and "eval.sets" in said, said
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, "eval.every_rollouts=2"), timeout_s=60)
+    assert code == 2 and "eval.every_rollouts=2" in said and "eval.sets" in said, said
 
 
 def test_evaluation_has_a_temperature_of_its_own(pool, arithmetic, tmp_path):

@@ -82,8 +82,8 @@ def run_dir(tmp_path_factory) -> pathlib.Path:
     overrides = {
         "model.hf_path": inputs / "model", "data.train": inputs / "train.jsonl", "eval.path": inputs / "test.jsonl",
         "data.max_prompt_tokens": 96, "rollout.max_response_tokens": 16, "rollout.samples_per_prompt": SAMPLES,
-        "warmup.steps": WARMUP_STEPS, "warmup.samples_per_step": 8, "warmup.lr": 3e-3, "train.steps": ROLLOUTS,
-        "train.prompts_per_step": PROMPTS, "train.samples_per_mini_batch": SAMPLES, "metrics.progress": "false",
+        "sft.steps": WARMUP_STEPS, "sft.samples_per_step": 8, "sft.lr": 3e-3, "train.num_rollouts": ROLLOUTS,
+        "train.prompts_per_rollout": PROMPTS, "train.samples_per_mini_batch": SAMPLES, "metrics.progress": "false",
     }  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_rl.train"]
     arguments = ["--config", str(CONFIG), "--run-dir", str(folder / "run"), *(f"{key}={value}" for key, value in overrides.items())]
@@ -131,7 +131,7 @@ def test_evaluation_stands_before_and_after(rows):
 
 @pytest.mark.distributed
 def test_run_folder_is_whole(run_dir, rows):
-    assert load_config(run_dir / "config.yaml").warmup.steps == WARMUP_STEPS
+    assert load_config(run_dir / "config.yaml").sft.steps == WARMUP_STEPS
     report = (run_dir / "report.html").read_text()
     assert all(title in report for title in ("Reward", "Zero-advantage ratio", "Gradient norm", "Step time"))
     exported = run_dir / "checkpoints" / f"step_{len(rows)}" / "hf"

@@ -23,7 +23,7 @@ BOUND_S = patient(600)
 def test_adapters_rise_from_below_08_to_above_082(tmp_path):
     environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "examples/lora/run.sh", "train.steps=60"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BOUND_S,
+        ["bash", "examples/lora/run.sh", "train.num_rollouts=60"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BOUND_S,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

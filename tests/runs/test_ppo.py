@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.folder import whole_checkpoints
 from tests.runs.command import SAVED, timeless, weights_of_last
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 
-KL = ("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3", "warmup.steps=2")
+KL = ("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3", "sft.steps=2")
 
 
 def run(pool, world: int, folder, arithmetic, *overrides: str) -> list[dict]:
@@ -24,7 +24,7 @@ def run(pool, world: int, folder, arithmetic, *overrides: str) -> list[dict]:
 
 
 def test_a_run_leaves_a_critics_metrics(pool, arithmetic, tmp_path):
-    rows = run(pool, 1, tmp_path, arithmetic, "train.steps=3")
+    rows = run(pool, 1, tmp_path, arithmetic, "train.num_rollouts=3")
     assert [row["step"] for row in rows] == list(range(1, 13))  # 3 rollouts of 16 samples, mini-batches of 8, 2 epochs
     firsts = [row for row in rows if "critic/loss" in row]
     assert len(firsts) == 3 and all(row["critic/steps"] == 2 and row["time/critic_s"] > 0 for row in firsts)
@@ -54,7 +54,7 @@ def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):
 def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, layout):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
-        run(pool, 2, folder, arithmetic, *SAVED, *layout, f"train.steps={steps}")
+        run(pool, 2, folder, arithmetic, *SAVED, *layout, f"train.num_rollouts={steps}")
     for root in (whole / "checkpoints", parts / "checkpoints"):
         assert whole_checkpoints(root) == whole_checkpoints(root / "critic") == [0, 1, 2, 3, 4]
     one, two = (weights_of_last(x) for x in (whole, parts))
@@ -63,7 +63,7 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, lay
 
 
 def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):
-    rows = run(pool, 2, tmp_path, arithmetic, "train.steps=3", "critic.warmup_steps=2", "critic.init=policy", "warmup.steps=1")
+    rows = run(pool, 2, tmp_path, arithmetic, "train.num_rollouts=3", "critic.warmup_rollouts=2", "critic.init=policy", "sft.steps=1")
     rl = [row for row in rows if row["phase"] == "rl"]
     held, trained = rl[:8], rl[8:]
     assert {row["weight_version"] for row in held} == {1} and all(row["train/applied"] == 0 for row in held)
@@ -74,19 +74,19 @@ def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):
 
 def test_an_adaptive_coefficient_waits_for_the_policy(pool, arithmetic, tmp_path):
     """The KL in the reward of a held rollout is that of a policy that has not moved: it moves no coefficient."""
-    adaptive = (*KL, "reference.controller=adaptive", "reference.kl_horizon=50", "reference.kl_target=1e-9", "critic.warmup_steps=2")
-    rows = [row for row in run(pool, 1, tmp_path, arithmetic, *adaptive, "train.steps=5") if row["phase"] == "rl"]
+    adaptive = (*KL, "reference.controller=adaptive", "reference.kl_horizon=50", "reference.kl_target=1e-9", "critic.warmup_rollouts=2")
+    rows = [row for row in run(pool, 1, tmp_path, arithmetic, *adaptive, "train.num_rollouts=5") if row["phase"] == "rl"]
     betas = [rows[4 * k]["train/kl_coefficient"] for k in range(5)]
     assert betas[:3] == [0.1] * 3 and betas[3] != 0.1
     assert all("reward/kl_penalty" in rows[4 * k] for k in range(5)) and rows[0]["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_a_folder_of_a_policy_alone_is_named_or_set_aside(pool, arithmetic, tmp_path):
-    saved = arguments(arithmetic, tmp_path, *SAVED, "train.steps=1")
+    saved = arguments(arithmetic, tmp_path, *SAVED, "train.num_rollouts=1")
     assert pool.run(1, command_line, saved, timeout_s=60)[0][0] == 0
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *SAVED, *PPO), timeout_s=60)
     assert code == 1 and "none of a critic that belong to them" in said
-    run(pool, 1, tmp_path, arithmetic, *SAVED, "checkpoint.resume=never", "train.steps=1")
+    run(pool, 1, tmp_path, arithmetic, *SAVED, "checkpoint.resume=never", "train.num_rollouts=1")
     assert whole_checkpoints(tmp_path / "checkpoints" / "critic") == [0, 1] and (tmp_path / "checkpoints.1").is_dir()
 
 

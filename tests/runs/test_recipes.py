@@ -17,20 +17,20 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 # What does not fit the tiny model: lengths, sizes, and a reward that an untrained model earns now and then.
 TINY = (
     "run.deadline_s=60", "data.max_prompt_tokens=16", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=6",
-    "train.prompts_per_step=8", "optimizer.lr=1e-3", "plan.max_tokens_per_microbatch=256",
+    "train.prompts_per_rollout=8", "optimizer.lr=1e-3", "plan.max_tokens_per_microbatch=256",
 )  # fmt: skip
-PARITY = ("train.steps=2", "reward.functions=[tests.reward_functions:parity]", "reward.weights=[1.0]")
+PARITY = ("train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity]", "reward.weights=[1.0]")
 OWN = {
-    "dapo": (*PARITY, "reward.overlong_buffer=2", "train.samples_per_mini_batch=16"),
-    "gdpo": ("train.steps=2", "reward.functions=[tests.reward_functions:parity,arithmetic]", "train.samples_per_mini_batch=16"),
+    "dapo": (*PARITY, "reward.overlong_buffer_tokens=2", "train.samples_per_mini_batch=16"),
+    "gdpo": ("train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity,arithmetic]", "train.samples_per_mini_batch=16"),
     "ppo": (
-        "train.steps=2",
+        "train.num_rollouts=2",
         "reward.functions=[tests.reward_functions:graded]",
         "rollout.samples_per_prompt=1",
-        "critic.warmup_steps=1",
+        "critic.warmup_rollouts=1",
         "train.samples_per_mini_batch=null",
     ),
-    "sft": ("warmup.steps=3", "warmup.samples_per_step=8"),
+    "sft": ("sft.steps=3", "sft.samples_per_step=8"),
 }
 IN_HALVES = ("gspo", "cispo", "reinforce_plus_plus")
 

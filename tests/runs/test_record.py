@@ -19,7 +19,7 @@ GDPO = ("advantage.estimator=gdpo", "reward.functions=[tests.reward_functions:pa
 
 @pytest.mark.parametrize(
     ("world", "extra"),
-    [(2, ("parallel.pipeline=2", "warmup.steps=2")), (1, ()), (2, GDPO)],
+    [(2, ("parallel.pipeline=2", "sft.steps=2")), (1, ()), (2, GDPO)],
     ids=["PP2 after a warm-up", "one process, twice", "DP2, two functions"],
 )
 def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsys, world, extra):
@@ -31,7 +31,7 @@ def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsy
     assert (run_dir / "trace.jsonl.1").exists() == (run_dir / "coefficients.json.1").exists() == (not extra)
     rows, config = [row for row in rows_of(run_dir) if row["phase"] == "rl"], load_config(run_dir / "config.yaml")
     workloads = read_trace(run_dir)
-    assert len(workloads) == config.train.steps == 2
+    assert len(workloads) == config.train.num_rollouts == 2
     for rollout, workload in enumerate(workloads, start=1):
         own = [row for row in rows if row["rollout"] == rollout]
         assert workload.lengths.sum() == sum(row["skip/tokens_dense"] for row in own)

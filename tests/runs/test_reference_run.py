@@ -20,7 +20,7 @@ def end_of(pool, given: list[str]) -> None:
 @pytest.mark.parametrize(("layout", "placement"), [("parallel.pipeline=1", "host"), ("parallel.tensor=2", "device")])
 def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, tmp_path, layout, placement):
     """One step per rollout, so that train/kl is the rollout's KL. Just after a renewal it is rounding: β falls by the whole clip."""
-    given = (*ADAPTIVE, layout, f"reference.placement={placement}", "train.samples_per_mini_batch=null", "train.steps=6")
+    given = (*ADAPTIVE, layout, f"reference.placement={placement}", "train.samples_per_mini_batch=null", "train.num_rollouts=6")
     end_of(pool, arguments(arithmetic, tmp_path, *given))
     rows, wanted = rows_of(tmp_path), START
     assert len(rows) == 6
@@ -34,7 +34,7 @@ def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, t
 
 
 def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference(pool, arithmetic, tmp_path):
-    end_of(pool, arguments(arithmetic, tmp_path / "kl", *KL, "warmup.steps=1"))
+    end_of(pool, arguments(arithmetic, tmp_path / "kl", *KL, "sft.steps=1"))
     end_of(pool, arguments(arithmetic, tmp_path / "none"))
     rows = rows_of(tmp_path / "kl")
     assert [row.get("train/kl_coefficient") for row in rows] == [None] + [START] * 4
@@ -71,7 +71,7 @@ def whole(pool, arithmetic, tmp_path_factory):
     def run(layout: str):
         if layout not in found:
             found[layout] = tmp_path_factory.mktemp("whole")
-            end_of(pool, arguments(arithmetic, found[layout], *SAVED, *ADAPTIVE, layout, "train.steps=5"))
+            end_of(pool, arguments(arithmetic, found[layout], *SAVED, *ADAPTIVE, layout, "train.num_rollouts=5"))
         return found[layout]
 
     return run
@@ -82,7 +82,7 @@ def whole(pool, arithmetic, tmp_path_factory):
 def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, tmp_path, whole, name, layout):
     """Ended after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has moved."""
     for steps, placement in zip((3, 5), PARTS[name], strict=True):
-        given = (*SAVED, *ADAPTIVE, layout, f"reference.placement={placement}", f"train.steps={steps}")
+        given = (*SAVED, *ADAPTIVE, layout, f"reference.placement={placement}", f"train.num_rollouts={steps}")
         end_of(pool, arguments(arithmetic, tmp_path, *given))
     undisturbed = whole(layout)
     one, two = weights_of_last(undisturbed), weights_of_last(tmp_path)
@@ -93,8 +93,8 @@ def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, t
 
 
 def test_a_run_without_a_reference_cannot_go_on_with_one(pool, arithmetic, tmp_path):
-    end_of(pool, arguments(arithmetic, tmp_path, *SAVED, "train.steps=1"))
-    results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *SAVED, *KL, "train.steps=2"), timeout_s=120)
+    end_of(pool, arguments(arithmetic, tmp_path, *SAVED, "train.num_rollouts=1"))
+    results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *SAVED, *KL, "train.num_rollouts=2"), timeout_s=120)
     assert all(code == 1 and "needs the reference policy, and the checkpoint was taken without one" in said for code, said in results), (
         results
     )

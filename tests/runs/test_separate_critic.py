@@ -35,9 +35,9 @@ def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path
 
 def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):
     """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's checkpoint its own."""
-    shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.steps=3")
-    apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.steps=2")
-    ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.steps=3")
+    shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.num_rollouts=3")
+    apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=2")
+    ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=3")
     assert whole_checkpoints(apart / "checkpoints") == whole_checkpoints(apart / "checkpoints" / "critic") == [0, 1, 2, 3]
     one, two = weights_of_last(shared), weights_of_last(apart)
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -82,7 +82,7 @@ def wait_for_rows(folder: pathlib.Path, count: int) -> None:
 
 
 def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic, tmp_path):
-    given = arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.steps=100000")
+    given = arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.num_rollouts=100000")
     with nursery.ranks(2, given, tmp_path / "printed") as ranks:
         wait_for_rows(tmp_path, 4)
         ranks.forks[1].send_signal(signal.SIGUSR1)
@@ -93,7 +93,7 @@ def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic
 
 def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):
     """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the deadline."""
-    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.steps=100000", NEVER)
+    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.num_rollouts=100000", NEVER)
     with nursery.ranks(3, arguments(arithmetic, tmp_path, *PPO, *grids), tmp_path / "printed") as ranks:
         wait_for_rows(tmp_path, 4)
         ranks.forks[2].kill()
@@ -114,13 +114,13 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
         load_config(None, given[:2])
     with pytest.raises(ConfigError, match="critic.init=policy"):
         load_config(None, [*given, "critic.init=policy"])
-    wrong = "critic.hf_path=/nowhere", "critic.parallel.tensors=2", "replay.size=8", "critic.warmup_steps=2", "advantage.noise_std=0.1"
+    wrong = "critic.hf_path=/nowhere", "critic.parallel.tensors=2", "replay.capacity_groups=8", "critic.warmup_rollouts=2", "advantage.noise_std=0.1"
     wrong += "critic.optimizer.lr=1", "correction.off_policy_delta=0.1"
     for override in wrong:
         extra = ["advantage.noise_steps=3"] if "noise" in override else []
         assert main([*arguments(arithmetic, tmp_path, *PPO), override, *extra]) == EXIT_CONFIG
         assert override.split("=")[0] in capfd.readouterr().err
-    for override in ("critic.warmup_steps=1", "critic.hf_path=/nowhere", "critic.parallel.tensor=2"):
+    for override in ("critic.warmup_rollouts=1", "critic.hf_path=/nowhere", "critic.parallel.tensor=2"):
         assert main([*arguments(arithmetic, tmp_path), override]) == EXIT_CONFIG
         assert "advantage.estimator=grpo has no critic" in capfd.readouterr().err
 

@@ -39,8 +39,8 @@ def started(script: str, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides
     """The script in a session of its own, ended whatever happens; its output goes to a file."""
     command = [
         "bash", f"examples/torchrun/{script}", "--config", "examples/quickstart/quickstart.yaml", "--run-dir", str(run_dir),
-        f"model.hf_path={inputs}/model", f"data.train={inputs}/train.jsonl", f"train.steps={STEPS}", "train.prompts_per_step=16",
-        "train.samples_per_mini_batch=64", "warmup.steps=10", "metrics.progress=false", *overrides,
+        f"model.hf_path={inputs}/model", f"data.train={inputs}/train.jsonl", f"train.num_rollouts={STEPS}", "train.prompts_per_rollout=16",
+        "train.samples_per_mini_batch=64", "sft.steps=10", "metrics.progress=false", *overrides,
     ]  # fmt: skip
     environment = worker_environment() | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}", "SAVE_EVERY": "3"}
     with open(f"{run_dir}.{variables.get('LOCAL_ADDR', 'out')}", "a+", encoding="utf-8") as out:

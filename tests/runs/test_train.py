@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 
 def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
-    evaluation = [f"eval.path={arithmetic / 'test.jsonl'}", "eval.every=1"]
-    extra = ["parallel.pipeline=2", "warmup.steps=3", "train.epochs_per_rollout=2", *evaluation]
+    evaluation = [f"eval.path={arithmetic / 'test.jsonl'}", "eval.every_rollouts=1"]
+    extra = ["parallel.pipeline=2", "sft.steps=3", "train.epochs_per_rollout=2", *evaluation]
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=120)
     assert [code for code, _ in results] == [0, 0], results
     rows = rows_of(tmp_path)
@@ -75,7 +75,7 @@ def test_a_mixture_trains_the_same_run(pool, mixture, tmp_path, layout):
 
 
 def test_a_run_without_signal_is_ghosts_and_freeze_moves_nothing(pool, arithmetic, tmp_path):
-    extra = ["reward.functions=[tests.reward_functions:constant]", "skip.ghost=freeze", "metrics.dense_every=1"]
+    extra = ["reward.functions=[tests.reward_functions:constant]", "skip.ghost=freeze", "metrics.dense_every_rollouts=1"]
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
     assert code == 0, said
     rows = rows_of(tmp_path)
@@ -103,7 +103,7 @@ def test_other_settings_run(pool, arithmetic, tmp_path, setting):
 
 
 BAD_INPUT = {
-    "unknown key": (["train.stepz=3"], ["train.stepz", "nearest known key is train.steps"]),
+    "unknown key": (["train.stepz=3"], ["train.stepz", "nearest known key is train.num_rollouts"]),
     "unknown megatron field": (["megatron.transformer.recompute_granularty=full"], ["recompute_granularty", "recompute_granularity"]),
     "the seam's field": (["megatron.transformer.calculate_per_token_loss=false"], ["calculate_per_token_loss", "token-sum seam"]),
     "kl under exact": (["loss.kl_coefficient=0.1"], ["loss.kl_coefficient=0.1", "skip.mode=approximate", "skip.mode=off"]),
@@ -155,7 +155,7 @@ def test_a_prompt_longer_than_allowed_is_named_or_dropped(pool, arithmetic, tmp_
 
 
 def test_a_reward_that_raises_stops_every_rank_with_the_samples_id_and_traceback(pool, arithmetic, tmp_path):
-    given = arguments(arithmetic, tmp_path, "reward.functions=[tests.reward_functions:explode_on_seven]", "train.prompts_per_step=60")
+    given = arguments(arithmetic, tmp_path, "reward.functions=[tests.reward_functions:explode_on_seven]", "train.prompts_per_rollout=60")
     results = pool.run(2, command_line, given, timeout_s=60)
     assert [code for code, _ in results] == [1, 1], results
     said = "".join(text for _, text in results)
@@ -165,7 +165,7 @@ def test_a_reward_that_raises_stops_every_rank_with_the_samples_id_and_traceback
 @pytest.mark.parametrize("policy", ["drop", "zero"])
 def test_a_reward_that_raises_costs_only_its_sample(pool, arithmetic, tmp_path, policy):
     reward = "reward.functions=[tests.reward_functions:explode_on_seven]"
-    given = arguments(arithmetic, tmp_path, reward, f"reward.on_error={policy}", "train.prompts_per_step=60", "train.steps=1")
+    given = arguments(arithmetic, tmp_path, reward, f"reward.on_error={policy}", "train.prompts_per_rollout=60", "train.num_rollouts=1")
     results = pool.run(2, command_line, given, timeout_s=60)
     assert [code for code, _ in results] == [0, 0], results
     excluded = rows_of(tmp_path)[0]["reward/excluded"]

@@ -18,7 +18,7 @@ LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeli
 TURNS = (
     "environment.name=tests.runs.test_turn_runs:Riddle", "environment.max_turns=3", "rollout.max_response_tokens=24",
     "reward.functions=[environment,tests.reward_functions:parity]", "reward.weights=[1.0,0.5]", "optimizer.schedule=constant",
-    "warmup.steps=20",  # on short answers: turns end soon
+    "sft.steps=20",  # on short answers: turns end soon
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):
     found = []
     folders = [(1, (), "alone"), (world, degrees, "one"), (world, degrees, "other")]
     for ranks, extra, name in folders:
-        end_of(pool, ranks, arguments(arithmetic, tmp_path / name, *TURNS, *extra, "train.steps=3"))
+        end_of(pool, ranks, arguments(arithmetic, tmp_path / name, *TURNS, *extra, "train.num_rollouts=3"))
         rows = [row for row in rows_of(tmp_path / name) if "reward/mean" in row]
         keys = ("reward/mean", "reward/environment", "rollout/turns_mean", "rollout/tokens", "rollout/response_tokens_mean")
         found.append(([[row[key] for key in keys] for row in rows], weights_of(tmp_path / name)))
@@ -82,8 +82,8 @@ def test_skip_equals_dense(pool, arithmetic, tmp_path):
 def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
     """What a checkpoint holds of rollouts ahead and of replayed groups has its masks and its environment's rewards."""
     given = (
-        *TURNS, "checkpoint.save_every=1", "checkpoint.keep_last=null", "rollout.producer.mode=streaming", "rollout.producer.depth=1",
-        "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.size=6", "replay.max_uses=2", "train.steps=5",
+        *TURNS, "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",
+        "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.capacity_groups=6", "replay.max_uses=2", "train.num_rollouts=5",
         "reward.functions=[tests.reward_functions:mostly_dead,environment]", "reward.weights=[1.0,0.25]", "environment.arguments={}",
     )  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
@@ -147,7 +147,7 @@ def test_an_environment_that_fails_ends_the_run_or_costs_its_group(pool, arithme
     others = [row for row in rows if row != broken][:7]
     data.write_text("".join(json.dumps(row) + "\n" for row in [*others, broken]))
     given = arguments(
-        arithmetic, tmp_path / "run", *TURNS, f"data.train={data}", "train.steps=1",
+        arithmetic, tmp_path / "run", *TURNS, f"data.train={data}", "train.num_rollouts=1",
         "environment.name=tests.runs.test_turn_runs:Breaking", f"environment.on_error={on_error}",
     )  # fmt: skip
     results = pool.run(2, command_line, given, timeout_s=120)

@@ -36,8 +36,8 @@ SKIPPED = 77
 PREPARE_S, JOB_S = patient(120.0), patient(300.0)
 STEPS, SAVE_EVERY = 40, 6
 SETTINGS = (
-    "--config", "examples/quickstart/quickstart.yaml", f"train.steps={STEPS}", "train.prompts_per_step=16",
-    "train.samples_per_mini_batch=64", "warmup.steps=20", "metrics.progress=false",
+    "--config", "examples/quickstart/quickstart.yaml", f"train.num_rollouts={STEPS}", "train.prompts_per_rollout=16",
+    "train.samples_per_mini_batch=64", "sft.steps=20", "metrics.progress=false",
 )  # fmt: skip
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 

@@ -198,7 +198,7 @@ def test_replicas_that_share_experts_wait_for_each_other() -> None:
 def test_thousands_of_gpus_take_seconds() -> None:
     """4,096 GPUs, 16,384 samples, four mini-batches: planned and put on the clock several times over."""
     config = load_config(None, ["parallel.tensor=4", "parallel.sequence_parallel=true", "parallel.pipeline=8",
-                                "train.prompts_per_step=1024", "rollout.samples_per_prompt=16", "train.samples_per_mini_batch=4096",
+                                "train.prompts_per_rollout=1024", "rollout.samples_per_prompt=16", "train.samples_per_mini_batch=4096",
                                 "rollout.max_response_tokens=4096"])  # fmt: skip
     degrees = degrees_of(config, 4096)
     hf_config = tiny_config("qwen2_untied", layers=32)
@@ -215,7 +215,7 @@ def test_thousands_of_gpus_take_seconds() -> None:
 
 
 def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:
-    config = load_config(None, ["train.prompts_per_step=8", "rollout.samples_per_prompt=4"])
+    config = load_config(None, ["train.prompts_per_rollout=8", "rollout.samples_per_prompt=4"])
     workloads = [draw(config, lengths=None, pass_rate=None, prompt_tokens=9, seed=seed)[0] for seed in (0, 1)]
     workloads[0].rewards[3] = np.nan
     for rollout, workload in enumerate(workloads):
@@ -270,7 +270,7 @@ def test_gdpo_reads_each_functions_rewards(tmp_path: pathlib.Path) -> None:
 
 def test_draws_have_the_stated_means() -> None:
     """Of 40,000 lengths and 10,000 prompts: within 2 %, four standard errors."""
-    config = load_config(None, ["train.prompts_per_step=10000", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=100000"])
+    config = load_config(None, ["train.prompts_per_rollout=10000", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=100000"])
     workload, said = draw(config, lengths="lognormal:800,0.6", pass_rate="beta:2,3", prompt_tokens=50, seed=0)
     assert workload.response_tokens.mean() == pytest.approx(800, rel=0.02) and workload.rewards.mean() == pytest.approx(0.4, rel=0.02)
     assert "lognormal:800,0.6" in said and "beta:2,3" in said

@@ -102,12 +102,12 @@ def test_template_directives(template):
 
 
 def test_one_task_per_node_meets_at_the_head_node(tmp_path):
-    code, calls, said = submit(tmp_path, "multi_node.sbatch", "--config", "x.yaml", "train.steps=3", SAVE_EVERY="4")
+    code, calls, said = submit(tmp_path, "multi_node.sbatch", "--config", "x.yaml", "train.num_rollouts=3", SAVE_EVERY="4")
     assert code == 0
     (call,) = calls
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=a1,a2 --cpus-per-task=4" in call
     assert "bash examples/slurm/node.sh a1:20007 -m megatron_rl.train" in call
-    assert call.endswith("checkpoint.save_every=4 --config x.yaml train.steps=3")
+    assert call.endswith("checkpoint.save_every_rollouts=4 --config x.yaml train.num_rollouts=3")
     assert "attempt 1: a1 a2;" in said and "checkpoint: none" in said
 
 

@@ -26,7 +26,7 @@ EOS = 0
 # Every one of these would change the samples if the server applied it.
 GENERATION_CONFIG = {"eos_token_id": [EOS, 7], "temperature": 0.1, "top_k": 1, "top_p": 0.3, "repetition_penalty": 1.7, "max_new_tokens": 3}
 VLLM = (
-    "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "metrics.dense_every=1",
+    "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "metrics.dense_every_rollouts=1",
     "metrics.dense_samples=64", "optimizer.lr=1e-3",
 )  # fmt: skip
 GAP = 1e-4  # float32, the same weights in two implementations

@@ -35,7 +35,7 @@ def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tm
     the trainer are trained on, and tokens are drawn by seeds of their own."""
     world, degrees = LAYOUTS[layout]
     found = []
-    for name, mode in (("sync", ()), ("streaming", (*STREAMING, "rollout.producer.max_staleness=0"))):
+    for name, mode in (("sync", ()), ("streaming", (*STREAMING, "rollout.producer.max_staleness_steps=0"))):
         given = arguments(arithmetic, tmp_path / name, *VLLM, *degrees, *mode)
         results = pool.run(world, command_line, given, timeout_s=240)
         assert [code for code, _ in results] == [0] * world, results
@@ -85,7 +85,7 @@ def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmeti
     done: list[int] = []
     killer = threading.Thread(target=kill_engines, args=(nursery.process.pid, tmp_path, 2, done), daemon=True)
     killer.start()
-    given = arguments(arithmetic, tmp_path, *VLLM, *STREAMING, "train.steps=5", "rollout.max_response_tokens=24")
+    given = arguments(arithmetic, tmp_path, *VLLM, *STREAMING, "train.num_rollouts=5", "rollout.max_response_tokens=24")
     ((code, said),) = pool.run(1, command_line, given, timeout_s=300)
     assert code == 0 and len(done) == 2, (said, done)
     assert [row["rollout"] for row in firsts_of(tmp_path)] == [1, 2, 3, 4, 5]
@@ -96,8 +96,8 @@ def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmeti
 
 def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):
     """DP2, two rollouts ahead, weights sent while engines generate: every prompt trained once, nothing older than the depth allows."""
-    extra = ("rollout.producer.mode=prefetch", "rollout.producer.depth=2", "weight_sync.in_flight=true", "correction.mode=token_truncate")
-    given = arguments(arithmetic, tmp_path, *VLLM, *extra, "train.steps=5", "rollout.max_response_tokens=32")
+    extra = ("rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2", "weight_sync.in_flight=true", "correction.mode=token_truncate")
+    given = arguments(arithmetic, tmp_path, *VLLM, *extra, "train.num_rollouts=5", "rollout.max_response_tokens=32")
     results = pool.run(2, command_line, given, timeout_s=300)
     assert [code for code, _ in results] == [0, 0], results
     rows = firsts_of(tmp_path)

@@ -74,7 +74,7 @@ def test_the_quickstart_learns(tmp_path):
     """As tests/runs/test_quickstart.py, with rollouts by vLLM, for 60 of 200 rollouts."""
     environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "examples/quickstart/run.sh", "rollout.engine=vllm", "rollout.num_engines=1", "train.steps=60"], cwd=ROOT, env=environment,
+        ["bash", "examples/quickstart/run.sh", "rollout.engine=vllm", "rollout.num_engines=1", "train.num_rollouts=60"], cwd=ROOT, env=environment,
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -79,8 +79,8 @@ def test_a_whole_run(pool, arithmetic, tmp_path) -> None:
     """DP2, an engine each: the trainer's log-probs are the engine's on every sampled token, turn after turn."""
     given = arguments(
         arithmetic, tmp_path, "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60",
-        "metrics.dense_every=1", "metrics.dense_samples=64", "environment.name=tests.runs.test_turn_runs:Riddle",
-        "environment.max_turns=3", "rollout.max_response_tokens=24", "warmup.steps=20",
+        "metrics.dense_every_rollouts=1", "metrics.dense_samples=64", "environment.name=tests.runs.test_turn_runs:Riddle",
+        "environment.max_turns=3", "rollout.max_response_tokens=24", "sft.steps=20",
         "reward.functions=[environment,tests.reward_functions:parity]",
     )  # fmt: skip
     results = pool.run(2, command_line, given, timeout_s=200)

@@ -24,10 +24,10 @@ sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 WORKERS = ("reward.num_workers=1",)
 MODES = {
     "sync": ("rollout.producer.mode=sync",),
-    "streaming, no staleness": ("rollout.producer.mode=streaming", "rollout.producer.max_staleness=0"),
+    "streaming, no staleness": ("rollout.producer.mode=streaming", "rollout.producer.max_staleness_steps=0"),
     "prefetch": ("rollout.producer.mode=prefetch",),
     "streaming": ("rollout.producer.mode=streaming",),
-    "streaming, in flight": ("rollout.producer.mode=streaming", "rollout.producer.depth=2", "weight_sync.in_flight=true"),
+    "streaming, in flight": ("rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=2", "weight_sync.in_flight=true"),
 }
 FIRST_ROLLOUTS = 2  # left out: the engine starts in the first, and nothing was made ahead of it
 
@@ -85,10 +85,10 @@ def short_run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.
     """Rows of metrics.jsonl of one run of a process and a thread, on the quickstart's data; variables: for its environment."""
     command = [
         sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(run_dir),
-        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "warmup.steps=0",
-        f"train.steps={given.steps}", f"train.prompts_per_step={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
+        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "sft.steps=0",
+        f"train.num_rollouts={given.steps}", f"train.prompts_per_rollout={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
         "train.samples_per_mini_batch=null", f"rollout.engine={given.engine}", f"rollout.max_response_tokens={given.response_tokens}",
-        "eval.path=null", "eval.every=null", "metrics.progress=false", "train.export_last=false", *overrides,
+        "eval.path=null", "eval.every_rollouts=null", "metrics.progress=false", "train.export_last=false", *overrides,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools' / 'benchmarks'}", **variables}
     done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)

@@ -48,7 +48,7 @@ def run(work: pathlib.Path, std: float, seed: int, steps: int) -> list[dict]:
     command = [
         sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(folder),
         f"model.hf_path={work / 'inputs/model'}", f"data.train={work / 'inputs/train.jsonl'}", "parallel.pipeline=1", f"run.seed={seed}",
-        "loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", f"train.steps={steps}", "train.export_last=false",
+        "loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", f"train.num_rollouts={steps}", "train.export_last=false",
         "optimizer.schedule=constant", "metrics.progress=false", *noise,
     ]  # fmt: skip
     alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}

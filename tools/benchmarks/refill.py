@@ -64,7 +64,7 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
     """One short run, rollout by rollout, but for the first, in which the engine starts."""
     from async_modes import short_run
 
-    overrides = ("reward.functions=[refill:partly_dead]", "metrics.dense_every=0", "optimizer.lr=0", *MODES[mode])
+    overrides = ("reward.functions=[refill:partly_dead]", "metrics.dense_every_rollouts=0", "optimizer.lr=0", *MODES[mode])
     found = []
     for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_DEAD=str(given.dead)):
         live = (1.0 - row["skip/zero_advantage_ratio"]) * given.prompts

@@ -164,8 +164,8 @@ def measure_run(given: argparse.Namespace, inputs: pathlib.Path, folder: pathlib
         command = [
             sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"),
             "--run-dir", str(run_dir),
-            f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "warmup.steps=0",
-            f"train.steps={given.steps}", f"rollout.engine={kind}", "metrics.progress=false", "train.export_last=false",
+            f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "sft.steps=0",
+            f"train.num_rollouts={given.steps}", f"rollout.engine={kind}", "metrics.progress=false", "train.export_last=false",
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -80,8 +80,8 @@ FEED = (
     Mutant(
         name="staler-by-one",
         file="megatron_rl/rollout/staleness.py",
-        line="return max_staleness is None or trained + ahead - version <= max_staleness",
-        becomes="return max_staleness is None or trained + ahead - version <= max_staleness + 1",
+        line="return max_staleness_steps is None or trained + ahead - version <= max_staleness_steps",
+        becomes="return max_staleness_steps is None or trained + ahead - version <= max_staleness_steps + 1",
         fault="a rollout is started that will be a version too old",
         tests=("tests/unit/rollout/test_staleness.py::test_every_state",),
     ),

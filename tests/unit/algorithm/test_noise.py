@@ -82,7 +82,7 @@ def test_noise_without_steps_is_refused() -> None:
 
 
 NOISE = ("advantage.noise_std=0.2", "advantage.noise_steps=1")
-WHOLE = ("loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", "warmup.steps=2", "warmup.samples_per_step=8")
+WHOLE = ("loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", "sft.steps=2", "sft.samples_per_step=8")
 
 
 def test_first_losses_are_zero_without_noise_and_only_the_first_with_it(pool, arithmetic, tmp_path):

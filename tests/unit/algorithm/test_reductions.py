@@ -201,7 +201,7 @@ def test_exact_refuses_kept_and_names_both_ways_out(reduction: str, steps: str) 
 def test_merge_has_one_step_an_epoch(mode: str, steps: str, wanted: int) -> None:
     """16 prompts of 4 in mini-batches of 16, two epochs; where nothing is dropped nothing is merged."""
     config = load_config(
-        None, [f"skip.mode={mode}", f"skip.steps={steps}", "train.epochs_per_rollout=2", "train.prompts_per_step=16",
+        None, [f"skip.mode={mode}", f"skip.steps={steps}", "train.epochs_per_rollout=2", "train.prompts_per_rollout=16",
                "rollout.samples_per_prompt=4", "train.samples_per_mini_batch=16"],
     )  # fmt: skip
     assert steps_per_rollout(config) == wanted

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from megatron_rl.config import Config, config_to_yaml, load_config
+from megatron_rl.config.file import RENAMED
 from megatron_rl.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -30,10 +31,17 @@ def leaves_of(section: type) -> list[str]:
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("train: {steps: 7, prompts_per_step: 5}\noptimizer: {lr: 1.0e-3}\n")
-    config = load_config(path, ["train.steps=9", "optimizer.betas=[0.8,0.9]"])
-    assert (config.train.steps, config.train.prompts_per_step, config.optimizer.lr) == (9, 5, 1e-3)
+    path.write_text("train: {num_rollouts: 7, prompts_per_rollout: 5}\noptimizer: {lr: 1.0e-3}\n")
+    config = load_config(path, ["train.num_rollouts=9", "optimizer.betas=[0.8,0.9]"])
+    assert (config.train.num_rollouts, config.train.prompts_per_rollout, config.optimizer.lr) == (9, 5, 1e-3)
     assert config.optimizer.betas == (0.8, 0.9) and config.rollout == load_config().rollout
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_answered_by_its_new_name(old, new):
+    with pytest.raises(ConfigError, match=rf"config key {re.escape(old)} .* is called {re.escape(new)} now"):
+        load_config(None, [f"{old}.steps=3" if old == "warmup" else f"{old}=3"])
+    assert new in leaves_of(Config) or new in keys_of(Config)
 
 
 def test_resolved_yaml_loads_back_to_the_same_config(tmp_path):
@@ -54,18 +62,18 @@ def test_yaml_reads_a_bare_off_as_a_boolean_and_it_still_means_off(tmp_path, wri
 @pytest.mark.parametrize(
     "override,words",
     [
-        ("train.stepz=3", ["train.stepz", "3", "train.steps"]),
-        ("trian.steps=3", ["trian", "train"]),
+        ("train.num_rollout=3", ["train.num_rollout", "3", "train.num_rollouts"]),
+        ("trian.num_rollouts=3", ["trian", "train"]),
         ("train=3", ["train=3", "section"]),
-        ("train.steps=many", ["train.steps", "many"]),
-        ("train.steps=-1", ["train.steps=-1", "at least 0"]),
+        ("train.num_rollouts=many", ["train.num_rollouts", "many"]),
+        ("train.num_rollouts=-1", ["train.num_rollouts=-1", "at least 0"]),
         ("rollout.temperature=0", ["rollout.temperature=0", "above 0"]),
         ("loss.policy=ppoo", ["loss.policy='ppoo'", "ppo"]),
         ("loss.dual_clip=0.5", ["loss.dual_clip=0.5", "above 1"]),
         ("reward.weights=[1,2]", ["2 numbers", "0 names"]),
         ("parallel.sequence_parallel=true", ["parallel.sequence_parallel", "parallel.tensor"]),
         ("data.template=Question", ["data.template", "{prompt}", "chat"]),
-        ("train.steps", ["train.steps", "key=value"]),
+        ("train.num_rollouts", ["train.num_rollouts", "key=value"]),
         ("lora.rank=0", ["lora.rank=0", "at least 1"]),
         ("lora.alpha=0", ["lora.alpha=0", "above 0"]),
         ("lora.targets=[q_proj]", ["lora.targets='q_proj'", "linear_qkv"]),
@@ -95,7 +103,7 @@ def test_evaluation_sets_stand_next_to_the_short_form(tmp_path):
 
 def test_a_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        load_config().train.steps = 3
+        load_config().train.num_rollouts = 3
 
 
 def test_the_documentation_lists_every_key_and_no_other():

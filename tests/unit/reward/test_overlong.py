@@ -43,10 +43,10 @@ def test_the_shape_equals_equation_13(limit: int, share: float, lengths: list[in
 
 
 def test_a_buffer_beyond_the_limit_is_refused() -> None:
-    given = load_config(None, ["reward.overlong_buffer=11", "rollout.max_response_tokens=10", "model.hf_path=here"])
-    with pytest.raises(ConfigError, match=r"reward\.overlong_buffer=11 .* rollout\.max_response_tokens=10"):
+    given = load_config(None, ["reward.overlong_buffer_tokens=11", "rollout.max_response_tokens=10", "model.hf_path=here"])
+    with pytest.raises(ConfigError, match=r"reward\.overlong_buffer_tokens=11 .* rollout\.max_response_tokens=10"):
         check_overlong(given)
-    for override in ("reward.overlong_buffer=-1", "reward.overlong_penalty=-0.5"):
+    for override in ("reward.overlong_buffer_tokens=-1", "reward.overlong_penalty=-0.5"):
         with pytest.raises(ConfigError, match=override.split("=")[0]):
             load_config(None, [override])
 
@@ -60,7 +60,7 @@ def facts_of(lengths: list[int], groups: list[int], loss_tokens: list[int] | Non
     )  # fmt: skip
 
 
-SHAPED = ("reward.functions=[a:f,b:g]", "reward.overlong_buffer=4", "reward.overlong_penalty=0.5", "rollout.max_response_tokens=10")
+SHAPED = ("reward.functions=[a:f,b:g]", "reward.overlong_buffer_tokens=4", "reward.overlong_penalty=0.5", "rollout.max_response_tokens=10")
 
 
 def scored_of(facts: BatchFacts, totals: np.ndarray, columns: np.ndarray, buffer_tokens: int = 0) -> Scored:
@@ -130,7 +130,7 @@ def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
 def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):
     """Rewards of the trace are 0 or 1 plus eq. 13 of their lengths; what is cut off is masked, and dropped as in the dense run."""
     weights = {}
-    extra = ["reward.overlong_buffer=3", "reward.overlong_penalty=0.5", "loss.mask_truncated=true", "plan.repack=false"]
+    extra = ["reward.overlong_buffer_tokens=3", "reward.overlong_penalty=0.5", "loss.mask_truncated=true", "plan.repack=false"]
     for mode in ("exact", "off"):
         given = arguments(arithmetic, tmp_path / mode, f"skip.mode={mode}", "plan.samples_per_microbatch=2", *extra)
         results = pool.run(2, command_line, given, timeout_s=120)

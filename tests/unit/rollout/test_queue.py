@@ -56,13 +56,13 @@ def feed_of(*overrides: str, version: int = 0) -> Feed:
 
 @pytest.mark.parametrize(("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])])
 def test_a_group_is_too_old_where_one_of_its_samples_is(limit: object, wanted: list[int]) -> None:
-    """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness`` itself is not too old."""
-    feed = feed_of(f"rollout.producer.max_staleness={limit}", version=7)
+    """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness_steps`` itself is not too old."""
+    feed = feed_of(f"rollout.producer.max_staleness_steps={limit}", version=7)
     assert feed._fresh(scored_of(facts_of([0, 1, 2, 3], versions=[6, 6, 4, 7, 7, 3, 5, 5]))) == wanted
 
 
 def test_a_remembered_group_is_as_old_as_its_oldest_sample() -> None:
-    feed, facts = feed_of("replay.size=4", version=7), facts_of([0, 1], versions=[5, 3, 6, 7])
+    feed, facts = feed_of("replay.capacity_groups=4", version=7), facts_of([0, 1], versions=[5, 3, 6, 7])
     prompts, held = {place: prompt_of(place) for place in (0, 1)}, {place: group_of(place) for place in (0, 1)}
     feed._remember(scored_of(facts), np.array([0.5, -0.5, 0.5, -0.5]), prompts, held, replayed=set())
     assert {entry.key: entry.version for entry in feed.replay.entries} == {"0@0": 3, "1@0": 6} and set(feed.kept) == {"0@0", "1@0"}
@@ -70,7 +70,7 @@ def test_a_remembered_group_is_as_old_as_its_oldest_sample() -> None:
 
 def test_no_group_is_replayed_beside_itself() -> None:
     """Group 8 is in the batch and has by far the best score; the dead places take the others."""
-    feed = feed_of("replay.size=4", "replay.max_age=null")
+    feed = feed_of("replay.capacity_groups=4", "replay.max_age_versions=null")
     feed.replay.add(
         [Entry(key="8@0", score=1e9, version=0), Entry(key="9@0", score=1.0, version=0), Entry(key="7@0", score=1.0, version=0)]
     )

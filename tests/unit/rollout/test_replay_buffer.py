@@ -38,7 +38,7 @@ operations = st.one_of(
     st.tuples(st.just("reload"), st.none()),
 )
 configs = st.builds(
-    ReplayConfig, size=st.integers(0, 5), max_age=st.one_of(st.none(), st.integers(1, 4)), max_uses=st.integers(1, 3)
+    ReplayConfig, size=st.integers(0, 5), max_age_versions=st.one_of(st.none(), st.integers(1, 4)), max_uses=st.integers(1, 3)
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ class Model:
         return gone
 
     def expire(self, version: int) -> set[str]:
-        return self.drop(lambda x: self.config.max_age is not None and x.version + self.config.max_age < version)
+        return self.drop(lambda x: self.config.max_age_versions is not None and x.version + self.config.max_age_versions < version)
 
     def retire(self) -> set[str]:
         return self.drop(lambda x: not x.uses < self.config.max_uses)
@@ -116,7 +116,7 @@ def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, ob
             case "expire":
                 gone, wanted, told = buffer.expire(value), model.expire(value), twin.expire(value)
                 assert_none_lost(held, buffer, gone)
-                assert config.max_age is None or all(value - x.version <= config.max_age for x in buffer.entries)  # 5
+                assert config.max_age_versions is None or all(value - x.version <= config.max_age_versions for x in buffer.entries)  # 5
             case "retire":
                 gone, wanted, told = buffer.retire(), model.retire(), twin.retire()
                 assert_none_lost(held, buffer, gone)
@@ -159,7 +159,7 @@ def test_invariants(config: ReplayConfig, seed: int, steps: list) -> None:
 @given(given_=st.lists(entries, max_size=8, unique_by=lambda x: x.key), size=st.integers(0, 4), seed=st.integers(0, 99))
 def test_any_order_and_any_calls_of_add_keep_the_same(given_: list[Entry], size: int, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(given_))
-    whole, split = ReplayBuffer(ReplayConfig(size=size), 0), ReplayBuffer(ReplayConfig(size=size), 0)
+    whole, split = ReplayBuffer(ReplayConfig(capacity_groups=size), 0), ReplayBuffer(ReplayConfig(capacity_groups=size), 0)
     gone = whole.add(given_)
     assert sorted(key for place in order for key in split.add([given_[place]])) == sorted(gone)
     assert whole.entries == split.entries
@@ -170,7 +170,7 @@ def test_any_order_and_any_calls_of_add_keep_the_same(given_: list[Entry], size:
 
 def counts_of_draws(scores: dict[str, float], count: int, rounds: int) -> Counter:
     """Ordered draws over as many rollouts, each from a buffer that was never drawn from."""
-    buffer = ReplayBuffer(ReplayConfig(size=len(scores), max_uses=10**9), 7)
+    buffer = ReplayBuffer(ReplayConfig(capacity_groups=len(scores), max_uses=10**9), 7)
     buffer.add([Entry(key=key, score=score, version=0) for key, score in scores.items()])
     return Counter(tuple(buffer.draw(count, rollout=rollout)) for rollout in range(rounds))
 
@@ -198,7 +198,7 @@ def test_the_next_of_a_draw_is_in_proportion_to_what_is_left() -> None:
 def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key has its own end of the line and not the next one's; one that vanishes beside the others is not drawn before them."""
     monkeypatch.setattr(replay_buffer, "_uniforms", lambda seed, rollout, count: [uniform] * count)
-    buffer = ReplayBuffer(ReplayConfig(size=4), 0)
+    buffer = ReplayBuffer(ReplayConfig(capacity_groups=4), 0)
     buffer.add([Entry(key="a", score=1e300, version=0), Entry(key="b", score=1e300, version=0), Entry(key="c", score=5e-324, version=0)])
     drawn = buffer.draw(3, rollout=0)
     assert drawn[0] == key and drawn[2] == "c"
@@ -206,7 +206,7 @@ def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytes
 
 def test_another_rollout_or_seed_draws_anew_and_the_same_draws_the_same() -> None:
     def drawn(seed: int, rollout: int) -> list[str]:
-        buffer = ReplayBuffer(ReplayConfig(size=100), seed)
+        buffer = ReplayBuffer(ReplayConfig(capacity_groups=100), seed)
         buffer.add([Entry(key=f"{i}@0", score=1.0, version=0) for i in range(100)])
         return buffer.draw(10, rollout=rollout)
 
@@ -218,14 +218,14 @@ def test_another_rollout_or_seed_draws_anew_and_the_same_draws_the_same() -> Non
 
 
 def test_equal_scores_keep_the_newer_then_the_smaller_key() -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=2), 0)
+    buffer = ReplayBuffer(ReplayConfig(capacity_groups=2), 0)
     assert buffer.add([Entry(key=key, score=1.0, version=version) for key, version in [("b", 3), ("a", 3), ("c", 4)]]) == ["b"]
     assert [x.key for x in buffer.entries] == ["c", "a"]
     assert buffer.add([Entry(key="d", score=1.0, version=3)]) == ["d"]
 
 
 def test_the_same_key_replaces_and_is_told_of_only_where_it_is_not_kept() -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=2, max_uses=2), 0)
+    buffer = ReplayBuffer(ReplayConfig(capacity_groups=2, max_uses=2), 0)
     buffer.add([Entry(key="a", score=1.0, version=0), Entry(key="b", score=2.0, version=0)])
     buffer.draw(2, rollout=0)
     assert buffer.add([Entry(key="a", score=3.0, version=1)]) == []
@@ -238,14 +238,14 @@ def test_the_same_key_replaces_and_is_told_of_only_where_it_is_not_kept() -> Non
 def test_a_score_that_is_no_amount_names_its_key(bad: float) -> None:
     with pytest.raises(ValueError, match=rf"group 17@0\.1 is {bad}"):
         Entry(key="17@0.1", score=bad, version=0)
-    buffer = ReplayBuffer(ReplayConfig(size=2), 0)
+    buffer = ReplayBuffer(ReplayConfig(capacity_groups=2), 0)
     state = json.loads(json.dumps({"entries": [{"key": "17@0.1", "score": bad, "version": 0, "uses": 0}]}))
     with pytest.raises(ValueError, match=r"group 17@0\.1"):
         buffer.load_state(state)
 
 
 def test_age_is_in_weight_versions_and_null_never_expires() -> None:
-    aged, ageless = ReplayBuffer(ReplayConfig(size=3, max_age=2), 0), ReplayBuffer(ReplayConfig(size=3, max_age=None), 0)
+    aged, ageless = ReplayBuffer(ReplayConfig(capacity_groups=3, max_age_versions=2), 0), ReplayBuffer(ReplayConfig(capacity_groups=3, max_age_versions=None), 0)
     for buffer in (aged, ageless):
         buffer.add([Entry(key=str(version), score=1.0, version=version) for version in (3, 4, 5)])
     assert [aged.expire(5) for _ in range(10)] == [[]] * 10  # ten steps of ghosts: the weights stayed
@@ -253,14 +253,14 @@ def test_age_is_in_weight_versions_and_null_never_expires() -> None:
 
 
 def test_what_is_used_up_is_not_drawn_again_before_it_is_retired() -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=3, max_uses=2), 0)
+    buffer = ReplayBuffer(ReplayConfig(capacity_groups=3, max_uses=2), 0)
     buffer.add([Entry(key="a", score=1.0, version=0)])
     assert [buffer.draw(5, rollout=rollout) for rollout in range(3)] == [["a"], ["a"], []]
     assert len(buffer) == 1 and buffer.retire() == ["a"] and len(buffer) == 0
 
 
 def test_a_smaller_size_tells_what_left() -> None:
-    large, small = ReplayBuffer(ReplayConfig(size=5), 0), ReplayBuffer(ReplayConfig(size=2), 0)
+    large, small = ReplayBuffer(ReplayConfig(capacity_groups=5), 0), ReplayBuffer(ReplayConfig(capacity_groups=2), 0)
     large.add([Entry(key=str(score), score=score, version=0) for score in (1, 2, 3, 4)])
     assert small.load_state(json.loads(json.dumps(large.state()))) == ["2", "1"]
     assert [x.key for x in small.entries] == ["4", "3"]
@@ -268,9 +268,9 @@ def test_a_smaller_size_tells_what_left() -> None:
 
 
 def test_numbers_of_numpy_are_json() -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=5), 0)
+    buffer = ReplayBuffer(ReplayConfig(capacity_groups=5), 0)
     buffer.add([Entry(key="a", score=np.float32(0.1), version=np.int64(3))])
-    assert through_json(buffer, ReplayConfig(size=5), 0).entries[0].version == 3
+    assert through_json(buffer, ReplayConfig(capacity_groups=5), 0).entries[0].version == 3
 
 
 # ---- scores ---------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_one_that_waits_is_withdrawn_when_its_last_attempt_failed() -> None:
 def test_a_smaller_buffer_and_fewer_attempts_load_what_still_fits() -> None:
     large = RerollBuffer(RerollConfig(max_groups=4, max_attempts=5))
     large.note([("a", 0), ("b", 3), ("c", 1), ("d", 0)])
-    small = RerollBuffer(RerollConfig(max_groups=4, max_attempts=3, buffer_size=2))
+    small = RerollBuffer(RerollConfig(max_groups=4, max_attempts=3, capacity_prompts=2))
     small.load_state(json.loads(json.dumps(large.state())))
     small.load_state(json.loads(json.dumps(large.state())))  # in place of what it has, not beside it
     assert small.take(1.0, room=9) == [("c", 2), ("d", 1)]

@@ -11,19 +11,19 @@ from megatron_rl.rollout.staleness import Start, admit
 SMALL = st.integers(0, 6)
 
 
-def assert_invariants(*, trained, engine, between, steps_per_rollout, max_staleness, interval, renew) -> None:
+def assert_invariants(*, trained, engine, between, steps_per_rollout, max_staleness_steps, interval, renew) -> None:
     given = dict(
-        trained=trained, engine=engine, steps_per_rollout=steps_per_rollout, max_staleness=max_staleness, interval=interval, renew=renew
+        trained=trained, engine=engine, steps_per_rollout=steps_per_rollout, max_staleness_steps=max_staleness_steps, interval=interval, renew=renew
     )
     found = admit(between=between, **given)
     held = {Start.NOW: engine, Start.AFTER_SYNC: trained}.get(found)
-    if held is not None and max_staleness is not None:
-        assert trained + between * steps_per_rollout - held <= max_staleness
+    if held is not None and max_staleness_steps is not None:
+        assert trained + between * steps_per_rollout - held <= max_staleness_steps
     if between == 0:
         assert found is not Start.LATER
     behind = engine == NO_WEIGHTS or renew or trained - engine >= interval
     if found is Start.AFTER_SYNC and not behind:
-        assert max_staleness is not None and trained + between * steps_per_rollout - engine > max_staleness
+        assert max_staleness_steps is not None and trained + between * steps_per_rollout - engine > max_staleness_steps
     if found is Start.NOW:
         assert not behind
     if between:
@@ -36,7 +36,7 @@ def assert_invariants(*, trained, engine, between, steps_per_rollout, max_stalen
 def test_every_state(trained, lag, between, steps, bound, interval, renew, empty):
     engine = NO_WEIGHTS if empty else max(0, trained - lag)
     assert_invariants(
-        trained=trained, engine=engine, between=between, steps_per_rollout=steps, max_staleness=bound, interval=interval, renew=renew
+        trained=trained, engine=engine, between=between, steps_per_rollout=steps, max_staleness_steps=bound, interval=interval, renew=renew
     )
 
 
@@ -49,7 +49,7 @@ def staleness_of_a_run(*, rollouts: int, depth: int, steps: int, bound: int | No
             if number in started:
                 continue
             decision = admit(
-                trained=version, engine=engine, between=number - turn, steps_per_rollout=steps, max_staleness=bound, interval=interval
+                trained=version, engine=engine, between=number - turn, steps_per_rollout=steps, max_staleness_steps=bound, interval=interval
             )
             if decision is Start.LATER:
                 break

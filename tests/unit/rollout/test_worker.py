@@ -373,9 +373,9 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize(("mode", "depth"), [("sync", 1), ("prefetch", 1), ("prefetch", 3), ("streaming", 2)])
 def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
     """A feed over an engine that takes no time: depth + 1 rollouts are held at most, and in a slow loop that many are."""
-    prompts_per_step, turns = 4, 6
-    overrides = [f"train.prompts_per_step={prompts_per_step}", f"train.steps={turns}", f"rollout.samples_per_prompt={SAMPLES}"]
-    producing = [f"rollout.producer.mode={mode}", f"rollout.producer.depth={depth}", "rollout.producer.min_groups=2"]
+    prompts_per_rollout, turns = 4, 6
+    overrides = [f"train.prompts_per_rollout={prompts_per_rollout}", f"train.num_rollouts={turns}", f"rollout.samples_per_prompt={SAMPLES}"]
+    producing = [f"rollout.producer.mode={mode}", f"rollout.producer.prefetch_rollouts={depth}", "rollout.producer.min_groups=2"]
     config, engine, trainer = load_config(None, overrides + producing), FakeEngine(), SimpleNamespace(weight_version=0)
     weights = {"export": lambda: iter([("weight", torch.zeros(1))]), "version": lambda: trainer.weight_version}
     generation = Generation(engine, FakeReward(), config, share=(0, 1), **weights)
@@ -386,15 +386,15 @@ def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
     held, ahead = [], 0 if mode == "sync" else depth
     for turn in range(turns):
         feed.start(turn, Clock(contextlib.nullcontext))
-        generation.collect(feed.jobs[turn], range(prompts_per_step))
+        generation.collect(feed.jobs[turn], range(prompts_per_rollout))
         generation.finish(feed.jobs[turn])
         for _ in range(3):  # asked again and again it starts no more
             feed.start(turn, Clock(contextlib.nullcontext))
-        assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_step)
+        assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_rollout)
         time.sleep(0.02)  # for more than that, which there must not be
-        held.append(len(engine.finished) - turn * prompts_per_step)
+        held.append(len(engine.finished) - turn * prompts_per_rollout)
         assert len(feed.jobs) == min(ahead + 1, turns - turn)
-        feed._drop(turn, set(range(prompts_per_step)))
+        feed._drop(turn, set(range(prompts_per_rollout)))
         trainer.weight_version += 1
-    assert max(held) == (ahead + 1) * prompts_per_step and len(engine.finished) == turns * prompts_per_step
+    assert max(held) == (ahead + 1) * prompts_per_rollout and len(engine.finished) == turns * prompts_per_rollout
     generation.close()

@@ -181,9 +181,9 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
 
 def test_when_it_is_due():
     def due(*overrides: str) -> tuple[bool, list[int]]:
-        evaluation = Evaluation(load_config(None, ["train.steps=5", *overrides]), _tokenizer(), 64)
+        evaluation = Evaluation(load_config(None, ["train.num_rollouts=5", *overrides]), _tokenizer(), 64)
         return evaluation.due_at_start(), [n for n in range(1, 6) if evaluation.due(n, last=n == 5)]
 
-    assert due() == (True, [5]) and due("eval.every=2") == (True, [2, 4, 5])
-    assert due("eval.at_start=false", "eval.every=1") == (False, [1, 2, 3, 4, 5])
-    assert due("eval.at_start=false", "train.steps=0")[0]  # after its warm-up such a run is at its end
+    assert due() == (True, [5]) and due("eval.every_rollouts=2") == (True, [2, 4, 5])
+    assert due("eval.at_start=false", "eval.every_rollouts=1") == (False, [1, 2, 3, 4, 5])
+    assert due("eval.at_start=false", "train.num_rollouts=0")[0]  # after its warm-up such a run is at its end

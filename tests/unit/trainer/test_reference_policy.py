@@ -50,10 +50,10 @@ def test_penalty_of_equal_policies_is_zero_and_the_docstrings_example_holds() ->
         (["reference.kl_in=reward", "loss.kl_estimator=unbiased"], ["loss.kl_estimator=k3", "reference.kl_in=loss"]),
         (["reference.kl_in=reward", "advantage.estimator=gdpo"], ["advantage.estimator=gdpo", "reference.kl_in=loss"]),
         (["reference.controller=adaptive"], ["loss.kl_coefficient=0 ", "reference.controller=fixed"]),
-        (["reference.refresh_every=3"], ["reference.refresh_every=3", "reference.refresh_every=null"]),
+        (["reference.refresh_every_rollouts=3"], ["reference.refresh_every_rollouts=3", "reference.refresh_every_rollouts=null"]),
         (
-            [*ADAPTIVE, "train.prompts_per_step=125"],
-            ["kl_horizon=200", "prompts_per_step=125", "samples_per_prompt=8", "= 1000", "than 200"],
+            [*ADAPTIVE, "train.prompts_per_rollout=125"],
+            ["kl_horizon=200", "prompts_per_rollout=125", "samples_per_prompt=8", "= 1000", "than 200"],
         ),
     ],
 )
@@ -65,7 +65,7 @@ def test_refusals_name_what_does_not_go_together(overrides: list[str], words: li
 
 
 @pytest.mark.parametrize(
-    "override", ["reference.kl_in=both", "reference.placement=disk", "reference.controller=pid", "reference.refresh_every=0"]
+    "override", ["reference.kl_in=both", "reference.placement=disk", "reference.controller=pid", "reference.refresh_every_rollouts=0"]
 )
 def test_values_that_are_not_known_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=override.split("=")[0]):
@@ -73,7 +73,7 @@ def test_values_that_are_not_known_are_refused(override: str) -> None:
 
 
 def test_what_goes_together_is_accepted() -> None:
-    for overrides in ([], [*ADAPTIVE, "train.prompts_per_step=124"], ["loss.kl_coefficient=0.1", "reference.kl_in=reward"]):
+    for overrides in ([], [*ADAPTIVE, "train.prompts_per_rollout=124"], ["loss.kl_coefficient=0.1", "reference.kl_in=reward"]):
         check_reference(load_config(None, overrides))
 
 
@@ -175,7 +175,7 @@ def test_fixed_coefficient_stays_and_an_unneeded_reference_is_not_kept() -> None
 
 
 def test_the_reference_is_renewed_after_every_so_many_rollouts() -> None:
-    reference, kept = open_reference("loss.kl_coefficient=0.3", "reference.refresh_every=3", kept=0), []
+    reference, kept = open_reference("loss.kl_coefficient=0.3", "reference.refresh_every_rollouts=3", kept=0), []
     for index in range(7):
         reference.after_rollout(index, 8)
         kept.append(reference.backend.kept)

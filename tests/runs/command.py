@@ -1,0 +1,75 @@
+"""A run by its command line: its arguments, what it leaves in its folder, and its rows without times."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pathlib
+import pytest
+import torch
+from safetensors.torch import load_file
+from megatron_rl.checkpoint.folder import whole_checkpoints
+import math
+import shutil
+from tests.pairwise import quick
+
+ROOT = pathlib.Path(__file__).parents[2]
+START, TARGET, HORIZON = 0.05, 1e-4, 200
+KL = (f"loss.kl_coefficient={START}", "skip.mode=approximate", "optimizer.lr=1e-3", "reference.refresh_every_rollouts=2")
+ADAPTIVE = (*KL, "reference.controller=adaptive", f"reference.kl_target={TARGET}", f"reference.kl_horizon={HORIZON}")
+SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null")
+PPO = (
+    "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "rollout.samples_per_prompt=2", "train.samples_per_mini_batch=8",
+    "reward.functions=[tests.reward_functions:graded]",
+    "optimizer.schedule=constant", "train.epochs_per_rollout=2",
+)  # fmt: skip
+
+
+def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
+    """``python -m megatron_rl.train`` within a pool worker: its exit code and what it said."""
+    from megatron_rl.train import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = main(arguments)
+    return code, said.getvalue()
+
+
+def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:
+    return [
+        "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
+        f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "parallel.pipeline=1", "run.deadline_s=60",
+        "sft.steps=0", "train.num_rollouts=2", "train.prompts_per_rollout=8", "train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4",
+        "reward.functions=[tests.reward_functions:parity]", *overrides,
+    ]  # fmt: skip
+
+
+def rows_of(run_dir: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
+    (path,) = (run_dir / "checkpoints").glob("step_*/hf/model.safetensors")
+    return load_file(path)
+
+
+def timeless(row: dict) -> dict:
+    """Without what a clock said."""
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "cost/"))}
+
+
+def weights_of_last(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    folders = sorted((run_dir / "checkpoints").glob("step_*/hf"), key=lambda x: int(x.parent.name.removeprefix("step_")))
+    return load_file(folders[-1] / "model.safetensors")
+
+
+def state_of(run_dir: pathlib.Path, iteration: int) -> dict:
+    return json.loads((run_dir / "checkpoints" / f"iter_{iteration:07d}" / "state.json").read_text())
+
+
+def trained_prompts(run_dir: pathlib.Path) -> list[str]:
+    """Names of the groups of every batch, in order."""
+    return [name for line in (run_dir / "trace.jsonl").read_text().splitlines() for name in json.loads(line)["prompts"]]
