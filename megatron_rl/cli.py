@@ -16,7 +16,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.simulator.command import add_arguments, simulate_job
-from megatron_rl.validate import check_relations
+from megatron_rl.validate import validate_config
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1
 EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: all is saved, start the same command again
@@ -33,7 +33,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     _set_up_logging(is_main)
     try:
         config, options = _parse(arguments)
-        check_relations(config)
+        validate_config(config)
         if not _stages_import(is_main):
             return EXIT_FAILED
         if options.dry_run:

@@ -15,7 +15,7 @@ from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import Config
 from megatron_rl.observability.metrics import skip_metrics
 from megatron_rl.planning.plan import plan_steps
-from megatron_rl.types import LossInputs, StepPlan
+from megatron_rl.types import BatchPlan, LossInputs
 
 
 def train(config: Config) -> bool:
@@ -23,11 +23,11 @@ def train(config: Config) -> bool:
     preempted one has saved all and is to be started again. Raises ConfigError before any weight is read."""
     from megatron_rl.critic.link import holds_critic, joined
     from megatron_rl.critic.server import serve
-    from megatron_rl.trainer.trainer import open_run
+    from megatron_rl.trainer.trainer import build_trainer
 
     if holds_critic(config):
         return serve(config)
-    with joined(config, of_critic=False) as bridge, open_run(config, bridge) as run:
+    with joined(config, of_critic=False) as bridge, build_trainer(config, bridge) as run:
         if run.rollouts_done is None and config.sft.steps:
             warm_up(run)
         done = run.rollouts_done or 0
@@ -74,7 +74,7 @@ def warm_up(run) -> None:
     backend.reset_optimizer(total_steps=run.total_steps)
 
 
-def _whole_plan(run, batch, signal: np.ndarray) -> StepPlan:
+def _whole_plan(run, batch, signal: np.ndarray) -> BatchPlan:
     """The batch as one mini-batch, nothing dropped: a supervised step's plan."""
     return plan_steps("warmup", [np.arange(batch.facts.num_samples)], batch.facts.total_tokens, signal, run.backend.rules, drops=False)
 
@@ -126,7 +126,7 @@ def train_on_rollout(run, index: int, extra: Mapping[str, float]) -> None:
     run.reference.after_rollout(index, batch.facts.num_samples)
 
 
-def samples_of(plan: StepPlan, num_samples: int) -> np.ndarray:
+def samples_of(plan: BatchPlan, num_samples: int) -> np.ndarray:
     """[S] bool: what the plan runs. Without ``plan.repack`` that includes samples without signal that share a micro-batch with
     one that has it; their KL term needs true log-probs."""
     runs = np.zeros(num_samples, dtype=bool)

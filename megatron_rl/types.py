@@ -250,7 +250,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MiniBatchPlan:
+class StepPlan:
     """One optimizer step: which samples each data-parallel rank runs, in which micro-batches (CSR layout).
 
     members:             int64 [B], the mini-batch before the drop; every denominator is counted over these.
@@ -304,15 +304,15 @@ _PLAN_ARRAYS = ("members", "dropped", "order", "microbatch_offsets", "rank_offse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepPlan:
+class BatchPlan:
     """Everything one batch runs: its mini-batches in order. JSON in, JSON out, with a fingerprint that ranks compare."""
 
     purpose: str
-    mini_batches: tuple[MiniBatchPlan, ...]
+    mini_batches: tuple[StepPlan, ...]
     details: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        def encode(mini_batch: MiniBatchPlan) -> dict:
+        def encode(mini_batch: StepPlan) -> dict:
             arrays = {name: [int(x) for x in getattr(mini_batch, name)] for name in _PLAN_ARRAYS}
             return {"kind": mini_batch.kind.value, "microbatches_dropped": mini_batch.microbatches_dropped, **arrays}
 
@@ -320,15 +320,15 @@ class StepPlan:
         return json.dumps(content)
 
     @staticmethod
-    def from_json(text: str) -> StepPlan:
+    def from_json(text: str) -> BatchPlan:
         content = json.loads(text)
 
-        def decode(entry: dict) -> MiniBatchPlan:
+        def decode(entry: dict) -> StepPlan:
             arrays = {name: np.asarray(entry[name], dtype=np.int64) for name in _PLAN_ARRAYS}
             arrays["filler_microbatches"] = arrays["filler_microbatches"].astype(bool)
-            return MiniBatchPlan(kind=StepKind(entry["kind"]), microbatches_dropped=entry["microbatches_dropped"], **arrays)
+            return StepPlan(kind=StepKind(entry["kind"]), microbatches_dropped=entry["microbatches_dropped"], **arrays)
 
-        return StepPlan(
+        return BatchPlan(
             purpose=content["purpose"], mini_batches=tuple(decode(x) for x in content["mini_batches"]), details=content["details"]
         )
 

@@ -10,7 +10,7 @@ from megatron_rl.config import Config, CriticConfig, critic_config
 from megatron_rl.errors import ConfigError
 
 
-def check_relations(config: Config) -> None:
+def validate_config(config: Config) -> None:
     """Raises ConfigError, naming the keys, their values and the way out."""
     signal_rule(config)
     check_reference(config)

@@ -96,7 +96,7 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     from megatron_rl.algorithm.signal import coupling_terms
     from megatron_rl.distributed import topology
     from megatron_rl.distributed.platform import HOST
-    from megatron_rl.distributed.watchdog import open_watch
+    from megatron_rl.distributed.watchdog import open_watchdog
 
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
@@ -113,7 +113,7 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
         tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
         expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=deadline_s,
     )  # fmt: skip
-    with open_watch(place, deadline_s) as watch:
+    with open_watchdog(place, deadline_s) as watch:
         topology.destroy()  # Megatron's groups: each bench makes its own, over the world that stays
         work = share_logprobs(thin.work, work)
         with open_bench(gradient_config(thin.config), thin.hf_config, weights, work, fault) as bench:

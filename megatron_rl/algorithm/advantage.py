@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl.algorithm.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
 from megatron_rl.config import Config
-from megatron_rl.types import Advantages, BatchFacts, LossInputs, MiniBatchPlan
+from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
 
 
 def advantages(
@@ -142,7 +142,7 @@ def reduction_weights(reduction: str, facts: BatchFacts, counted: np.ndarray, *,
 
 
 def loss_inputs(
-    config: Config, facts: BatchFacts, mini_batch: MiniBatchPlan, advantages: Advantages, signal: np.ndarray, *,
+    config: Config, facts: BatchFacts, mini_batch: StepPlan, advantages: Advantages, signal: np.ndarray, *,
     old: np.ndarray | None = None, reference: np.ndarray | None = None, importance: np.ndarray | None = None, kl_coefficient: float = 0.0,
 ) -> LossInputs:  # fmt: skip
     """Folds the reduction's weights into the advantages, by the denominators of this mini-batch.

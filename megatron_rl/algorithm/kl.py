@@ -25,7 +25,7 @@ def kl_per_token(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, old_l
     raise ValueError(f"loss.kl_estimator={estimator!r} is not known")
 
 
-def penalty(old_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
+def kl_penalty_per_token(old_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
     """KL(π_old ‖ π_ref) per token, float64 [T] nats, for a reward: algorithm/kl.py's estimates at π_θ = π_old, whose gradient nobody asks for.
 
     old_logprobs, reference_logprobs [T]. With d = log π_ref − log π_old (Schulman 2020, "Approximating KL divergence"): ``k1`` = −d ·

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.algorithm.kl import kl_per_token
-from megatron_rl.algorithm.policy_loss import Whole, policy_term, unsplit
+from megatron_rl.algorithm.policy_loss import CompleteSums, identity, policy_term
 from megatron_rl.algorithm.sft_loss import cross_entropy
 from megatron_rl.config import LossConfig
 
@@ -31,7 +31,7 @@ class Objective:
     whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
     """
 
-    def __init__(self, config: LossConfig, whole: Whole = unsplit):
+    def __init__(self, config: LossConfig, whole: CompleteSums = identity):
         self.config = config
         self.whole = whole
 

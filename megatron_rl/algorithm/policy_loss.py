@@ -13,11 +13,11 @@ import torch
 
 from megatron_rl.config import LossConfig
 
-Whole = Callable[[torch.Tensor], torch.Tensor]
+CompleteSums = Callable[[torch.Tensor], torch.Tensor]
 """Sums over this rank's tokens → sums over all tokens, without gradient."""
 
 
-def unsplit(sums: torch.Tensor) -> torch.Tensor:
+def identity(sums: torch.Tensor) -> torch.Tensor:
     """Where a rank holds whole sequences its sums are whole."""
     return sums
 
@@ -39,7 +39,7 @@ def policy_term(
     sequences: torch.Tensor,
     num_sequences: int,
     config: LossConfig,
-    whole: Whole = unsplit,
+    whole: CompleteSums = identity,
 ) -> PolicyTerm:
     """One of semantics §7's terms, by ``loss.policy``.
 
@@ -77,7 +77,7 @@ def ppo(
 
 def gspo(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, sequences: torch.Tensor, num_sequences: int, *,
-    low: float, high: float, whole: Whole = unsplit,
+    low: float, high: float, whole: CompleteSums = identity,
 ) -> PolicyTerm:  # fmt: skip
     """−min(sA, clip(s, low, high)·A), s_t = sg[s]·π_θ(t)/sg[π_θ(t)] with s = (Π ρ_t)^(1/|y|) the sequence's geometric mean: GSPO-token,
     Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14.

@@ -27,14 +27,14 @@ from megatron_rl.algorithm.objective import Objective
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.packing import PackedMicroBatch
 from megatron_rl.backend.reference_weights import PLACEMENTS, ReferenceWeights
-from megatron_rl.backend.trainable_model import Batch, TrainedModel
+from megatron_rl.backend.trainable_model import Batch, TrainableModel
 from megatron_rl.config import Config
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.adapter import MergedParameters, adapters_off
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
-from megatron_rl.types import LossInputs, MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, LossInputs, StepKind, StepPlan
 from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
 from megatron_rl.weights.mapping import adapter_entries
@@ -49,13 +49,13 @@ class LogProbs:
     sums: Mapping[str, float]
 
 
-class MegatronBackend(TrainedModel):
+class MegatronBackend(TrainableModel):
     """The policy on this rank: model, schedule, optimizer. Every method is a collective unless it says otherwise."""
 
     sum_names = ("loss", "tokens", "entropy", "kl", "clipped", "ratio")
 
     def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1) -> None:
-        """See TrainedModel."""
+        """See TrainableModel."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
         loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss  # measured all the same
         self.objective = Objective(loss, self._sum_over_context)
@@ -77,7 +77,7 @@ class MegatronBackend(TrainedModel):
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, plan: StepPlan) -> LogProbs:
+    def forward(self, batch: Batch, plan: BatchPlan) -> LogProbs:
         """Log-probs of the plan's samples under the current weights, on every rank. Rows must have been loaded for this plan."""
 
         def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -117,7 +117,7 @@ class MegatronBackend(TrainedModel):
         return batch.loss_mask
 
     def forward_backward(
-        self, batch: Batch, mini_batch: MiniBatchPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
+        self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
     ) -> None:
         """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``.
 

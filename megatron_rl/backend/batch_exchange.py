@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.types import BatchFacts, Sample, Score, StepPlan
+from megatron_rl.types import BatchFacts, BatchPlan, Sample, Score
 
 
 def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> BatchFacts:
@@ -52,7 +52,7 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
     )  # fmt: skip
 
 
-def needed_rows(plan: StepPlan, topology: Topology) -> list[np.ndarray]:
+def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
     """Per global rank, the samples (sorted) whose rows it must hold: its replica's, on the first and the last stage only."""
     per_replica = []
     for rank in range(topology.data_size):
@@ -106,7 +106,7 @@ def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
     )  # fmt: skip
 
 
-def bring_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology) -> Mapping[int, Sample]:
+def exchange_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology) -> Mapping[int, Sample]:
     """Every row that this rank needs, by sample index. A collective over the world; rows already here are not sent."""
     rank = topology.rank
     outgoing = [wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)]

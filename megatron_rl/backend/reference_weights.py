@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_rl.backend.schedule import Schedule
-from megatron_rl.backend.trainable_model import TrainedModel
+from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.model.frozen import build_frozen
 
 NONE_YET = "there is no reference policy yet: call keep_reference() first"
@@ -25,7 +25,7 @@ NONE_YET = "there is no reference policy yet: call keep_reference() first"
 class HostCopy:
     """``reference.placement=host``. tensors: a copy of each parameter that is trained, chunk by chunk; None before ``keep``."""
 
-    def __init__(self, model: TrainedModel) -> None:
+    def __init__(self, model: TrainableModel) -> None:
         self.model = model
         self.tensors: list[torch.Tensor] | None = None
 
@@ -49,11 +49,11 @@ class HostCopy:
             overwrite(parameters, current)
 
 
-class SecondModel:
+class DeviceCopy:
     """``reference.placement=device``. tensors: the second model's parameters that are trained in the model, chunk by chunk; None before
     ``keep``, which builds it."""
 
-    def __init__(self, model: TrainedModel) -> None:
+    def __init__(self, model: TrainableModel) -> None:
         self.model = model
         self.chunks, self.schedule = None, None
 
@@ -87,8 +87,8 @@ class SecondModel:
             model.chunks, model.schedule = own
 
 
-ReferenceWeights = HostCopy | SecondModel
-PLACEMENTS: dict[str, type[ReferenceWeights]] = {"host": HostCopy, "device": SecondModel}
+ReferenceWeights = HostCopy | DeviceCopy
+PLACEMENTS: dict[str, type[ReferenceWeights]] = {"host": HostCopy, "device": DeviceCopy}
 
 
 def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

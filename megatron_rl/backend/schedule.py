@@ -32,7 +32,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import LockstepError
 from megatron_rl.planning.cost import NUM_SUMS, measured
 from megatron_rl.planning.timeline import rank_order
-from megatron_rl.types import MiniBatchPlan, StepKind
+from megatron_rl.types import StepKind, StepPlan
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.pipeline_parallel import schedules  # isort: skip
@@ -167,7 +167,7 @@ class Schedule:
                 chunk.start_param_sync(force_sync=True)
 
     def run(
-        self, mini_batch: MiniBatchPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
+        self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
         """What ``loss`` handed back per micro-batch, on the last stage; [] elsewhere, on a silent rank, and for a ghost."""
         if mini_batch.kind is StepKind.GHOST:

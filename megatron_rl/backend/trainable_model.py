@@ -32,7 +32,7 @@ from megatron_rl.model.attention import ContextShard
 from megatron_rl.model.build import build_model
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
-from megatron_rl.types import BatchFacts, MiniBatchPlan, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.types import BatchFacts, BatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.export import (
     HuggingFaceReader,
     MemoryReader,
@@ -70,7 +70,7 @@ class Batch:
     rollout_logprobs: np.ndarray | None = None
 
 
-class TrainedModel:
+class TrainableModel:
     """Every method is a collective unless it says otherwise.
 
     sum_names: of the sums that every micro-batch's loss hands back (float64 [len(sum_names)]), ``StepResult.sums``' keys.
@@ -173,7 +173,7 @@ class TrainedModel:
             raise ValueError(f"sample {name} has {longest} tokens and the model's context is {self.shape.context_tokens}")
         return Batch(facts=facts, local=samples)
 
-    def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None) -> StepPlan:
+    def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None) -> BatchPlan:
         """Not a collective. "logprob" and "values" take the batch whole; any other purpose splits it in mini-batches."""
         members = np.arange(batch.facts.num_samples) if samples is None else samples
         whole = purpose in ("logprob", "values")
@@ -184,7 +184,7 @@ class TrainedModel:
             purpose, mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=merge, sample_ids=facts.sample_ids
         )
 
-    def load_rows(self, batch: Batch, plan: StepPlan) -> None:
+    def load_rows(self, batch: Batch, plan: BatchPlan) -> None:
         """Brings the rows that the plan's micro-batches need to the ranks that run them.
 
         Ranks compare the plan first: all-to-alls of other sizes than the peer's end in gloo's ``terminate``, without a Python error.
@@ -192,9 +192,9 @@ class TrainedModel:
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
         needed = batch_exchange.needed_rows(plan, self.topology)
-        batch.rows = batch_exchange.bring_rows(batch.facts, batch.local, needed, self.topology)
+        batch.rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
 
-    def _pack(self, batch: Batch, mini_batch: MiniBatchPlan, inputs: FlatInputs | None) -> PackedAhead:
+    def _pack(self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs | None) -> PackedAhead:
         place = self.topology
         context = ContextShard(rank=place.context_rank, size=place.context_size, group=place.context_group)
         pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
@@ -208,7 +208,7 @@ class TrainedModel:
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     def _read(
-        self, batch: Batch, plan: StepPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
+        self, batch: Batch, plan: BatchPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
     ) -> tuple[np.ndarray, list[dict]]:
         """(one number per response token, float32 [T] flat, on every rank, 0 where not read; all that ``read`` handed back here).
 
@@ -236,7 +236,7 @@ class TrainedModel:
         return flat.cpu().numpy(), reported
 
     def _accumulate(
-        self, batch: Batch, mini_batch: MiniBatchPlan, inputs: FlatInputs, fingerprint: bytes,
+        self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs, fingerprint: bytes,
         loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:  # fmt: skip
         """Adds the mini-batch's gradient to what is accumulated. loss: (micro-batch, hidden) → (scalar sum, float64 [len(sum_names)])."""

@@ -41,7 +41,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ResumePoint:
     """A checkpoint to go on from, verified. ``state``: its state.json."""
 
     folder: pathlib.Path
@@ -52,7 +52,7 @@ class Found:
         return self.state["rollouts"]
 
 
-class Checkpoints:
+class CheckpointManager:
     """A run's checkpoints. Methods are collectives unless they say otherwise."""
 
     def __init__(self, config: Config, backend, critic=None) -> None:
@@ -77,7 +77,7 @@ class Checkpoints:
 
     # ---- on start --------------------------------------------------------------------------------------------------
 
-    def find(self) -> Found | None:
+    def find(self) -> ResumePoint | None:
         """The newest good checkpoint; None where there is none, or ``checkpoint.resume=never``.
 
         Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown format and for
@@ -108,7 +108,7 @@ class Checkpoints:
             model_state.check_model(self.backend, folder, state["model"])  # before the run's files are cut back
             if self.critic is not None:
                 self.critic.check(self.critic_root / folder.name)
-            return Found(folder=folder, state=state)
+            return ResumePoint(folder=folder, state=state)
         raise CheckpointError(f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never")
 
     @property
@@ -140,7 +140,7 @@ class Checkpoints:
             message, damaged = said[0]
             raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
 
-    def cut_back(self, found: Found | None) -> None:
+    def cut_back(self, found: ResumePoint | None) -> None:
         """Shortens the run's own files to what they held when the checkpoint was taken. Not a collective; the main rank's."""
         if found is None or not self.is_main:
             return
@@ -155,7 +155,7 @@ class Checkpoints:
                 with path.open("r+b") as file:
                     file.truncate(size)
 
-    def restore(self, run, found: Found | None) -> int | None:
+    def restore(self, run, found: ResumePoint | None) -> int | None:
         """Puts the run where the checkpoint was taken; how many rollouts it had trained, None where it starts anew."""
         if found is None:
             return None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_rl.backend.reference_weights import trained
-from megatron_rl.backend.trainable_model import TrainedModel
+from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint.tensors import (
     AdamStates,
     adam_to_save,
@@ -33,7 +33,7 @@ WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": [], "frozen_w
 OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")  # of a ModelShape, may differ between a save and a load
 
 
-def identity(backend: TrainedModel) -> dict[str, object]:
+def identity(backend: TrainableModel) -> dict[str, object]:
     """What must be the same for a checkpoint's tensors to mean anything: the model's shape, its adapters' and the frozen weights beside
     them, as JSON-able values. The first call is a collective, where there are adapters."""
     shape = dataclasses.asdict(backend.shape) | {"lora_targets": sorted(backend.shape.lora_targets)}
@@ -41,7 +41,7 @@ def identity(backend: TrainedModel) -> dict[str, object]:
     return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
 
 
-def numbers(backend: TrainedModel) -> dict[str, object]:
+def numbers(backend: TrainableModel) -> dict[str, object]:
     """Counters and sums that decide later steps. AdamW's own step count is the scheduler's: both move with every applied step."""
     return {
         "step_index": backend.step_index, "weight_version": backend.weight_version,
@@ -50,18 +50,18 @@ def numbers(backend: TrainedModel) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _reference(backend: TrainedModel) -> list[torch.Tensor] | None:
+def _reference(backend: TrainableModel) -> list[torch.Tensor] | None:
     return None if backend.reference is None else backend.reference.tensors
 
 
-def _entries(backend: TrainedModel) -> list[ShardedBase]:
+def _entries(backend: TrainableModel) -> list[ShardedBase]:
     """Of what is trained."""
     found = weight_entries(backend.chunks)
     return [x for x in found if x.data.requires_grad] if backend.shape.lora_rank else found
 
 
 def save(
-    backend: TrainedModel, root: pathlib.Path, iteration: int, texts: Mapping[str, str], own_files: Mapping[str, bytes] | None = None
+    backend: TrainableModel, root: pathlib.Path, iteration: int, texts: Mapping[str, str], own_files: Mapping[str, bytes] | None = None
 ) -> PendingSave:
     """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be accumulated.
 
@@ -78,7 +78,7 @@ def save(
     return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main, own_files=own_files)
 
 
-def load(backend: TrainedModel, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:
+def load(backend: TrainableModel, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:
     """Puts the backend where ``save`` found another of the same model, of any topology; a collective.
 
     kept: what ``numbers`` gave. model: the other's ``identity``. Raises CheckpointError where the models differ.
@@ -103,7 +103,7 @@ def load(backend: TrainedModel, folder: pathlib.Path, kept: Mapping[str, object]
     backend.zero_grad()
 
 
-def check_model(backend: TrainedModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
+def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
     """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. To be called on every rank."""
     own, model = identity(backend), {**WITHOUT_LORA, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
@@ -115,7 +115,7 @@ def check_model(backend: TrainedModel, folder: pathlib.Path, model: Mapping[str,
 
 
 @torch.no_grad()
-def _put(backend: TrainedModel, values: Mapping[int, torch.Tensor]) -> None:
+def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
     for chunk in backend.chunks:
         for tensor in (*chunk.module.parameters(), *chunk.module.buffers()):
             if id(tensor) in values:
@@ -135,7 +135,7 @@ def _set_steps(optimizer, steps: int) -> None:
                 group["step"] = group["step"] * 0 + steps
 
 
-def _restore_fit(backend: TrainedModel, sums: np.ndarray) -> None:
+def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:
     """What was measured holds for the pipeline that it was measured on."""
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums

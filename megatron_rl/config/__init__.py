@@ -33,8 +33,8 @@ from megatron_rl.config.sections import (
     PlanConfig,
     RewardConfig,
     RunConfig,
-    TrainConfig,
     SftConfig,
+    TrainConfig,
 )
 
 __all__ = [

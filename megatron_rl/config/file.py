@@ -11,7 +11,6 @@ import pathlib
 from megatron_rl.config.sections import Config
 from megatron_rl.errors import ConfigError
 
-
 # Keys of earlier releases and their names of today; a section's name renames all of its keys.
 RENAMED = {
     "train.steps": "train.num_rollouts",

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.trainable_model import Batch
-from megatron_rl.critic.link import Arrays, Bridge
+from megatron_rl.critic.link import Arrays, PolicyCriticLink
 from megatron_rl.distributed import topology
 from megatron_rl.errors import CheckpointError
 from megatron_rl.types import Sample
@@ -37,7 +37,7 @@ class RemoteSave:
 class RemoteCritic:
     """See Critic. A failure there is a PeerError here, on every rank, with its message."""
 
-    def __init__(self, bridge: Bridge, *, total_steps: int) -> None:
+    def __init__(self, bridge: PolicyCriticLink, *, total_steps: int) -> None:
         self.bridge, self.place = bridge, topology.current()
         self.number = 0
         self.is_told_to_leave = False  # by a signal that reached the critic's ranks
@@ -67,7 +67,7 @@ class RemoteCritic:
         """[T] float32 flat. The batch's rows go to the critic once, and stay there for ``train``."""
         everything = np.arange(batch.facts.num_samples)
         needed = [everything if rank == 0 else everything[:0] for rank in range(self.place.world_size)]
-        rows = batch_exchange.bring_rows(batch.facts, batch.local, needed, self.place)
+        rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.place)
         self.held = batch
         _, found = self.ask("values", lambda: batch_arrays(batch, rows), sample_ids=list(batch.facts.sample_ids))
         return found["values"]

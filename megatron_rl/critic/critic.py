@@ -19,14 +19,14 @@ from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.value_loss import value_loss
 from megatron_rl.backend.offload import OffloadedBytes
 from megatron_rl.backend.packing import PackedMicroBatch
-from megatron_rl.backend.trainable_model import Batch, TrainedModel
+from megatron_rl.backend.trainable_model import Batch, TrainableModel
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import STATE
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, critic_config
 from megatron_rl.distributed import topology
 from megatron_rl.model.head import values_of
-from megatron_rl.types import MiniBatchPlan, StepResult, ValueInputs
+from megatron_rl.types import StepPlan, StepResult, ValueInputs
 from megatron_rl.weights.export import MemoryReader, WeightReader, load_weights
 from megatron_rl.weights.mapping import VALUE_HEAD
 
@@ -51,7 +51,7 @@ class FreshHead:
         return self.reader.read(name, dimension, start, stop)
 
 
-class Critic(TrainedModel):
+class Critic(TrainableModel):
     """Methods are collectives over the ranks that share it, unless they say otherwise.
 
         critic = Critic(config, total_steps=100)
@@ -69,7 +69,7 @@ class Critic(TrainedModel):
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
         alone: bool = False,
     ) -> None:  # fmt: skip
-        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainedModel. alone: these ranks hold
+        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainableModel. alone: these ranks hold
         no policy, whose grid it could share."""
         own = critic_config(config)
         self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
@@ -121,7 +121,7 @@ class Critic(TrainedModel):
                 results.append(self.optim_step(mini_batch.kind))
         return critic_metrics(results)
 
-    def accumulate(self, batch: Batch, mini_batch: MiniBatchPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes) -> None:
+    def accumulate(self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes) -> None:
         """Adds a mini-batch's gradient; its rows must be here. Denominators are counted over its members."""
         given = self.config.rollout.max_response_tokens
         weights = reduction_weights(self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=given)
@@ -138,7 +138,7 @@ class Critic(TrainedModel):
     # ---- what a run keeps ------------------------------------------------------------------------------------------
 
     def offload(self) -> OffloadedBytes:
-        """See TrainedModel.offload."""
+        """See TrainableModel.offload."""
         with self._here():
             return super().offload()
 

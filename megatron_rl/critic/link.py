@@ -34,12 +34,12 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @contextlib.contextmanager
-def joined(config: Config, *, of_critic: bool) -> Iterator[Bridge | None]:
+def joined(config: Config, *, of_critic: bool) -> Iterator[PolicyCriticLink | None]:
     """This process's world and its end of the bridge; None where the job is one world. A failure within it ends the other world's waits."""
     if not is_separate(config):
         yield None
         return
-    bridge = Bridge(config, of_critic=of_critic)
+    bridge = PolicyCriticLink(config, of_critic=of_critic)
     try:
         yield bridge
     except BaseException as error:
@@ -75,7 +75,7 @@ def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_s
     return local_world_size if not is_separate(config) else min(local_world_size, policy_ranks(config) - (rank - local_rank))
 
 
-class Bridge:
+class PolicyCriticLink:
     """One rank's end. Making one joins this rank's own world; a collective over the job."""
 
     def __init__(self, config: Config, *, of_critic: bool) -> None:

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.manager import SIGNALS
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config
 from megatron_rl.critic.critic import Critic
-from megatron_rl.critic.link import Bridge, joined
+from megatron_rl.critic.link import PolicyCriticLink, joined
 from megatron_rl.distributed import collectives
 from megatron_rl.errors import CheckpointError
 from megatron_rl.types import Sample
@@ -39,7 +39,7 @@ def serve(config: Config) -> bool:
 class Service:
     """Methods are collectives over the critic's ranks."""
 
-    def __init__(self, config: Config, bridge: Bridge) -> None:
+    def __init__(self, config: Config, bridge: PolicyCriticLink) -> None:
         self.config, self.bridge = config, bridge
         self.number = 0
         self.preempted = False
@@ -59,7 +59,7 @@ class Service:
             error = met
             log.error("the critic's rank %d failed on %r: %s: %s", dist.get_rank(), asked["request"], type(met).__name__, met)
             self.bridge.say_failed(f"{asked['request']!r} met {type(met).__name__}: {met}")
-        collectives.raise_together(error)
+        collectives.raise_on_all_ranks(error)
         told = any(collectives.gather_json(self.bridge.is_told_to_leave))
         if self.bridge.is_first:
             self.bridge.tell(f"answer/{self.number}", {**answer, "is_told_to_leave": told}, found)

@@ -73,7 +73,7 @@ class Solution:
     loss_mask: tuple[bool, ...] | None = None
 
 
-class PromptSource:
+class PromptDataset:
     """Prompts of a dataset in a reproducible order, epoch after epoch.
 
     The order of an epoch is a permutation drawn from a Philox generator keyed by (seed, epoch) alone (file order where

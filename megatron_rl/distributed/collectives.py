@@ -27,14 +27,14 @@ def gather_json(value: object) -> list:
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
-def from_first_rank(values: np.ndarray) -> np.ndarray:
+def broadcast_from_rank0(values: np.ndarray) -> np.ndarray:
     """Rank 0's float64 array, bitwise, on every rank: exp and log may round differently on another CPU, and plans hang on them."""
     shared = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).to(HOST.device)
     dist.broadcast(shared, src=0)
     return shared.cpu().numpy()
 
 
-def raise_together(error: Exception | None) -> None:
+def raise_on_all_ranks(error: Exception | None) -> None:
     """Raises on every rank what one of them met, before the others wait for it in a collective. ``error``: None where all is well."""
     said = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

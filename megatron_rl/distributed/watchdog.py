@@ -11,7 +11,7 @@ told by TCP keepalive, about 25 s), and since a broken store prints C++ stacks b
 4. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a collective that
    nothing will end, or sleeps) is ended by its watch thread with ``os._exit``: Python cannot interrupt a thread that is in C.
 
-What came before ``open_watch`` (the groups, loading weights) is not watched. Not run: NCCL, and more than one host.
+What came before ``open_watchdog`` (the groups, loading weights) is not watched. Not run: NCCL, and more than one host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.distributed.watchdog_server import ANSWER_S, BETWEEN, SETTLE_S, Cause, Keeper, Line, Peer
+from megatron_rl.distributed.watchdog_server import ANSWER_S, BETWEEN, SETTLE_S, Cause, JsonConnection, RankState, WatchdogServer
 from megatron_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -69,15 +69,15 @@ def where_is(thread: int) -> tuple[str, bool]:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", waits
 
 
-class Watch:
+class Watchdog:
     """This rank's side. ``stage`` says what the main thread does; a Watch without a line (a world of one) only notes it."""
 
     def __init__(self, rank: int, who: str, keeper_who: str):
         self.rank, self.who = rank, who
-        self._keeper = Peer(rank=0, who=keeper_who)
+        self._keeper = RankState(rank=0, who=keeper_who)
         self._stage, self._number, self._since = BETWEEN, 0, time.monotonic()
         self._main = threading.get_ident()
-        self._line: Line | None = None
+        self._line: JsonConnection | None = None
         self._cause: Cause | None = None
         self._welcome = threading.Event()
         self._known = threading.Event()
@@ -85,7 +85,7 @@ class Watch:
 
     def connect(self, connection: socket.socket, token: str, deadline_s: float) -> None:
         """Returns when every rank has connected."""
-        self._line = Line(connection)
+        self._line = JsonConnection(connection)
         self._line.send(**{"is": "hello", "rank": self.rank, "who": self.who, "token": token})
         threading.Thread(target=self._run, name="watch", daemon=True).start()
         if not self._welcome.wait(deadline_s):
@@ -187,16 +187,16 @@ def _connect(addresses: list[str], port: int, who: str, deadline_s: float) -> so
 
 
 @contextlib.contextmanager
-def open_watch(topology: Topology, deadline_s: float) -> Iterator[Watch]:
+def open_watchdog(topology: Topology, deadline_s: float) -> Iterator[Watchdog]:
     """Watches what runs within it. A collective over the world.
 
     An error within ends every rank's: where it is another rank's doing it leaves here as a PeerError that names rank, place and stage.
     """
     who = topology.who(topology.rank)
-    keeper: Keeper | None = None
+    keeper: WatchdogServer | None = None
     listener, offer = None, None
     hosts = gather_json([who, f"{socket.gethostname()} {uuid.getnode()}"]) if topology.world_size > 1 else [[who, ""]]
-    watch = Watch(topology.rank, who, hosts[0][0])
+    watch = Watchdog(topology.rank, who, hosts[0][0])
     if topology.world_size > 1:
         one_host = len({host for _, host in hosts}) == 1
         if topology.rank == 0:
@@ -204,7 +204,7 @@ def open_watch(topology: Topology, deadline_s: float) -> Iterator[Watch]:
             offer = [["127.0.0.1"] if one_host else _addresses(), listener.getsockname()[1], secrets.token_hex(16)]
         addresses, port, token = gather_json(offer)[0]
         if listener is not None:
-            keeper = Keeper(listener, token, topology.world_size)
+            keeper = WatchdogServer(listener, token, topology.world_size)
         watch.connect(_connect(addresses, port, who, deadline_s), token, deadline_s)
     failed = True
     try:

@@ -27,7 +27,7 @@ _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [connection.close() for connection in list(_OPEN)])
 
 
-class Line:
+class JsonConnection:
     """One connection: a JSON object per line, either way. Sends may come from several threads."""
 
     def __init__(self, connection: socket.socket):
@@ -72,7 +72,7 @@ class Cause:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Peer:
+class RankState:
     """What the keeper knows of a rank. ``number``: outermost stages it has entered. ``since``: when, by the keeper's monotonic clock.
 
     answer: where its main thread stands ("at", "waits", "left": it failed too), once it was asked and said so.
@@ -99,7 +99,7 @@ class Peer:
         return self.doing() + (f", at {self.answer['at']}" if self.answer else "")
 
 
-def judge(peers: Mapping[int, Peer]) -> Cause:
+def find_culprit(peers: Mapping[int, RankState]) -> Cause:
     """A collective failed, and nobody raised or died: who kept the others waiting?
 
     In this order: whose watch thread does not answer; who is busy outside every collective; who is behind by stages; nobody known.
@@ -123,15 +123,15 @@ def judge(peers: Mapping[int, Peer]) -> Cause:
     return Cause(rank=guilty.rank, text=f"{guilty.who} {fault}: it has been {guilty.place()}{so_do}{met}")
 
 
-class Keeper:
+class WatchdogServer:
     """Rank 0's side: hears every rank, finds the first cause, tells all. Everything but ``close`` runs in its thread."""
 
     def __init__(self, listener: socket.socket, token: str, world_size: int):
         self.world_size = world_size
-        self.peers: dict[int, Peer] = {}
+        self.peers: dict[int, RankState] = {}
         self.cause: Cause | None = None
         self._token = token
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, JsonConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ)
@@ -154,7 +154,7 @@ class Keeper:
         while not self._closing.is_set():
             for key, _ in self._selector.select(timeout=0.2):
                 if key.fileobj is self._listener:
-                    line = Line(self._listener.accept()[0])
+                    line = JsonConnection(self._listener.accept()[0])
                     self._selector.register(line.socket, selectors.EVENT_READ, [line, None])
                 else:
                     self._read(key)
@@ -175,14 +175,14 @@ class Keeper:
             elif message.get("is") == "hello" and hmac.compare_digest(str(message.get("token")), self._token):
                 rank = key.data[1] = int(message["rank"])
                 self._lines[rank] = line
-                self.peers[rank] = Peer(rank=rank, who=message["who"])
+                self.peers[rank] = RankState(rank=rank, who=message["who"])
                 if len(self.peers) == self.world_size:
                     self._tell(**{"is": "welcome"})  # before it no rank goes on, so that all hear of what follows
             else:
                 self._drop(line, None)
                 return
 
-    def _drop(self, line: Line, rank: int | None) -> None:
+    def _drop(self, line: JsonConnection, rank: int | None) -> None:
         self._selector.unregister(line.socket)
         line.socket.close()
         if rank is not None:
@@ -192,7 +192,7 @@ class Keeper:
                 peer.ended = True
                 self._announce(peer.gone())
 
-    def _hear(self, peer: Peer, message: dict) -> None:
+    def _hear(self, peer: RankState, message: dict) -> None:
         match message["is"]:
             case "stage":
                 peer.stage, peer.number, peer.since = message["stage"], message["number"], time.monotonic()
@@ -217,7 +217,7 @@ class Keeper:
             self._asked_at = now
             self._tell(**{"is": "where"})
         elif now - self._asked_at > ANSWER_S or all(peer.answer or peer.ended for peer in self.peers.values()):
-            self._announce(judge(self.peers))
+            self._announce(find_culprit(self.peers))
 
     def _announce(self, cause: Cause) -> None:
         if self.cause is None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_rl.config import MetricsConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind, StepResult
+from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def step_metrics(result: StepResult) -> dict[str, float]:
     }
 
 
-def skip_metrics(mini_batch: MiniBatchPlan, facts: BatchFacts, signal_S: np.ndarray) -> dict[str, float]:
+def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) -> dict[str, float]:
     """What the skip saved in one optimizer step, as ``skip/*``.
 
     signal_S: bool [S], True where a sample of the batch has signal, whatever was dropped: with ``skip.mode=off`` the ratio is

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as LiveBar
+from rich.progress import ProgressBar as LiveBar
 from rich.table import Table
 
 from megatron_rl.observability.metrics import Row, RunSummary, duration, summarize
@@ -21,7 +21,7 @@ LINE_EVERY_S = 5.0
 RECENT_STEPS = 20  # ETA follows the recent pace: responses grow and the skip's share moves during a run
 
 
-class Progress:
+class ProgressBar:
     """Progress of a run of ``total_steps`` optimizer steps, the warm-up included; says nothing at all where not ``enabled``.
 
     console: where to print, stdout by default; a live bar if it is a terminal, else plain lines at most every 5 s.
@@ -97,7 +97,7 @@ class Progress:
         if report_path is not None:
             self._console.print(f"report: {report_path}", markup=False, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:

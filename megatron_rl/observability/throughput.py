@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.backend.trainable_model import TrainedModel
+from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.planning.cost import plan_seconds
 from megatron_rl.planning.plan import padded_lengths
-from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind
+from megatron_rl.types import BatchFacts, StepKind, StepPlan
 
 
-def performance(model: TrainedModel, facts: BatchFacts, mini_batch: MiniBatchPlan, seconds: float) -> dict[str, float]:
+def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, seconds: float) -> dict[str, float]:
     """``perf/*`` and ``cost/*`` of one step that took so long: executed FLOPs only, and the tokens that the dense run would have
     processed."""
     lengths = facts.total_tokens
@@ -27,7 +27,7 @@ def performance(model: TrainedModel, facts: BatchFacts, mini_batch: MiniBatchPla
     return metrics | _cost(model, mini_batch, lengths)
 
 
-def _cost(model: TrainedModel, mini_batch: MiniBatchPlan, lengths: np.ndarray) -> dict[str, float]:
+def _cost(model: TrainableModel, mini_batch: StepPlan, lengths: np.ndarray) -> dict[str, float]:
     """``cost/*``: what a micro-batch was measured to take on its slowest stage, and what that predicts for this mini-batch."""
     if not model.fit.is_fitted:
         return {}

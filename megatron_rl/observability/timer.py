@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from megatron_rl.distributed.platform import HOST
 
 
-class Clock:
+class StepTimer:
     """Seconds by stage since the last ``take``; the first step of a rollout carries what came before it.
 
     enter: told the name of each stage that is measured, a context of its own (``Watch.stage``).

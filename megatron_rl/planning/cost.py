@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.types import MiniBatchPlan
+from megatron_rl.types import StepPlan
 
 MOST_MICROBATCHES = 4096  # that the pipeline asks for; a token cap may ask for more
 
@@ -94,7 +94,7 @@ class CostModel:
         return max(self.stages, key=lambda s: s.overhead * count + s.token * tokens + s.square * squares)
 
 
-def plan_seconds(model: CostModel, mini_batch: MiniBatchPlan, padded: np.ndarray) -> float:
+def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> float:
     """Predicted forward and backward of a mini-batch: the slowest data-parallel rank's. ``padded`` int64 [S], tokens with pads."""
     if len(mini_batch.order) == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Survivors → StepPlan: mini-batches, drop, pack, balance. Pure numpy; the same facts give the same plan on every rank.
+"""Survivors → BatchPlan: mini-batches, drop, pack, balance. Pure numpy; the same facts give the same plan on every rank.
 
 Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
@@ -30,7 +30,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.cost import CostModel, StageCost, prior
-from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
 Cut = list[list[np.ndarray]]
 """Per data-parallel rank, its micro-batches, each an int64 array of sample indices."""
@@ -134,7 +134,7 @@ def plan_steps(
     drops: bool,
     merge: bool = False,
     sample_ids: Sequence[str] = (),
-) -> StepPlan:
+) -> BatchPlan:
     """Plans one optimizer step per mini-batch (one in all under ``merge``).
 
     purpose: "train" or "logprob", part of the fingerprint · lengths [S] int64 tokens of prompt and response · signal [S] bool ·
@@ -149,7 +149,7 @@ def plan_steps(
     _refuse_long_samples(mini_batches, padded, rules, sample_ids)
     both = _Lengths(tokens=padded, cost=rules.cost.sample_costs(padded))
     planned = tuple(_plan_mini_batch(members, both, signal, rules, drops=drops) for members in mini_batches)
-    return StepPlan(purpose=purpose, mini_batches=planned)
+    return BatchPlan(purpose=purpose, mini_batches=planned)
 
 
 def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules, sample_ids: Sequence[str]) -> None:
@@ -168,7 +168,7 @@ def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rul
         )
 
 
-def _plan_mini_batch(members: np.ndarray, lengths: _Lengths, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> MiniBatchPlan:
+def _plan_mini_batch(members: np.ndarray, lengths: _Lengths, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> StepPlan:
     live = members[signal[members]] if drops else members
     dense = cut(members, lengths, rules)
     if len(live) == len(members):
@@ -190,7 +190,7 @@ def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
     return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], rules.lockstep_ranks)
 
 
-def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> MiniBatchPlan:
+def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
     """Lays the cut out, with fillers where a rank falls short of its block's count: the shortest sample that runs, without a loss."""
     true = [m for rank in per_rank for m in rank]
     run = np.concatenate(true) if true else np.empty(0, dtype=np.int64)
@@ -200,7 +200,7 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
     flat = [m for rank in evened for m in rank]
     filler = [i >= len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]
     order = np.concatenate(flat).astype(np.int64) if flat else np.empty(0, dtype=np.int64)
-    return MiniBatchPlan(
+    return StepPlan(
         kind=StepKind.REAL if flat else StepKind.GHOST,
         members=np.asarray(members, dtype=np.int64),
         dropped=np.setdiff1d(members, run).astype(np.int64),

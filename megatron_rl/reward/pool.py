@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward.function import Outcome, columns_of
-from megatron_rl.reward.task_queue import Failure, Task, Work
+from megatron_rl.reward.task_queue import Failure, Task, TaskQueue
 from megatron_rl.reward.wire import is_json
 from megatron_rl.reward.worker_handle import CLOSE_S, START_S, Gone, WorkerProcess
 from megatron_rl.types import Rollout
@@ -62,7 +62,7 @@ class Pool:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
 
-    def score(self, rollouts: Sequence[Rollout]) -> Work:
+    def score(self, rollouts: Sequence[Rollout]) -> TaskQueue:
         """Every function on every sample; groups are neighbours with the same prompt.
 
         Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no worker starts.
@@ -70,7 +70,7 @@ class Pool:
         columns = columns_of(rollouts)
         _check_columns(rollouts)
         with self._used_here():
-            work = Work(rollouts, len(self.functions), self.most_samples)
+            work = TaskQueue(rollouts, len(self.functions), self.most_samples)
             try:
                 self._wait(None, until=time.monotonic())  # who died since the last batch is no sample's doing
                 while not work.done:
@@ -128,13 +128,13 @@ class Pool:
             self._workers.append(worker)
             self._selector.register(worker.socket, worker.events, worker)
 
-    def _hand_out(self, work: Work, columns: Sequence[str]) -> None:
+    def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         for worker in self._workers:
             if worker.idle and (task := work.next()) is not None:
                 worker.give(task, next(self._ids), _message(task, self.functions[task.function], work.rollouts, columns))
                 self._selector.modify(worker.socket, worker.events, worker)
 
-    def _wait(self, work: Work | None, until: float | None = None) -> None:
+    def _wait(self, work: TaskQueue | None, until: float | None = None) -> None:
         """Until a worker has something to say, or a deadline. What was said in time counts, even where it is read late."""
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
         nearest = min(deadlines) if until is None else until
@@ -144,7 +144,7 @@ class Pool:
         for worker in [worker for worker in self._workers if worker.deadline is not None and worker.deadline <= now]:
             self._overdue(worker, work)
 
-    def _attend(self, worker: WorkerProcess, events: int, work: Work | None) -> None:
+    def _attend(self, worker: WorkerProcess, events: int, work: TaskQueue | None) -> None:
         if events & selectors.EVENT_WRITE:
             worker.flush()
             self._selector.modify(worker.socket, worker.events, worker)
@@ -156,7 +156,7 @@ class Pool:
         except Gone as error:
             self._gone(worker, str(error), work)
 
-    def _hear(self, worker: WorkerProcess, message: dict, work: Work | None) -> None:
+    def _hear(self, worker: WorkerProcess, message: dict, work: TaskQueue | None) -> None:
         if "refused" in message or message["kind"] == "refused":
             raise ConfigError(message.get("refused") or message["error"])
         if message["kind"] == "ready":
@@ -172,7 +172,7 @@ class Pool:
                 pairs = zip(message["values"], message["errors"], strict=True)
                 work.answered(task, [Outcome(value=value, error=error) for value, error in pairs])
 
-    def _gone(self, worker: WorkerProcess, why: str, work: Work | None) -> None:
+    def _gone(self, worker: WorkerProcess, why: str, work: TaskQueue | None) -> None:
         task, was_ready = worker.take_back(), worker.ready
         how = self._end(worker)
         log.warning("reward worker %d is gone (%s, %s) and is replaced", worker.pid, why, how)
@@ -181,7 +181,7 @@ class Pool:
         elif not was_ready:
             self._not_started(f"ended before it was ready ({how})")
 
-    def _overdue(self, worker: WorkerProcess, work: Work | None) -> None:
+    def _overdue(self, worker: WorkerProcess, work: TaskQueue | None) -> None:
         task, stacks = worker.take_back(), worker.stacks()
         self._end(worker)
         if task is None:

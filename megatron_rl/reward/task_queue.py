@@ -44,7 +44,7 @@ class Task:
     deaths: int = 0
 
 
-class Work:
+class TaskQueue:
     """outcomes: [F][S], complete once ``done``. most_samples: of a task; a larger group is cut."""
 
     def __init__(self, rollouts: Sequence[Rollout], num_functions: int, most_samples: int | None = None) -> None:

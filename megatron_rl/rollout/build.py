@@ -18,13 +18,13 @@ from megatron_rl.rollout.transformers_engine import TransformersEngine, stop_tok
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
-from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankLocation:
     """Where a rank sits: its number in the world and on its node, and how many there are of each."""
 
     rank: int
@@ -34,21 +34,21 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A rank's part in the rollouts. ``share``: see Producer. ``starts``: it starts an engine of its own. ``drives``: it sends weights."""
+class EngineRole:
+    """A rank's part in the rollouts. ``share``: see RolloutWorker. ``starts``: it starts an engine of its own. ``drives``: it sends weights."""
 
     share: tuple[int, int] | None
     starts: bool
     drives: bool
 
 
-def place_of(config: Config, seat: Seat) -> Place:
+def role_of(config: Config, seat: RankLocation) -> EngineRole:
     """Not a collective; the same arithmetic on every rank. Raises ConfigError where the engines do not fit."""
     rollout = config.rollout
     if rollout.engine == "transformers":
-        return Place(share=(seat.rank, seat.world_size), starts=False, drives=True)
+        return EngineRole(share=(seat.rank, seat.world_size), starts=False, drives=True)
     if rollout.servers:
-        return Place(share=(seat.rank, seat.world_size), starts=False, drives=seat.rank == 0)
+        return EngineRole(share=(seat.rank, seat.world_size), starts=False, drives=seat.rank == 0)
     width = rollout.tensor_parallel
     engines = rollout.num_engines or seat.world_size // width
     if engines * width > seat.world_size or engines < 1:
@@ -69,7 +69,7 @@ def place_of(config: Config, seat: Seat) -> Place:
                 "and reach beyond it; take a width that divides a node's ranks, or fewer rollout.num_engines"
             )
     owns = rest == 0 and number < engines
-    return Place(share=(number, engines) if owns else None, starts=owns, drives=owns)
+    return EngineRole(share=(number, engines) if owns else None, starts=owns, drives=owns)
 
 
 def shares_device(config: Config, device: torch.device) -> bool:
@@ -93,7 +93,7 @@ def refuse_sharing(config: Config, shared: bool) -> None:
 
 
 def build_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, seat: Seat, place: Place, device: torch.device, dtype: torch.dtype,
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, seat: RankLocation, place: EngineRole, device: torch.device, dtype: torch.dtype,
     vocab_size: int,
 ) -> Engine:  # fmt: skip
     """Starts it, and does not wait. Raises ConfigError."""
@@ -102,7 +102,7 @@ def build_engine(
         return TransformersEngine(config.model.hf_path, tokenizer, rollout, seed=config.run.seed, dtype=dtype, device=device)
     replicas = _servers(config) if rollout.servers else [_process(config, seat, device)] if place.starts else []
     given = config.weight_sync
-    sync = WeightSync(
+    sync = WeightSender(
         channel=_channel(config, device), bucket_bytes=given.bucket_bytes // 2, deadline_s=given.deadline_s, device=device,
         address=_own_address(rollout.servers),
     )  # fmt: skip
@@ -155,7 +155,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _process(config: Config, seat: Seat, device: torch.device) -> ProcessReplica:
+def _process(config: Config, seat: RankLocation, device: torch.device) -> ProcessReplica:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install 'megatron_rl[vllm]' (on a CPU "

@@ -17,16 +17,16 @@ from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.distributed import collectives
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.colocation import SharedDevice, Turn
+from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner
 from megatron_rl.rollout.engine import NO_WEIGHTS, Engine
-from megatron_rl.rollout.worker import Job, Producer
+from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
 
 log = logging.getLogger(__name__)
 WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}  # nats per token in the mean; float32's is a hundred times what two right ones show
 
 
-class Generation:
+class RolloutManager:
     """Methods are collectives unless they say otherwise.
 
     export:  the trainer's weights under their Hugging Face names (``MegatronBackend.export``), and ``version`` their version.
@@ -42,12 +42,12 @@ class Generation:
     ):  # fmt: skip
         self.engine, self.config = engine, config
         given = config.rollout.producer
-        self.producer = Producer(engine, score, given, apart=score_apart, share=share, deadline_s=config.run.deadline_s)
+        self.producer = RolloutWorker(engine, score, given, apart=score_apart, share=share, deadline_s=config.run.deadline_s)
         self.in_background = given.ahead > 0 or given.mode == "streaming"
-        self.jobs: list[Job] = []  # started, and not collected whole
+        self.jobs: list[RolloutJob] = []  # started, and not collected whole
         self.sent_version = NO_WEIGHTS  # the same on every rank, whatever became of an engine since
         self._export, self._version = export, version
-        self.device = SharedDevice(engine, offload, restore, self._note_memory)
+        self.device = ColocatedDevice(engine, offload, restore, self._note_memory)
         self.metrics: dict[str, float] = {}
         self.turns = self.samples = 0  # of the jobs finished since ``take_metrics``
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
@@ -114,28 +114,28 @@ class Generation:
             act()
         except Exception as met:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
             error = met
-        collectives.raise_together(error)
+        collectives.raise_on_all_ranks(error)
 
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
-    def job(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> Job:
+    def job(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> RolloutJob:
         """This rank's share of prompts that are named by place on every rank. Not a collective, and nothing is generated yet."""
         places = sorted(prompts)
         mine = [places[k] for k in self.producer.places(len(places))]
-        return Job(prompts, mine, samples_per_prompt, temperature=temperature)
+        return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
 
-    def restored_job(self, prompts: Mapping[int, Prompt]) -> Job:
+    def restored_job(self, prompts: Mapping[int, Prompt]) -> RolloutJob:
         """One that was finished before a checkpoint; its groups are put into it, on whichever rank they are read."""
-        return Job(prompts, (), self.config.rollout.samples_per_prompt)
+        return RolloutJob(prompts, (), self.config.rollout.samples_per_prompt)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: RolloutJob) -> None:
         """From here on it is generated while the caller does something else, where engines have a device of their own; else by
         ``collect``. Weights must have been sent. Not a collective."""
         self.jobs.append(job)
         if self.in_background:
             self.producer.start(job)
 
-    def collect(self, job: Job, places: Sequence[int]) -> None:
+    def collect(self, job: RolloutJob, places: Sequence[int]) -> None:
         """Until every rank's share of the places is there, scored. What an engine owes when it is lost is asked for again once it has
         weights again. Raises on every rank what one met."""
         started, scored_s = time.perf_counter(), self.producer.scored_here_s
@@ -149,7 +149,7 @@ class Generation:
         self.waited_s += waited
         self.totals["waited_s"] += waited
 
-    def _collect(self, job: Job, mine: Sequence[int]) -> None:
+    def _collect(self, job: RolloutJob, mine: Sequence[int]) -> None:
         while True:
             if not self.in_background and any(collectives.gather_json(bool(job.missing))):
                 self._generate_here(job)
@@ -159,7 +159,7 @@ class Generation:
                 return
             self._mend(lost)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: RolloutJob) -> None:
         """To be called once a job was collected whole: its measures, and nothing is owed of it any more. Several jobs before one
         ``take_metrics`` add up."""
         self.jobs = [x for x in self.jobs if x is not job]
@@ -177,7 +177,7 @@ class Generation:
             "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self.last_end, 1e-9)),
         }  # fmt: skip
 
-    def _generate_here(self, job: Job) -> None:
+    def _generate_here(self, job: RolloutJob) -> None:
         self._together(self.device.to_engine)
         self.producer.generate(job)
         if not any(collectives.gather_json(job.lost is not None)):
@@ -210,7 +210,7 @@ class Generation:
             if job.lost is not None:
                 self.producer.start(job)
 
-    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> Job:
+    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> RolloutJob:
         """This rank's share of scored rollouts by the current weights, at once; what is under way ends before.
 
         temperature: an evaluation's (0: greedy), which stands in no rollout's measures; None: of rollouts, ``rollout.temperature``.
@@ -236,8 +236,8 @@ class Generation:
         self.waited_s, self.last_end = 0.0, time.perf_counter()
         return taken
 
-    def _note_memory(self, ended: Turn) -> None:
-        phase = {Turn.TRAINER: "update", Turn.WEIGHTS: "weight_sync", Turn.ENGINE: "rollout"}[ended]
+    def _note_memory(self, ended: DeviceOwner) -> None:
+        phase = {DeviceOwner.TRAINER: "update", DeviceOwner.WEIGHTS: "weight_sync", DeviceOwner.ENGINE: "rollout"}[ended]
         self.metrics[f"perf/{phase}_peak_memory_bytes"] = float(HOST.take_peak_memory_bytes())
 
     def summary(self, run_s: float) -> str:

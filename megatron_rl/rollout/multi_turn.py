@@ -96,7 +96,7 @@ class _Episode:
         )  # fmt: skip
 
 
-class Episodes:
+class MultiTurnEngine:
     """See the module. ``Engine`` for whoever calls it; everything but ``generate`` is the inner engine's.
 
     make: a sample's environment. observations: the tokenizer's way to write what it says. max_response_tokens: of the whole response.
@@ -250,13 +250,13 @@ class Episodes:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
-def with_episodes(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+def with_environment(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """The engine itself where ``environment.name`` is null. Raises ConfigError for what cannot work, before anything is sampled."""
     given = config.environment
     if given.name is None:
         return engine
     observations = Observations(tokenizer, config.data.template, given.role)
     observations.token_ids("0", None)  # a template that does not take the role says so now
-    return Episodes(
+    return MultiTurnEngine(
         engine, environment_maker(given), observations, tokenizer, given, max_response_tokens=config.rollout.max_response_tokens
     )

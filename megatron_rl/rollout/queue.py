@@ -14,38 +14,38 @@ import numpy as np
 
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import Config
-from megatron_rl.data.prompt_dataset import PromptSource
+from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.errors import NoSignalError
-from megatron_rl.observability.timer import Clock
-from megatron_rl.rollout.manager import Generation
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
 from megatron_rl.rollout.reroll_buffer import RerollBuffer, failed_groups
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
-from megatron_rl.rollout.staleness import Start, admit
+from megatron_rl.rollout.staleness import Start, may_start
 from megatron_rl.rollout.training_batch import (
-    Intake,
-    Passed,
-    Scored,
+    LogProbPass,
+    ScoredBatch,
+    TrainingBatch,
     merge_passes,
     noisy_advantages,
     plain_advantages,
     reward_metrics,
     score_groups,
 )
-from megatron_rl.rollout.worker import Group, Job
+from megatron_rl.rollout.worker import Group, RolloutJob
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
 
 
-class Feed:
+class RolloutQueue:
     """Methods are collectives unless they say otherwise.
 
     passes_parts: whether parts of a rollout are passed for log-probs as they come; of each, the samples that may have signal, or all.
     """
 
     def __init__(
-        self, config: Config, backend: MegatronBackend, generation: Generation, prompts: PromptSource, *, passes_parts: bool,
+        self, config: Config, backend: MegatronBackend, generation: RolloutManager, prompts: PromptDataset, *, passes_parts: bool,
         passes_all: bool, steps_per_rollout: int,
     ) -> None:  # fmt: skip
         self.config, self.backend, self.generation, self.prompts = config, backend, generation, prompts
@@ -54,7 +54,7 @@ class Feed:
         self.replay = ReplayBuffer(config.replay, config.run.seed)
         self.kept: dict[str, Group] = {}  # rows of the replay buffer's groups that this rank holds
         self.reroll = RerollBuffer(config.reroll)
-        self.jobs: dict[int, Job] = {}  # by the rollout's number
+        self.jobs: dict[int, RolloutJob] = {}  # by the rollout's number
         self.next_rollout = 0  # to be started
         self.renew = False  # a checkpoint was taken: who goes on from it has engines with the weights of that moment
 
@@ -68,10 +68,10 @@ class Feed:
         given = self.config.train
         return number < given.num_rollouts if given.epochs is None else self.prompts.remain(given.epochs)
 
-    def start(self, turn: int, clock: Clock) -> None:
+    def start(self, turn: int, clock: StepTimer) -> None:
         """Starts what may be started while rollout ``turn`` has its turn: itself, and those ahead of it that the staleness allows."""
         while self.next_rollout <= turn + self.producer.ahead and self._more(self.next_rollout):
-            decision = admit(
+            decision = may_start(
                 trained=self.backend.weight_version, engine=self.generation.sent_version, between=self.next_rollout - turn,
                 steps_per_rollout=self.steps_per_rollout, max_staleness_steps=self.producer.max_staleness_steps,
                 interval=self.config.weight_sync.interval_steps, renew=self.renew,
@@ -83,7 +83,7 @@ class Feed:
             self._ask(self.next_rollout)
             self.next_rollout += 1
 
-    def _sync(self, clock: Clock) -> None:
+    def _sync(self, clock: StepTimer) -> None:
         if not self.config.weight_sync.in_flight:
             with clock.measure("rollout"):
                 self.generation.settle()
@@ -105,7 +105,7 @@ class Feed:
 
     # ---- what is trained -------------------------------------------------------------------------------------------
 
-    def take(self, turn: int, clock: Clock) -> Intake:
+    def take(self, turn: int, clock: StepTimer) -> TrainingBatch:
         """Rollout ``turn``, started if it was not. Call ``start`` after it for those ahead.
 
         Groups that are too old go, and their prompts come again; groups without signal may give way to further prompts'
@@ -145,12 +145,12 @@ class Feed:
         metrics |= {"replay/size": float(len(self.replay)), **self._reroll_metrics()}
         facts = scored.batch.facts
         old, known, sums = merge_passes(facts, [passed for _, passed in parts if passed], kept_places - refilled - replayed)
-        return Intake(
+        return TrainingBatch(
             batch=scored.batch, totals=scored.totals, by_function=scored.by_function, advantages=values, old=old, known=known, sums=sums,
             replayed=np.isin(facts.groups, sorted(replayed)), metrics=metrics, trained_version=self.backend.weight_version,
         )  # fmt: skip
 
-    def _parts(self, turn: int, clock: Clock) -> Iterator[tuple[Scored, Passed | None]]:
+    def _parts(self, turn: int, clock: StepTimer) -> Iterator[tuple[ScoredBatch, LogProbPass | None]]:
         """A rollout in parts of ``min_groups``, each as soon as it is there: scored, and passed for log-probs."""
         job = self.jobs[turn]
         places = sorted(job.prompts)
@@ -163,11 +163,11 @@ class Feed:
                 facts = scored.batch.facts
                 chosen = np.ones_like(scored.live) if self.passes_all else scored.live & np.isin(facts.groups, self._fresh(scored))
                 with clock.measure("logprob"):
-                    passed = Passed(facts=facts, chosen=chosen, logprobs=self.backend.logprobs(scored.batch, chosen))
+                    passed = LogProbPass(facts=facts, chosen=chosen, logprobs=self.backend.logprobs(scored.batch, chosen))
             yield scored, passed
         self.generation.finish(job)
 
-    def _collect(self, job: Job, places: Sequence[int], clock: Clock) -> Scored:
+    def _collect(self, job: RolloutJob, places: Sequence[int], clock: StepTimer) -> ScoredBatch:
         producer = self.generation.producer
         scored_s = producer.scored_here_s
         with clock.measure("rollout"):
@@ -178,7 +178,7 @@ class Feed:
         with clock.measure("reward"):
             return score_groups(self.config, self.backend, {place: job.group(place) for place in places if place in job.mine})
 
-    def _fresh(self, scored: Scored) -> list[int]:
+    def _fresh(self, scored: ScoredBatch) -> list[int]:
         """Places of groups that are not too old. Not a collective."""
         facts, limit = scored.batch.facts, self.producer.max_staleness_steps
         stale = np.zeros(facts.num_samples, bool) if limit is None else self.backend.weight_version - facts.weight_versions > limit
@@ -199,13 +199,13 @@ class Feed:
             self.prompts.put_back(gone)
         return len(gone)
 
-    def _whole(self, parts: Sequence[tuple[Scored, Passed | None]], kept: set[int], held: Mapping[int, Group]) -> Scored:
+    def _whole(self, parts: Sequence[tuple[ScoredBatch, LogProbPass | None]], kept: set[int], held: Mapping[int, Group]) -> ScoredBatch:
         """What is kept of a rollout as one batch."""
         if len(parts) == 1 and kept == set(parts[0][0].batch.facts.groups.tolist()):
             return parts[0][0]
         return score_groups(self.config, self.backend, held)
 
-    def _note_failed(self, scored: Scored, prompts: Mapping[int, Prompt]) -> None:
+    def _note_failed(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
         """Not a collective."""
         if self.config.reroll.max_groups:
             failed = failed_groups(scored.totals, scored.batch.facts.groups, self.config.reroll.fail_threshold)
@@ -219,7 +219,7 @@ class Feed:
     # ---- what stands in for groups without signal ------------------------------------------------------------------
 
     def _refill(
-        self, prompts: dict[int, Prompt], held: dict[int, Group], live: set[int], clock: Clock, metrics: dict[str, float]
+        self, prompts: dict[int, Prompt], held: dict[int, Group], live: set[int], clock: StepTimer, metrics: dict[str, float]
     ) -> set[int]:
         """Dynamic sampling: further prompts in the places of groups without signal; the places that have another group now."""
         given, replaced, rounds = self.config.rollout.dynamic_sampling, set(), 0
@@ -271,7 +271,7 @@ class Feed:
         return set(dead[: len(keys)])
 
     def _remember(
-        self, scored: Scored, values: np.ndarray, prompts: Mapping[int, Prompt], held: Mapping[int, Group], replayed: set[int]
+        self, scored: ScoredBatch, values: np.ndarray, prompts: Mapping[int, Prompt], held: Mapping[int, Group], replayed: set[int]
     ) -> None:
         """Keeps what was generated now and has signal, and lets go of what was replayed often enough. Not a collective."""
         if not self.config.replay.capacity_groups:

@@ -48,7 +48,7 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
 
 
 def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str, SavedGroup]:
-    """recall: a prompt by its id and attempt (``PromptSource.recall``)."""
+    """recall: a prompt by its id and attempt (``PromptDataset.recall``)."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         header = json.loads(file["header"].tobytes())
         token_ids, logprobs = file["token_ids"].tolist(), file["logprobs"].tolist()

@@ -25,7 +25,7 @@ class Start(Enum):
     LATER = "later"
 
 
-def admit(
+def may_start(
     *, trained: int, engine: int, between: int, steps_per_rollout: int, max_staleness_steps: int | None, interval: int = 1, renew: bool = False
 ) -> Start:  # fmt: skip
     """trained: the trainer's weight version · engine: that of the engines · max_staleness_steps: None for no bound.

@@ -22,7 +22,7 @@ from megatron_rl.types import BatchFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scored:
+class ScoredBatch:
     """Groups whose rewards every rank knows. totals [S], by_function [S, F]: NaN where there is none.
 
     totals: with the overlong penalty, which by_function has not. overlong: [S] 0 to −1, its shape (reward/overlong.py). live: bool [S],
@@ -47,7 +47,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Passed:
+class LogProbPass:
     """A log-prob pass over part of a rollout: what it covered [S] of its facts, and log-probs flat over their response tokens."""
 
     facts: BatchFacts
@@ -56,7 +56,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Intake:
+class TrainingBatch:
     """A batch to be trained: facts, rewards, advantages [S] (0 where trainer/advantages.py makes them), and what is known of its log-probs.
 
     old: float32 [T] flat over response tokens, 0 where not known · known: bool [S], whose log-probs are · sums: of the passes so far ·
@@ -85,7 +85,7 @@ class Intake:
         return bool((self.batch.facts.weight_versions == self.trained_version).all())
 
 
-def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, Group]) -> Scored:
+def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, Group]) -> ScoredBatch:
     """Facts and rewards of all ranks' groups, by place in the rollout; a collective. groups: this rank's."""
     size = config.rollout.samples_per_prompt
     held = [(place, groups[place]) for place in sorted(groups)]
@@ -103,7 +103,7 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
         totals, batch.facts.groups, ~np.isnan(totals), estimator=config.advantage.estimator, whiten=config.advantage.whiten,
         rewards_by_function=columns, function_weights=weights, sample_ids=batch.facts.sample_ids,
     )  # fmt: skip
-    return Scored(
+    return ScoredBatch(
         batch=batch, totals=totals, by_function=by_function, overlong=shape, live=live & (batch.facts.loss_tokens > 0),
         step=backend.step_index - config.sft.steps,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tupl
     return np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)
 
 
-def plain_advantages(config: Config, scored: Scored) -> np.ndarray:
+def plain_advantages(config: Config, scored: ScoredBatch) -> np.ndarray:
     """[S] without noise, by the same arithmetic on every rank; 0 where they hang on values or on a KL in the reward (trainer/advantages.py)."""
     facts = scored.batch.facts
     if config.has_critic or config.kl_in_reward:
@@ -130,17 +130,17 @@ def plain_advantages(config: Config, scored: Scored) -> np.ndarray:
     )  # fmt: skip
 
 
-def noisy_advantages(config: Config, scored: Scored, values: np.ndarray) -> np.ndarray:
+def noisy_advantages(config: Config, scored: ScoredBatch, values: np.ndarray) -> np.ndarray:
     """[S] to be trained on, the same on every rank: with noise (algorithm/noise.py), rank 0's, where the rollout's first step is one of the first
     ``advantage.noise_steps``, in all its mini-batches and epochs. A collective then. values: ``plain_advantages``."""
     given, facts = config.advantage, scored.batch.facts
     if not given.noise_std or scored.step >= given.noise_steps:
         return values
     signal = has_signal(values, facts.loss_tokens, advantage_epsilon=config.skip.advantage_epsilon)
-    return collectives.from_first_rank(with_noise(values, signal, facts.sample_ids, std=given.noise_std, seed=config.run.seed))
+    return collectives.broadcast_from_rank0(with_noise(values, signal, facts.sample_ids, std=given.noise_std, seed=config.run.seed))
 
 
-def merge_passes(facts: BatchFacts, passes: Sequence[Passed], unchanged: set[int]) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
     """(old [T], known [S], sums) of a batch from passes over its parts. unchanged: groups that are still those that were passed."""
     old, known = np.zeros(int(facts.response_offsets[-1]), dtype=np.float32), np.zeros(facts.num_samples, dtype=bool)
     at, offsets = {int(place): i for i, place in enumerate(facts.places)}, facts.response_offsets
@@ -156,7 +156,7 @@ def merge_passes(facts: BatchFacts, passes: Sequence[Passed], unchanged: set[int
     return old, known, sums
 
 
-def reward_metrics(config: Config, scored: Scored) -> dict[str, float]:
+def reward_metrics(config: Config, scored: ScoredBatch) -> dict[str, float]:
     """``reward/*`` and the length of what was generated."""
     facts, included = scored.batch.facts, scored.included
     metrics = {

@@ -64,7 +64,7 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
     )
 
 
-class Job:
+class RolloutJob:
     """One rollout's share of a rank. Its fields are read and written under ``change``.
 
     prompts: of all ranks, by place · mine: this rank's places · found, scores: place → what there is already · lost: why the engine was
@@ -115,7 +115,7 @@ class Job:
         return sum(len(group) for group in self.found.values())
 
 
-class Producer:
+class RolloutWorker:
     """score: rewards of rollouts, None where there are none · apart: whether it may be called in another thread than the main one.
 
     share: (this rank's number among the ranks that take prompts, how many these are); None for one that takes none.
@@ -129,8 +129,8 @@ class Producer:
         self._score = score
         self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # of a part, what a rank has of it
         self._apart = apart and config.mode != "sync"
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._to_score: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
+        self._to_score: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
         self.scored_here_s = 0.0  # in the main thread, in all
@@ -139,7 +139,7 @@ class Producer:
         """The prompts of a rollout that are this rank's."""
         return range(0) if self.share is None else range(self.share[0], num_prompts, self.share[1])
 
-    def start(self, job: Job) -> None:
+    def start(self, job: RolloutJob) -> None:
         """Generates in the background what is missing of a job."""
         if not self._threads:
             self._begin(self._generate_jobs, "rollouts")
@@ -162,7 +162,7 @@ class Producer:
         while (job := self._jobs.get()) is not None:
             self.generate(job)
 
-    def generate(self, job: Job) -> None:
+    def generate(self, job: RolloutJob) -> None:
         """What is missing of a job, in the caller's thread. Raises nothing: the job says how it ended."""
         started, lost, error = time.perf_counter(), None, None
         places = job.missing
@@ -193,7 +193,7 @@ class Producer:
         while (job := self._to_score.get()) is not None:
             self._score_ready(job)
 
-    def _score_ready(self, job: Job) -> bool:
+    def _score_ready(self, job: RolloutJob) -> bool:
         """Scores what is finished, where that is enough for a call; whether there was something to do. One thread at a time per job."""
         with job.change:
             ready = [] if job.error else job.unscored
@@ -218,7 +218,7 @@ class Producer:
             job.change.notify_all()
         return True
 
-    def wait(self, job: Job, places: Sequence[int]) -> None:
+    def wait(self, job: RolloutJob, places: Sequence[int]) -> None:
         """Until the places, all of them this rank's, are scored; or its engine is lost, which ``job.lost`` says. Raises what the job met,
         and EngineError at ``run.deadline_s``."""
         ends_at = time.monotonic() + self.deadline_s
@@ -234,13 +234,13 @@ class Producer:
                     generated = all(place in job.found for place in places) and (job.scoring or not job.generating)
                     raise EngineError(self._late(job, "scored" if generated else "generated"))
 
-    def drain(self, job: Job) -> None:
+    def drain(self, job: RolloutJob) -> None:
         """Until nothing of a job is generated any more, whatever became of it. Raises EngineError at ``run.deadline_s``."""
         with job.change:
             if not job.change.wait_for(lambda: not job.generating, self.deadline_s):
                 raise EngineError(self._late(job, "generated"))
 
-    def _late(self, job: Job, stage: str) -> str:
+    def _late(self, job: RolloutJob, stage: str) -> str:
         owed = job.missing if stage == "generated" else sorted(job.unscored)
         first = f" ({len(owed)} of {len(job.mine)}, the first is prompt {job.prompts[owed[0]].name})" if owed else ""
         return f"groups of a rollout were not {stage} in run.deadline_s={self.deadline_s:g} s{first}; raise it, or look at the engine's log"

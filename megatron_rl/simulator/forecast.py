@@ -16,7 +16,7 @@ from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.machine import Costs
 from megatron_rl.simulator.memory import StageMemory, stage_memory
 from megatron_rl.simulator.workload import Workload
-from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
 MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs for the busiest data-parallel ranks alone
 
@@ -43,7 +43,7 @@ class Outcome:
     microbatches: (fewest, most) of a replica in one mini-batch.
     """
 
-    plan: StepPlan
+    plan: BatchPlan
     pipeline_s: float
     busiest_s: float
     mean_s: float
@@ -106,7 +106,7 @@ class Job:
         calibrated = self.costs.from_run and self.config.plan.calibrate
         return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
 
-    def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> StepPlan:
+    def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> BatchPlan:
         """As MegatronBackend.plan("train", ...) makes it."""
         config = self.config
         members = split_mini_batches(np.arange(len(signal)), config.train.samples_per_mini_batch)
@@ -136,7 +136,7 @@ def forecast(job: Job) -> Forecast:
     )  # fmt: skip
 
 
-def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: StepPlan | None = None) -> Outcome:
+def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:
     """Plans and puts every mini-batch on the clock. A ghost step takes the optimizer step's local part, at most; it counts as one.
 
     plan: what ``job.plan`` made of the same arguments before, whose costs do not depend on the job's.
@@ -167,17 +167,17 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
     )  # fmt: skip
 
 
-def _sums(mini_batch: MiniBatchPlan, values: np.ndarray) -> np.ndarray:
+def _sums(mini_batch: StepPlan, values: np.ndarray) -> np.ndarray:
     """[M] a value summed over each micro-batch; none is empty."""
     return np.add.reduceat(values[mini_batch.order], mini_batch.microbatch_offsets[:-1])
 
 
-def _largest(mini_batch: MiniBatchPlan, padded: np.ndarray, loss_tokens: np.ndarray) -> tuple[int, int]:
+def _largest(mini_batch: StepPlan, padded: np.ndarray, loss_tokens: np.ndarray) -> tuple[int, int]:
     tokens = _sums(mini_batch, padded)
     return int(tokens.max()), int(_sums(mini_batch, loss_tokens)[tokens.argmax()])
 
 
-def _slowest(job: Job, rules: PlanRules, mini_batch: MiniBatchPlan, padded: np.ndarray) -> tuple[int, Timeline, np.ndarray]:
+def _slowest(job: Job, rules: PlanRules, mini_batch: StepPlan, padded: np.ndarray) -> tuple[int, Timeline, np.ndarray]:
     """The data-parallel rank whose pipeline ends last, its timeline, and [D] each rank's own work on its busiest stage.
 
     Ranks that share experts wait for one another in every layer: each micro-batch takes as long as the longest of its block.
@@ -209,7 +209,7 @@ def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degree
     return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))
 
 
-def _drawn(rank: int, timeline: Timeline, mini_batch: MiniBatchPlan, lengths: np.ndarray, signal: np.ndarray) -> Drawn:
+def _drawn(rank: int, timeline: Timeline, mini_batch: StepPlan, lengths: np.ndarray, signal: np.ndarray) -> Drawn:
     own = slice(mini_batch.rank_offsets[rank], mini_batch.rank_offsets[rank + 1])
     dead = _sums(mini_batch, np.where(signal, 0, lengths)) / _sums(mini_batch, lengths)
     filler = mini_batch.filler_microbatches

@@ -13,14 +13,14 @@ import numpy as np
 
 from megatron_rl.algorithm.advantage import advantages
 from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whiten_tokens
-from megatron_rl.algorithm.kl import penalty
+from megatron_rl.algorithm.kl import kl_penalty_per_token
 from megatron_rl.config import Config
 from megatron_rl.distributed import collectives
 from megatron_rl.types import Advantages, BatchFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Estimate:
+class AdvantageResult:
     """advantages: what the policy trains on · values float32, returns float64 [T] flat: what the critic trains on; None without one."""
 
     advantages: Advantages
@@ -46,13 +46,13 @@ def kl_penalty(
     metrics: Mapping[str, float],
 ) -> KLPenalty:  # fmt: skip
     """old, reference float32 [T] flat log-probs of all samples · loss_mask bool [T] · metrics: of the pass that gave ``old``."""
-    per_token = np.where(loss_mask, penalty(old, reference, estimator), 0.0)
+    per_token = np.where(loss_mask, kl_penalty_per_token(old, reference, estimator), 0.0)
     total = float(per_token.sum())
     said = {**metrics, "reward/kl_penalty": coefficient * total / max(num_samples, 1)}
     return KLPenalty(old=old, reference=reference, penalties=coefficient * per_token, kl=total, tokens=int(loss_mask.sum()), metrics=said)
 
 
-def group_estimate(config: Config, facts: BatchFacts, totals: np.ndarray, penalties: np.ndarray, loss_mask: np.ndarray) -> Estimate:
+def group_estimate(config: Config, facts: BatchFacts, totals: np.ndarray, penalties: np.ndarray, loss_mask: np.ndarray) -> AdvantageResult:
     """Any estimator over groups but ``gdpo``, of each sample's total less the sum of its loss tokens' penalties. A collective.
 
     totals [S], NaN where excluded · penalties [T] flat, β·kl_t · loss_mask bool [T].
@@ -64,20 +64,20 @@ def group_estimate(config: Config, facts: BatchFacts, totals: np.ndarray, penalt
         totals - paid, facts.groups, ~np.isnan(totals), estimator=given.estimator, epsilon=given.epsilon, whiten=given.whiten,
         loss_tokens=facts.loss_tokens, sample_ids=facts.sample_ids,
     )  # fmt: skip
-    return Estimate(advantages=Advantages(of_sample=collectives.from_first_rank(values)))
+    return AdvantageResult(advantages=Advantages(of_sample=collectives.broadcast_from_rank0(values)))
 
 
 def critic_estimate(
     config: Config, facts: BatchFacts, totals: np.ndarray, values: np.ndarray, penalties: np.ndarray | None, loss_mask: np.ndarray
-) -> Estimate:
+) -> AdvantageResult:
     """``gae``. A collective. values float32 [T] flat, the critic's · the rest as of ``group_estimate``, penalties None for none."""
     given = config.advantage
     rewards = token_rewards(totals, loss_mask, facts.response_tokens, penalties)
     plain, returns = generalised_advantages(
         rewards, values, loss_mask, facts.response_tokens, gamma=given.gamma, lam=given.lam, sample_ids=facts.sample_ids
     )
-    of_token = collectives.from_first_rank(whiten_tokens(plain, loss_mask, given.whiten, given.epsilon))
+    of_token = collectives.broadcast_from_rank0(whiten_tokens(plain, loss_mask, given.whiten, given.epsilon))
     owner = np.repeat(np.arange(facts.num_samples), facts.response_tokens)
     of_sample = np.bincount(owner, weights=of_token, minlength=facts.num_samples) / np.maximum(facts.loss_tokens, 1)
     whole = Advantages(of_sample=of_sample, of_token=of_token)
-    return Estimate(advantages=whole, values=values, returns=collectives.from_first_rank(returns))
+    return AdvantageResult(advantages=whole, values=values, returns=collectives.broadcast_from_rank0(returns))

@@ -21,7 +21,7 @@ from megatron_rl.types import Advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Verdict:
+class CorrectedSignal:
     """weights: [T] float64, flat over response tokens, None where no correction is asked for (all 1) · signal: bool [S], what is left
     to train on · metrics: ``correction/*``."""
 
@@ -30,20 +30,20 @@ class Verdict:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def decide(
+def apply_corrections(
     config: CorrectionConfig, backend: MegatronBackend, batch: Batch, *, advantages: Advantages, signal: np.ndarray, passed: np.ndarray,
     old_logprobs: np.ndarray | None, advantage_epsilon: float = 0.0,
-) -> Verdict:  # fmt: skip
+) -> CorrectedSignal:  # fmt: skip
     """Once per rollout, for all its mini-batches and epochs. A collective where a correction is asked for.
 
     signal bool [S]: of those by advantage alone, what is to be trained · passed bool [S]: the samples whose old_logprobs [T] are known.
     """
     if not config.is_on:
-        return Verdict(weights=None, signal=signal)
+        return CorrectedSignal(weights=None, signal=signal)
     assert old_logprobs is not None and not (signal & ~passed).any(), "signal without log-probs"
     lengths, engine, mask = batch.facts.response_tokens, backend.gather_rollout_logprobs(batch), backend.gather_loss_mask(batch)
     found = importance_weights(old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config)
-    weights = collectives.from_first_rank(found.weights)
+    weights = collectives.broadcast_from_rank0(found.weights)
     left = signal & has_signal(advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon)
     metrics = {**correction_metrics(found, mask, lengths, signal), "correction/masked_samples": float((signal & ~left).sum())}
-    return Verdict(weights=weights, signal=left, metrics=metrics)
+    return CorrectedSignal(weights=weights, signal=left, metrics=metrics)

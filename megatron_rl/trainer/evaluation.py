@@ -17,11 +17,11 @@ import numpy as np
 
 from megatron_rl.backend import batch_exchange
 from megatron_rl.config import Config
-from megatron_rl.data.prompt_dataset import PromptSource, load_rows
+from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
 from megatron_rl.distributed import collectives
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.manager import Generation
-from megatron_rl.rollout.worker import Job
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Evaluation:
         data = dataclasses.replace(self.config.data, shuffle=False)
         rows = load_rows(path, key)
         try:
-            source = PromptSource(rows, tokenizer, data, self.config.run.seed, context_tokens)
+            source = PromptDataset(rows, tokenizer, data, self.config.run.seed, context_tokens)
         except ConfigError as error:
             raise ConfigError(f"{key}={path!r}: {error}") from error
         drawn = source.next(min(len(source), self.config.eval.max_prompts or len(source)))
@@ -116,7 +116,7 @@ class Evaluation:
         every = self.config.eval.every_rollouts
         return last or (every is not None and num_rollouts % every == 0)
 
-    def run(self, generation: Generation, *, step: int, suffix: str = "") -> dict[str, float]:
+    def run(self, generation: RolloutManager, *, step: int, suffix: str = "") -> dict[str, float]:
         """``eval/*`` of all sets by the current weights, generated in one call, and the time it took. A collective.
 
         step: for the log. suffix: at the end of every name.
@@ -132,7 +132,7 @@ class Evaluation:
             metrics |= {f"{key}{suffix}": value for key, value in found.items()}
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
-    def _outcomes(self, job: Job) -> dict[str, Outcomes]:
+    def _outcomes(self, job: RolloutJob) -> dict[str, Outcomes]:
         """Of every set, on every rank. job: this rank's share of all sets' prompts, one set after the other."""
         size, functions = job.samples_per_prompt, self.config.reward.functions
         places = [place * size + index for place in job.mine for index in range(size)]

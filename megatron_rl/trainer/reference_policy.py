@@ -18,7 +18,7 @@ from megatron_rl.types import StepResult
 from megatron_rl.validate import check_reference
 
 
-class Reference:
+class ReferencePolicy:
     """What a run does with the policy that its KL is measured against. Every method is a collective unless it says otherwise.
 
     One coefficient holds for a whole rollout, all its mini-batches and epochs; an adaptive one moves once per rollout.

@@ -14,46 +14,46 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rl.algorithm.signal import signal_rule
-from megatron_rl.backend.trainable_model import Batch, TrainedModel
-from megatron_rl.checkpoint.manager import Checkpoints, Found
+from megatron_rl.backend.trainable_model import Batch, TrainableModel
+from megatron_rl.checkpoint.manager import CheckpointManager, ResumePoint
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, build_critic
-from megatron_rl.critic.link import Bridge, local_policy_ranks
-from megatron_rl.data.prompt_dataset import PromptSource, load_rows
+from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
+from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.watchdog import Watch, open_watch
+from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
 from megatron_rl.model.build import DTYPES
 from megatron_rl.observability.metrics import MetricsWriter, add_sums, divide, read_metrics, step_metrics
-from megatron_rl.observability.progress_bar import Progress
+from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.report import write_report
 from megatron_rl.observability.throughput import performance
-from megatron_rl.observability.timer import Clock
+from megatron_rl.observability.timer import StepTimer
 from megatron_rl.reward import Reward
-from megatron_rl.rollout.build import Seat, build_engine, place_of, refuse_sharing, shares_device
-from megatron_rl.rollout.manager import Generation, guard_logprob_gap
-from megatron_rl.rollout.multi_turn import with_episodes
-from megatron_rl.rollout.queue import Feed
-from megatron_rl.rollout.training_batch import Intake
+from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
+from megatron_rl.rollout.manager import RolloutManager, guard_logprob_gap
+from megatron_rl.rollout.multi_turn import with_environment
+from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.simulator.record import Recorder, TimedBackend
-from megatron_rl.trainer.advantages import Estimate, KLPenalty, critic_estimate, group_estimate, kl_penalty
-from megatron_rl.trainer.corrections import Verdict, decide
+from megatron_rl.trainer.advantages import AdvantageResult, KLPenalty, critic_estimate, group_estimate, kl_penalty
+from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
 from megatron_rl.trainer.evaluation import Evaluation
-from megatron_rl.trainer.reference_policy import Reference
-from megatron_rl.types import Advantages, MiniBatchPlan, Rollout, Sample, Score, StepPlan, StepResult
+from megatron_rl.trainer.reference_policy import ReferencePolicy
+from megatron_rl.types import Advantages, BatchPlan, Rollout, Sample, Score, StepPlan, StepResult
 from megatron_rl.validate import check_critic_model, check_lengths
 
 log = logging.getLogger(__name__)
 
 
-class Run:
+class Trainer:
     """Everything a run holds. Methods are collectives unless they say otherwise."""
 
     def __init__(
-        self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: Progress, watch: Watch,
-        checkpoints: Checkpoints, found: Found | None, prompts: PromptSource, critic: Critic | RemoteCritic | None = None,
+        self, config: Config, backend: TimedBackend, tokenizer, writer: MetricsWriter, progress: ProgressBar, watch: Watchdog,
+        checkpoints: CheckpointManager, found: ResumePoint | None, prompts: PromptDataset, critic: Critic | RemoteCritic | None = None,
     ):  # fmt: skip
         self.config = config
         self.backend = backend
@@ -62,15 +62,15 @@ class Run:
         self.writer = writer
         self.progress = progress
         self.watch = watch
-        self.clock = Clock(watch.stage)
+        self.clock = StepTimer(watch.stage)
         self.rule = signal_rule(config)
-        self.reference = Reference(config, backend)
+        self.reference = ReferencePolicy(config, backend)
         self.reward = Reward(config.reward) if config.reward.functions else None
         self.prompts = prompts
         self.evaluation = Evaluation(config, tokenizer, backend.shape.context_tokens)
         self.generation = self._generation()
         self.total_steps = moving_rl_steps(config, len(self.prompts))
-        self.feed = Feed(
+        self.feed = RolloutQueue(
             config, backend, self.generation, self.prompts, passes_parts=config.correction.old_logprobs == "recompute",
             passes_all=not self.rule.drops_logprob_passes, steps_per_rollout=steps_per_rollout(config),
         )  # fmt: skip
@@ -78,23 +78,23 @@ class Run:
         self.checkpoints = checkpoints
         self.rollouts_done = checkpoints.restore(self, found)
 
-    def _generation(self) -> Generation:
+    def _generation(self) -> RolloutManager:
         config, backend, spot = self.config, self.backend, self.backend.topology
-        local = Seat(
+        local = RankLocation(
             rank=spot.rank, world_size=spot.world_size, local_rank=int(os.environ.get("LOCAL_RANK", spot.rank)),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", spot.world_size)),
         )  # fmt: skip
         local = replace(local, local_world_size=local_policy_ranks(config, local.rank, local.local_rank, local.local_world_size))
-        place = place_of(config, local)
+        place = role_of(config, local)
         shared = shares_device(config, HOST.device)
         refuse_sharing(config, shared)
         engine = build_engine(
             config, self.tokenizer, seat=local, place=place, device=HOST.device, dtype=DTYPES[config.model.dtype],
             vocab_size=backend.shape.vocab_size,
         )  # fmt: skip
-        engine = with_episodes(engine, config, self.tokenizer)
+        engine = with_environment(engine, config, self.tokenizer)
         bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
-        return Generation(
+        return RolloutManager(
             engine, self._score if self.reward else None, config, export=lambda: backend.export(bucket_bytes=bucket_bytes),
             version=lambda: backend.weight_version, share=place.share, offload=self._offload if shared else None,
             restore=self._restore if shared else None, score_apart=self.reward is not None and self.reward.runs_apart,
@@ -108,7 +108,7 @@ class Run:
         for model in self._models():
             model.restore()
 
-    def _models(self) -> list[TrainedModel]:
+    def _models(self) -> list[TrainableModel]:
         """Those whose memory is on this rank's device."""
         return [self.backend, self.critic] if isinstance(self.critic, Critic) else [self.backend]
 
@@ -138,7 +138,7 @@ class Run:
 
     # ---- advantages ------------------------------------------------------------------------------------------------
 
-    def kl_penalty(self, intake: Intake, index: int) -> KLPenalty | None:
+    def kl_penalty(self, intake: TrainingBatch, index: int) -> KLPenalty | None:
         """The KL in the reward, after passes over every sample; None where it is not asked for."""
         if not self.reference.is_needed or self.reference.in_loss:
             return None
@@ -154,10 +154,10 @@ class Run:
             self.reference.count(found.kl, found.tokens)
         return found
 
-    def estimate(self, intake: Intake, paid: KLPenalty | None) -> Estimate:
+    def estimate(self, intake: TrainingBatch, paid: KLPenalty | None) -> AdvantageResult:
         """Advantages of a rollout: those of its rewards alone, where nothing else is asked for."""
         if self.critic is None and paid is None:
-            return Estimate(advantages=Advantages(of_sample=intake.advantages))
+            return AdvantageResult(advantages=Advantages(of_sample=intake.advantages))
         mask, penalties = self.backend.gather_loss_mask(intake.batch), None if paid is None else paid.penalties
         if self.critic is None:
             return group_estimate(self.config, intake.batch.facts, intake.totals, penalties, mask)
@@ -169,7 +169,7 @@ class Run:
         """Whether rollout ``index`` trains the critic alone. Not a collective."""
         return self.critic is not None and index < self.config.critic.warmup_rollouts
 
-    def train_critic(self, batch: Batch, estimate: Estimate) -> dict[str, float]:
+    def train_critic(self, batch: Batch, estimate: AdvantageResult) -> dict[str, float]:
         """The critic's steps of a rollout; {} without one."""
         if self.critic is None:
             return {}
@@ -178,7 +178,7 @@ class Run:
 
     # ---- log-probs and the loss ------------------------------------------------------------------------------------
 
-    def old_logprobs(self, intake: Intake, trained: np.ndarray, index: int) -> tuple[np.ndarray, dict[str, float]]:
+    def old_logprobs(self, intake: TrainingBatch, trained: np.ndarray, index: int) -> tuple[np.ndarray, dict[str, float]]:
         """(π_old flat [T], metrics), after a pass over what is not known yet.
 
         trained: [S] bool, what the training plan runs; all samples are passed where the skip does not cover these passes.
@@ -213,9 +213,9 @@ class Run:
             return None
         return self.reference.logprobs(batch, trained if self.rule.drops_logprob_passes else np.ones_like(trained))
 
-    def decide(self, batch: Batch, advantages: Advantages, signal: np.ndarray, passed: np.ndarray, old: np.ndarray | None) -> Verdict:
+    def apply_corrections(self, batch: Batch, advantages: Advantages, signal: np.ndarray, passed: np.ndarray, old: np.ndarray | None) -> CorrectedSignal:
         """See verdict.decide. passed bool [S]: the samples whose ``old`` log-probs are known."""
-        return decide(
+        return apply_corrections(
             self.config.correction, self.backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old,
             advantage_epsilon=self.rule.advantage_epsilon,
         )  # fmt: skip
@@ -253,18 +253,18 @@ class Run:
         self.progress.update(self.writer.write(row))
         self.recorder.fit()
 
-    def save_plan(self, plan: StepPlan, index: int) -> None:
+    def save_plan(self, plan: BatchPlan, index: int) -> None:
         if self.config.metrics.save_plans and self.backend.topology.is_main:
             folder = self.config.run.path / "plans"
             folder.mkdir(exist_ok=True)
             (folder / f"rollout_{index + 1}.json").write_text(plan.to_json())
 
-    def performance(self, batch: Batch, mini_batch: MiniBatchPlan) -> dict[str, float]:
+    def performance(self, batch: Batch, mini_batch: StepPlan) -> dict[str, float]:
         """``perf/*`` and ``cost/*`` of the step in progress. Not a collective."""
         return performance(self.backend, batch.facts, mini_batch, self.clock.seconds["update"])
 
 
-def announce(run: Run) -> None:
+def announce(run: Trainer) -> None:
     """What was chosen, in the log: Adam's kernel, layer spec, topology, and what the skip approximates."""
     place, shape = run.backend.topology, run.backend.shape
     log.info(
@@ -284,7 +284,7 @@ def announce(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
+def build_trainer(config: Config, bridge: PolicyCriticLink | None = None) -> Iterator[Trainer]:
     """Builds everything, and takes it down in order; the report is written however the run ends, from what it has. bridge: to the ranks
     of a separate critic."""
     from transformers import AutoConfig
@@ -292,7 +292,7 @@ def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
     hf_config = AutoConfig.from_pretrained(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     tokenizer = load_tokenizer(config)
-    prompts = PromptSource(load_rows(config.data.train), tokenizer, config.data, config.run.seed, hf_config.max_position_embeddings)
+    prompts = PromptDataset(load_rows(config.data.train), tokenizer, config.data, config.run.seed, hf_config.max_position_embeddings)
     rl_steps = total_rl_steps(config, len(prompts))
     check_critic_model(config, hf_config)
     backend = TimedBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
@@ -301,7 +301,7 @@ def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_to_yaml(config))
     critic = build_critic(config, rl_steps // steps_per_rollout(config) * critic_steps_per_rollout(config), bridge)
-    checkpoints = Checkpoints(config, backend, critic)
+    checkpoints = CheckpointManager(config, backend, critic)
     found = checkpoints.find()
     checkpoints.cut_back(found)
     resumed = found.state["metrics"] if found else None
@@ -309,13 +309,13 @@ def open_run(config: Config, bridge: Bridge | None = None) -> Iterator[Run]:
     metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
     with (
         MetricsWriter(folder, config.metrics, steps, is_main, resumed) as writer,
-        Progress(steps - (found.state["backend"]["step_index"] if found else 0), config.metrics.progress and is_main) as progress,
+        ProgressBar(steps - (found.state["backend"]["step_index"] if found else 0), config.metrics.progress and is_main) as progress,
     ):
         run = None
         try:
-            with open_watch(backend.topology, config.run.deadline_s) as watch:
+            with open_watchdog(backend.topology, config.run.deadline_s) as watch:
                 started = time.perf_counter()
-                run = Run(config, backend, tokenizer, writer, progress, watch, checkpoints, found, prompts, critic)
+                run = Trainer(config, backend, tokenizer, writer, progress, watch, checkpoints, found, prompts, critic)
                 announce(run)
                 yield run
                 log.info(run.generation.summary(time.perf_counter() - started))

@@ -13,24 +13,24 @@ from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.reference_weights import overwrite
 from megatron_rl.config import Config, load_config
-from megatron_rl.observability.timer import Clock
-from megatron_rl.rollout.training_batch import Intake
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.train import train_on_rollout
-from megatron_rl.trainer.reference_policy import Reference
-from megatron_rl.trainer.trainer import Run
-from megatron_rl.types import StepPlan, StepResult
+from megatron_rl.trainer.reference_policy import ReferencePolicy
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.types import BatchPlan, StepResult
 from tests.equality.rig import DEFAULTS, Rig
 
 
-class GivenRun(Run):
+class GivenRun(Trainer):
     """A Run over a rig's batch. ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs."""
 
     def __init__(self, rig: Rig, config: Config, advantages: np.ndarray) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)
-        self.clock = Clock(lambda stage: contextlib.nullcontext())
-        self.critic, self.reference = None, Reference(config, rig.backend)
+        self.clock = StepTimer(lambda stage: contextlib.nullcontext())
+        self.critic, self.reference = None, ReferencePolicy(config, rig.backend)
         count, tokens = rig.batch.facts.num_samples, int(rig.batch.facts.response_offsets[-1])
-        intake = Intake(
+        intake = TrainingBatch(
             batch=rig.batch, totals=np.zeros(count), by_function=np.zeros((count, 1)), advantages=advantages,
             old=np.zeros(tokens, dtype=np.float32), known=np.zeros(count, dtype=bool), replayed=np.zeros(count, dtype=bool),
             trained_version=-1,  # so that the gap to the engine's log-probs, which is meant, is no error
@@ -40,14 +40,14 @@ class GivenRun(Run):
         self.evaluation = SimpleNamespace(due=lambda *given, **named: False)
         self.generation = SimpleNamespace(take_metrics=dict)
         self.results: list[StepResult] = []
-        self.plan: StepPlan | None = None
+        self.plan: BatchPlan | None = None
         self.passes = 0
 
     def old_logprobs(self, *given) -> tuple[np.ndarray, dict[str, float]]:
         self.passes += 1
         return super().old_logprobs(*given)
 
-    def save_plan(self, plan: StepPlan, index: int) -> None:
+    def save_plan(self, plan: BatchPlan, index: int) -> None:
         self.plan = plan
 
     def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:

@@ -17,7 +17,7 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed import topology
-from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepResult
 from tests.reference import (
     LAYERS,
     file_weights,
@@ -64,7 +64,7 @@ class Rig:
         """Another cut into micro-batches, under the same weights."""
         self.backend.rules = dataclasses.replace(self.backend.rules, **changes)
 
-    def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> StepPlan:
+    def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
         """Plans, and brings the rows where they are needed."""
         plan = self.backend.plan(purpose, self.batch, has_signal(advantages, self.batch.facts.loss_tokens), drops=drops)
         self.backend.load_rows(self.batch, plan)
@@ -76,13 +76,13 @@ class Rig:
         flat = np.concatenate([s.logprobs for s in self.samples]) if old is None else old
         return LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=flat, **more)
 
-    def accumulate(self, advantages: np.ndarray, plan: StepPlan, position: int = 0, **given: object) -> None:
+    def accumulate(self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object) -> None:
         """forward_backward of one of the plan's mini-batches."""
         mini_batch = plan.mini_batches[position]
         inputs = self.inputs(advantages, mini_batch.members, **given)
         self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
 
-    def gradient(self, advantages: np.ndarray, plan: StepPlan, position: int = 0, **given: object) -> dict[str, torch.Tensor]:
+    def gradient(self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object) -> dict[str, torch.Tensor]:
         """One mini-batch's gradient under Hugging Face names; the backend is left without one."""
         self.accumulate(advantages, plan, position, **given)
         gradient = self.backend.gradient()

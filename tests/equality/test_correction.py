@@ -15,8 +15,8 @@ from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.train import samples_of
-from megatron_rl.trainer.corrections import Verdict, decide
-from megatron_rl.types import Advantages, LossInputs, StepPlan
+from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
+from megatron_rl.types import Advantages, BatchPlan, LossInputs
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages, sizes
 from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
@@ -55,21 +55,21 @@ def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     return reference_gradient(model, samples, [i // 2 for i in range(NUM_SAMPLES)], advantages, old=old)[0], weights
 
 
-def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[StepPlan, np.ndarray, Verdict]:
+def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[BatchPlan, np.ndarray, CorrectedSignal]:
     """As train_on_rollout does: a draft by advantage, the log-prob pass, the verdict, the plan."""
     backend, batch = rig.backend, rig.batch
     signal = has_signal(ADVANTAGES, batch.facts.loss_tokens)
     passed = samples_of(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
     old = backend.logprobs(batch, passed).flat
     advantages = Advantages(of_sample=ADVANTAGES)
-    verdict = decide(correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old)
+    verdict = apply_corrections(correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old)
     plan = backend.plan("train", batch, verdict.signal, drops=drops)
     assert not (samples_of(plan, NUM_SAMPLES) & ~passed).any()
     backend.load_rows(batch, plan)
     return plan, old, verdict
 
 
-def inputs_of(rig: Rig, plan: StepPlan, old: np.ndarray, verdict: Verdict) -> LossInputs:
+def inputs_of(rig: Rig, plan: BatchPlan, old: np.ndarray, verdict: CorrectedSignal) -> LossInputs:
     inputs = rig.inputs(ADVANTAGES, plan.mini_batches[0].members, old=old)
     tokens = sum(int(s.loss_mask.sum()) for s in rig.samples)
     assert np.array_equal(inputs.weights, np.full(NUM_SAMPLES, 1 / tokens))  # masked tokens are still counted

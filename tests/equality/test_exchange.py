@@ -72,7 +72,7 @@ def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[li
     }
     for need in needs:
         wanted = [np.array(x, dtype=np.int64) for x in need]
-        rows = batch_exchange.bring_rows(facts, [samples[i] for i in mine], wanted, here)
+        rows = batch_exchange.exchange_rows(facts, [samples[i] for i in mine], wanted, here)
         found["rows"].append(sorted(rows) == need[rank] and all(same(row, samples[in_order[i]]) for i, row in rows.items()))
     return found
 

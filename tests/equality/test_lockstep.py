@@ -73,9 +73,9 @@ def test_logprob_passes_are_checked(pool: Pool) -> None:
 
 
 def one_stops(rank: int, world: int, odd: int) -> tuple[str, str]:
-    collectives.raise_together(None)
+    collectives.raise_on_all_ranks(None)
     try:
-        collectives.raise_together(ValueError("planted") if rank == odd else None)
+        collectives.raise_on_all_ranks(ValueError("planted") if rank == odd else None)
     except (ValueError, PeerError) as error:
         return type(error).__name__, str(error)
     return "", ""

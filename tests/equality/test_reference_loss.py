@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.trainer.reference_policy import Reference
+from megatron_rl.trainer.reference_policy import ReferencePolicy
 from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick
 from tests.reference import near_policy, reference_gradient, reference_logprobs, relative_error
@@ -46,7 +46,7 @@ def terms(rank: int, world: int, layout: tuple[str, ...], controller: str, estim
     extra = ADAPTIVE if controller == "adaptive" else ()
     given = (*COMMON, *extra, f"loss.kl_estimator={estimator}", f"reference.placement={placement}")
     with open_rig("qwen2_tied", *layout, *given, samples=NUM_SAMPLES) as rig:
-        reference = Reference(rig.backend.config, rig.backend)
+        reference = ReferencePolicy(rig.backend.config, rig.backend)
         policy = moved_policy(rig)
         rig.take(near_policy(policy, rig.samples, seed=2))
         reference.observe(0.02, 160)

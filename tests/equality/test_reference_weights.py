@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.backend.reference_weights import HostCopy, SecondModel
-from megatron_rl.trainer.reference_policy import Reference
+from megatron_rl.backend.reference_weights import DeviceCopy, HostCopy
+from megatron_rl.trainer.reference_policy import ReferencePolicy
 from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise
 from tests.workers.pool import Pool
@@ -78,7 +78,7 @@ def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -
     with open_rig(family, *SETTINGS, *extra, samples=8) as rig:
         backend = rig.backend
         rig.step(advantages, drops=True)
-        copy, second = HostCopy(backend), SecondModel(backend)
+        copy, second = HostCopy(backend), DeviceCopy(backend)
         copy.keep()
         second.keep()
         rig.step(advantages, drops=True)
@@ -126,7 +126,7 @@ def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> 
     advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
     given = ("loss.kl_coefficient=0.1", "reference.refresh_every_rollouts=2", f"reference.placement={placement}")
     with open_rig("qwen2_tied", *SETTINGS, *extra, *given, samples=8) as rig:
-        reference = Reference(rig.backend.config, rig.backend)
+        reference = ReferencePolicy(rig.backend.config, rig.backend)
         reference.keep()
         policy, read = [rig.weights()], []
         for index in range(3):

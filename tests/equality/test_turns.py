@@ -12,7 +12,7 @@ import torch
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.worker import to_sample
-from megatron_rl.trainer.corrections import decide
+from megatron_rl.trainer.corrections import apply_corrections
 from megatron_rl.types import Advantages, Prompt, Rollout, Sample
 from tests.equality.layouts import CP, SP, TOLERANCE
 from tests.equality.rig import MAX_RESPONSE_TOKENS, open_rig, sizes
@@ -102,7 +102,7 @@ def passed_and_corrected(rank: int, world: int, topology: tuple, environment_log
         everyone = np.ones(len(MASKS), bool)
         found = rig.backend.logprobs(batch, everyone)
         advantages = Advantages(of_sample=ADVANTAGES)
-        verdict = decide(
+        verdict = apply_corrections(
             CORRECTION, rig.backend, batch, advantages=advantages, signal=signal, passed=everyone, old_logprobs=found.flat
         )  # fmt: skip
         plan = rig.backend.plan("train", batch, verdict.signal, drops=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl import cli, train
 from megatron_rl.backend import schedule
-from megatron_rl.distributed.watchdog_server import Keeper
+from megatron_rl.distributed.watchdog_server import WatchdogServer
 from tests.patience import until
 from tests.reward_functions import parity
 
@@ -52,13 +52,13 @@ def break_forward(fault: str) -> None:
 
 
 def note_what_is_told() -> None:
-    tell = Keeper._tell
+    tell = WatchdogServer._tell
 
-    def noted(self: Keeper, **message) -> None:
+    def noted(self: WatchdogServer, **message) -> None:
         tell(self, **message)
         TOLD.append(message.get("stage", ""))
 
-    Keeper._tell = noted
+    WatchdogServer._tell = noted
 
 
 def break_plan() -> None:

@@ -71,10 +71,10 @@ def read_note(notes: pathlib.Path, rank: int) -> tuple[str, bool] | None:
 def note_stages(note: Note) -> None:
     """The loop's own stages, as it tells them to its watch; rollout and ghost steps are told apart here."""
     from megatron_rl.backend.optimizer import Optimizer
-    from megatron_rl.distributed.watchdog import Watch
+    from megatron_rl.distributed.watchdog import Watchdog
     from megatron_rl.types import StepKind
 
-    enter, step = Watch._enter, Optimizer.step
+    enter, step = Watchdog._enter, Optimizer.step
 
     def noted_enter(self, name):
         note.write(phase=name if name in STAGES else "other")
@@ -89,14 +89,14 @@ def note_stages(note: Note) -> None:
             nap("ghost step")
             return step(self, kind)
 
-    Watch._enter, Optimizer.step = noted_enter, noted_step
+    Watchdog._enter, Optimizer.step = noted_enter, noted_step
 
 
 def note_saves(note: Note) -> None:
     """The main thread's share of a save (planning, ending, pruning), and the thread that writes."""
     from megatron_rl.checkpoint import folder, manager, writer
 
-    checkpoints, pending = manager.Checkpoints, writer.PendingSave
+    checkpoints, pending = manager.CheckpointManager, writer.PendingSave
     save, finish, write, sync = checkpoints._save, checkpoints._finish, pending._write, folder._sync
     write_bucket = writer.FileSystemWriterAsync.write_preloaded_data
 

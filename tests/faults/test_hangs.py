@@ -17,8 +17,8 @@ import pytest
 
 from megatron_rl.distributed import watchdog as watch_module
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.distributed.watchdog import Watch, open_watch
-from megatron_rl.distributed.watchdog_server import Peer, judge
+from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
+from megatron_rl.distributed.watchdog_server import RankState, find_culprit
 from megatron_rl.errors import PeerError
 from tests.patience import HANG_S, patient, until
 from tests.runs.command import arguments
@@ -89,9 +89,9 @@ def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, cas
             assert "Traceback" not in printed and "Error" not in printed[: wanted.search(printed).start()], printed
 
 
-def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> Peer:
+def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> RankState:
     answer = {"at": f"somewhere:{rank}", "waits": waits, "left": False}
-    return Peer(rank=rank, who=f"rank {rank} (here)", stage="update", number=number, **{"answer": answer, **given})
+    return RankState(rank=rank, who=f"rank {rank} (here)", stage="update", number=number, **{"answer": answer, **given})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> Peer:
     ],
 )
 def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, words):
-    cause = judge({p.rank: p for p in peers})
+    cause = find_culprit({p.rank: p for p in peers})
     assert cause.rank == guilty and words in cause.text and "rank 0 (here) met timed out" in cause.text, cause
 
 
@@ -123,7 +123,7 @@ def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
 
 def one_raises(rank: int, world: int) -> str:
     try:
-        with open_watch(place(rank, world, pipeline=world), patient(HANG_S)) as watch, watch.stage("rollout"):
+        with open_watchdog(place(rank, world, pipeline=world), patient(HANG_S)) as watch, watch.stage("rollout"):
             if rank == 1:
                 with watch.stage("reward"):
                     raise KeyError("planted")
@@ -145,7 +145,7 @@ def test_an_error_is_told_to_every_rank_with_its_stage(pool: Pool) -> None:
 
 def all_end_well(rank: int, world: int) -> list[str]:
     for _ in range(3):
-        with open_watch(place(rank, world), patient(HANG_S)) as watch:
+        with open_watchdog(place(rank, world), patient(HANG_S)) as watch:
             for name in ("rollout", "update"):
                 with watch.stage(name):
                     time.sleep(0.05 * rank)
@@ -171,5 +171,5 @@ def test_a_rank_that_cannot_end_is_ended_though_the_keeper_left_with_the_cause(m
         keepers = server.accept()[0]
     with keepers:
         keepers.sendall(b'{"is": "welcome"}\n{"is": "cause", "rank": 1, "text": "rank 1 stalls"}\n{"is": "bye"}\n')
-        Watch(1, "rank 1", "rank 0").connect(ours, "token", patient(HANG_S))
+        Watchdog(1, "rank 1", "rank 0").connect(ours, "token", patient(HANG_S))
         assert ended.wait(patient(HANG_S))

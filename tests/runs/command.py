@@ -6,13 +6,9 @@ import contextlib
 import io
 import json
 import pathlib
-import pytest
+
 import torch
 from safetensors.torch import load_file
-from megatron_rl.checkpoint.folder import whole_checkpoints
-import math
-import shutil
-from tests.pairwise import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 START, TARGET, HORIZON = 0.05, 1e-4, 200

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runs.command import timeless, weights_of_last
-from tests.runs.command import arguments, command_line, rows_of, weights_of
+from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of, weights_of_last
 
 LORA = ("lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3")
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null")

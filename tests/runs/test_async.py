@@ -1,9 +1,7 @@
 """Rollouts ahead of training, in parts, replayed and asked again: the same samples, in the same order, to the bit; on every layout."""
 
 from __future__ import annotations
-from tests.runs.command import trained_prompts
 
-import json
 import math
 import pathlib
 import shutil
@@ -11,9 +9,8 @@ import shutil
 import pytest
 import torch
 
-from tests.runs.command import timeless
-from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.pairwise import quick
+from tests.runs.command import arguments, command_line, rows_of, timeless, trained_prompts, weights_of
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
 VERIFIED = ("reward.functions=[tests.reward_functions:unsteady,math_verify]", "reward.weights=[1.0,0.5]")

@@ -8,8 +8,7 @@ import pathlib
 import pytest
 import torch
 
-from tests.runs.command import timeless
-from tests.runs.command import arguments, command_line, rows_of, weights_of
+from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of
 
 ROLLOUTS = ("train.num_rollouts=3", "eval.every_rollouts=1")
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import load_config
 from megatron_rl.observability.metrics import read_metrics
-from tests.workers.environment import worker_environment
 from tests.patience import patient
+from tests.workers.environment import worker_environment
 
 pytestmark = pytest.mark.process
 

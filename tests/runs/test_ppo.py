@@ -1,7 +1,6 @@
 """PPO whole: the same run on every layout, a kill changes nothing, values are learned, and a warm-up leaves the policy alone."""
 
 from __future__ import annotations
-from tests.runs.command import PPO
 
 import json
 import math
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
-from tests.runs.command import SAVED, timeless, weights_of_last
-from tests.runs.command import arguments, command_line, rows_of, weights_of
+from tests.runs.command import PPO, SAVED, arguments, command_line, rows_of, timeless, weights_of, weights_of_last
 
 KL = ("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3", "sft.steps=2")
 

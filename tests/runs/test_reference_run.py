@@ -1,13 +1,24 @@
 """Whole runs with a KL in the loss: the coefficient's trajectory, the reference's renewal, and a run that is ended and started again."""
 
 from __future__ import annotations
-from tests.runs.command import ADAPTIVE, HORIZON, KL, START, TARGET
 
 import pytest
 import torch
 
-from tests.runs.command import SAVED, state_of, timeless, weights_of_last
-from tests.runs.command import arguments, command_line, rows_of
+from tests.runs.command import (
+    ADAPTIVE,
+    HORIZON,
+    KL,
+    SAVED,
+    START,
+    TARGET,
+    arguments,
+    command_line,
+    rows_of,
+    state_of,
+    timeless,
+    weights_of_last,
+)
 
 SAMPLES = 8 * 4  # of a rollout
 

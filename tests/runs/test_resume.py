@@ -1,16 +1,12 @@
 """A run that is ended and started again with the same command: bitwise the uninterrupted run's weights, each prompt trained as often."""
 
 from __future__ import annotations
-from tests.runs.command import SAVED, state_of, timeless, weights_of_last
-
-import json
-import pathlib
 
 import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
-from tests.runs.command import arguments, command_line, rows_of
+from tests.runs.command import SAVED, arguments, command_line, rows_of, timeless, weights_of_last
 
 RUNS = {
     "PP2-warmup": ("parallel.pipeline=2", "sft.steps=2"),

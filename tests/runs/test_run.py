@@ -1,7 +1,6 @@
 """Whole runs: skips, silent ranks and ghosts end with the dense run's weights, and no dropped sample is ever forwarded."""
 
 from __future__ import annotations
-from tests.equality.rig import ForwardedLengths
 
 import functools
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from megatron_rl.types import StepKind
-from tests.workers.pool import Pool
-from tests.equality.rig import Rig, equal_by_name, open_rig, sizes
+from tests.equality.rig import ForwardedLengths, equal_by_name, open_rig, sizes
 from tests.pairwise import quick
 from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
+from tests.workers.pool import Pool
 
 NUM_SAMPLES, PER_MINI_BATCH, ROLLOUTS, LR = 24, 6, 6, 1e-3
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", f"train.samples_per_mini_batch={PER_MINI_BATCH}")

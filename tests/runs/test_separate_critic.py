@@ -16,11 +16,9 @@ from megatron_rl.config import load_config
 from megatron_rl.critic.link import holds_critic, local_policy_ranks
 from megatron_rl.errors import ConfigError
 from megatron_rl.train import main
-from tests.workers.nursery import Nursery
-from tests.runs.command import PPO
-from tests.runs.command import SAVED, timeless, weights_of_last
-from tests.runs.command import arguments, rows_of
 from tests.patience import patient
+from tests.runs.command import PPO, SAVED, arguments, rows_of, timeless, weights_of_last
+from tests.workers.nursery import Nursery
 
 BOUND_S = patient(600)
 NEVER = f"run.deadline_s={10 * BOUND_S:g}"  # a deadline that no test waits for

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from tests.workers.environment import worker_environment
 from tests.patience import patient
+from tests.workers.environment import worker_environment
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOUND_S = patient(900.0)

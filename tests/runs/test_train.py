@@ -1,16 +1,12 @@
 """The whole loop through its command line: runs end to end, bad input ends in a clear error, the skip changes nothing."""
 
 from __future__ import annotations
-from tests.runs.command import ROOT, arguments, command_line, rows_of, weights_of
-
-import contextlib
-import io
-import json
-import pathlib
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests.runs.command import arguments, command_line, rows_of, weights_of
 
 
 def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):

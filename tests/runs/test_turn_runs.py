@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.environment import Step
-from tests.runs.command import timeless
-from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.pairwise import quick
+from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
 TURNS = (

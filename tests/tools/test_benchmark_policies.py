@@ -13,7 +13,7 @@ import torch
 from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.planning.plan import PlanRules, split_mini_batches
-from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import BatchFacts, BatchPlan, StepKind, StepPlan
 from tests.equality.rig import open_rig, ragged_advantages, sizes
 from tests.workers.pool import Pool
 
@@ -47,12 +47,12 @@ def cases() -> list[Case]:
     return found
 
 
-def ran(plan: MiniBatchPlan, rules: PlanRules) -> list[int]:
+def ran(plan: StepPlan, rules: PlanRules) -> list[int]:
     """Samples that run with their loss, over all ranks."""
     return [int(i) for rank in range(rules.data_size) for m in plan.microbatches(rank) if not m.filler for i in m.samples]
 
 
-def all_ran(plan: StepPlan, rules: PlanRules) -> list[int]:
+def all_ran(plan: BatchPlan, rules: PlanRules) -> list[int]:
     return [i for x in plan.mini_batches for i in ran(x, rules)]
 
 
@@ -63,7 +63,7 @@ def test_every_survivor_runs_exactly_once(policy: str) -> None:
         found = all_ran(plan, rules)
         assert len(found) == len(set(found)) and set(np.flatnonzero(signal).tolist()) <= set(found)
         assert all((x.kind is StepKind.GHOST) == (len(x.order) == 0) for x in plan.mini_batches)
-        assert StepPlan.from_json(plan.to_json()).fingerprints() == plan.fingerprints()
+        assert BatchPlan.from_json(plan.to_json()).fingerprints() == plan.fingerprints()
 
 
 def test_ours_and_keep_one_leave_every_survivor_in_its_own_step() -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompt_dataset import PromptSource, load_rows
+from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
 from megatron_rl.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -161,7 +161,7 @@ def test_gsm8k_columns(tmp_path):
     assert rows[1]["solution"] == "It is $120,000\n#### 120,000"
     assert len(load_rows(tmp_path / "out" / "test.jsonl")) == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
-    source = PromptSource(rows, tokenizer, DataConfig(shuffle=False), seed=0, context_tokens=1024)
+    source = PromptDataset(rows, tokenizer, DataConfig(shuffle=False), seed=0, context_tokens=1024)
     for row, found in zip(rows, source.next_solutions(3), strict=True):
         texts = tokenizer.decode(found.prompt.token_ids), tokenizer.decode(found.response_ids[:-1])
         assert texts == (row["prompt"], row["solution"])

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.rollout.build import Seat, build_engine, place_of
+from megatron_rl.rollout.build import RankLocation, build_engine, role_of
 from megatron_rl.rollout.engine import SyncReport
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica
-from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, segment_folders
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
@@ -115,7 +115,7 @@ class Bench:
         version = next(self.versions)
         if changes:
             given = {"channel": "shared_memory", "bucket_bytes": 1 << 20, "deadline_s": DEADLINE_S, "device": CPU} | changes
-            sender = WeightSync(**given)
+            sender = WeightSender(**given)
             report = sender.deliver(iter(weights), version, [self.replica])
             sender.forget(self.replica)
             assert report.failed or changes.get("channel", "shared_memory") != "shared_memory" or any(sender.halves)
@@ -144,10 +144,10 @@ class Bench:
 def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> Bench:
     """Starts the engine as a run of one rank does; it has no weights yet."""
     config = config_of(folder, run_dir, *overrides)
-    seat = Seat(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     model = hugging_face(folder)
     engine = build_engine(
-        config, AutoTokenizer.from_pretrained(folder), seat=seat, place=place_of(config, seat), device=CPU, dtype=torch.float32,
+        config, AutoTokenizer.from_pretrained(folder), seat=seat, place=role_of(config, seat), device=CPU, dtype=torch.float32,
         vocab_size=model.config.vocab_size,
     )  # fmt: skip
     return Bench(folder, config, engine, model)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 from tests.vllm.rig import (
     BLOCK_TOKENS,
     CPU,
@@ -150,7 +150,7 @@ def test_after_every_sync_logprobs_equal_hugging_faces(family):
 
 
 def test_a_broadcast_channel_is_opened_once_and_serves_every_sync(bench):
-    sender = WeightSync(channel="broadcast", bucket_bytes=12_000, deadline_s=DEADLINE_S, device=CPU)
+    sender = WeightSender(channel="broadcast", bucket_bytes=12_000, deadline_s=DEADLINE_S, device=CPU)
     for seed in (1, 2):
         report = sender.deliver(iter(bench.weights(seed).items()), next(bench.versions), [bench.replica])
         assert not report.failed and len(sender.groups) == 1

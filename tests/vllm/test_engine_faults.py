@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.build import engine_arguments
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
-from megatron_rl.rollout.manager import Generation
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.vllm import process_replica
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
 from megatron_rl.rollout.vllm.replica import GenerateRequest, ReplicaLost
@@ -74,12 +74,12 @@ def alone() -> Iterator[None]:
 
 
 class Driver:
-    """Generation over the engine, its weights those of one seed under one version, and an undisturbed call to compare with."""
+    """RolloutManager over the engine, its weights those of one seed under one version, and an undisturbed call to compare with."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench, version = bench, 1000
         weights = bench.weights(SEED)
-        self.generation = Generation(
+        self.generation = RolloutManager(
             bench.engine, lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts], bench.config,
             export=lambda: iter(weights.items()), version=lambda: version, share=(0, 1),
         )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica
 from megatron_rl.rollout.vllm.replica import RequestRefused
-from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, Tally
 from tests.patience import HANG_S, patient
 from tests.vllm.rig import CPU, DEADLINE_S, LOGPROB_TOLERANCE, Bench, make_prompts, segments, segments_kept
@@ -276,7 +276,7 @@ def test_a_replica_that_fails_does_not_keep_others_from_their_weights(bench):
     """One of two is gone from the start; the other's weights are whole."""
     gone = ProcessReplica({}, {}, pathlib.Path("/dev/null"))
     gone.name = "another"
-    sender = WeightSync(deadline_s=DEADLINE_S, device=CPU, **SMALL)
+    sender = WeightSender(deadline_s=DEADLINE_S, device=CPU, **SMALL)
     version = next(bench.versions)
     report = sender.deliver(iter(bench.weights(5).items()), version, [gone, bench.replica])
     sender.forget(bench.replica)

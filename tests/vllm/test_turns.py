@@ -14,7 +14,7 @@ from megatron_rl.config import EnvironmentConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.multi_turn import Episodes
+from megatron_rl.rollout.multi_turn import MultiTurnEngine
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from tests.runs.command import arguments, command_line, rows_of
 from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told
@@ -34,11 +34,11 @@ class Length:
         return Step(observation=f"={len(action)} ", reward=0.5, done=self.turns == 4)
 
 
-def episodes_of(engine, bench) -> Episodes:
+def episodes_of(engine, bench) -> MultiTurnEngine:
     config = EnvironmentConfig(name="tests.vllm.test_turns:Length", max_turns=6, deadline_s=30.0)
     tokenizer = AutoTokenizer.from_pretrained(bench.folder)
     room = bench.config.rollout.max_response_tokens
-    return Episodes(engine, environment_maker(config), Observations(tokenizer, "{prompt}"), tokenizer, config, max_response_tokens=room)
+    return MultiTurnEngine(engine, environment_maker(config), Observations(tokenizer, "{prompt}"), tokenizer, config, max_response_tokens=room)
 
 
 def test_greedy_episodes_equal_the_transformers_engines(bench) -> None:

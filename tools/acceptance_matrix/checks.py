@@ -28,7 +28,7 @@ from megatron_rl.config import load_config
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.types import LossInputs, Sample, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind
 from megatron_rl.weights.export import export_weights
 from tests.reference import make_samples, reference_gradient, reference_logprobs, relative_error, tiny_model
 
@@ -64,13 +64,13 @@ class Bench:
         """The rank on which faults are planted."""
         return self.backend.topology.rank == self.backend.topology.world_size - 1
 
-    def plan(self, advantages: np.ndarray, *, drops: bool) -> StepPlan:
+    def plan(self, advantages: np.ndarray, *, drops: bool) -> BatchPlan:
         signal = has_signal(advantages, self.batch.facts.loss_tokens)
         plan = self.backend.plan("train", self.batch, signal, drops=drops)
         self.backend.load_rows(self.batch, plan)
         return plan
 
-    def accumulate(self, advantages: np.ndarray, plan: StepPlan) -> StepKind:
+    def accumulate(self, advantages: np.ndarray, plan: BatchPlan) -> StepKind:
         (mini_batch,) = plan.mini_batches
         weights = reduction_weights("token_mean", self.batch.facts, mini_batch.members, max_response_tokens=16)
         old = np.concatenate([s.logprobs for s in self.samples])
@@ -78,7 +78,7 @@ class Bench:
         self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
         return mini_batch.kind
 
-    def gradient(self, advantages: np.ndarray, plan: StepPlan) -> dict[str, torch.Tensor]:
+    def gradient(self, advantages: np.ndarray, plan: BatchPlan) -> dict[str, torch.Tensor]:
         self.accumulate(advantages, plan)
         if self.fault == "drop-gradient" and self.is_last:
             for buffer in self.backend.chunks[0].buffers:

@@ -1,4 +1,4 @@
-"""The three planning policies of verl #5838, each as a StepPlan that this backend's schedule runs. Pure numpy.
+"""The three planning policies of verl #5838, each as a BatchPlan that this backend's schedule runs. Pure numpy.
 
 Read: https://github.com/verl-project/verl/pull/5838 (open) and its author's branch dev-skip-zero-adv (github.com/sheilaliuxl/verl at
 22e71151 and 09fcbfd0: ``filter_zero_adv_batch`` of verl/trainer/ppo/metric_utils.py, ``filter_zero_adv_micro_batch``,
@@ -37,33 +37,33 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
-from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
-Policy = Callable[[list[np.ndarray], np.ndarray, np.ndarray, PlanRules], StepPlan]
+Policy = Callable[[list[np.ndarray], np.ndarray, np.ndarray, PlanRules], BatchPlan]
 """(members of each mini-batch, lengths [S] int64, signal [S] bool, rules) → the plan of one rollout."""
 
 
-def dense(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> StepPlan:
+def dense(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
     """Every sample in its own step: the truth."""
     return plan_steps("train", mini_batches, lengths, signal, rules, drops=False)
 
 
-def ours(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> StepPlan:
+def ours(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
     """Every survivor in its own step, a ghost at its own position."""
     return plan_steps("train", mini_batches, lengths, signal, rules, drops=True)
 
 
-def keep_one(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> StepPlan:
+def keep_one(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
     """The dense micro-batches, each thinned to its survivors or to one sample.
 
     Example: micro-batches [0, 1] and [2, 3] with signal in 1 alone, 3 shorter than 2 → [1] and [3].
     """
     planned = dense(mini_batches, lengths, signal, rules).mini_batches
     padded = padded_lengths(lengths, rules.pad_multiple)
-    return StepPlan(purpose="train", mini_batches=tuple(_thinned(x, padded, signal) for x in planned))
+    return BatchPlan(purpose="train", mini_batches=tuple(_thinned(x, padded, signal) for x in planned))
 
 
-def filter_pad(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> StepPlan:
+def filter_pad(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
     """Survivors in even pieces over the dense number of steps.
 
     Example: two mini-batches [0, 1, 2, 3] and [4, 5, 6, 7], signal in 0, 1, 2, one rank, 7 the shortest of the others → [0, 1] and
@@ -77,7 +77,7 @@ def filter_pad(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.n
     return dense([*pieces, *[kept[:0]] * (steps - len(pieces))], lengths, signal, rules)
 
 
-def fewest_steps(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> StepPlan:
+def fewest_steps(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
     """Survivors in as few steps as the mini-batch size allows.
 
     Example: two mini-batches [0, 1, 2, 3] and [4, 5, 6, 7], signal in 0, 1, 5, 6, one rank → one step [0, 1, 5, 6].
@@ -101,7 +101,7 @@ def filtered(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.nda
     return np.concatenate([live, dead[np.lexsort((dead, lengths[dead]))][:padding]])
 
 
-def _thinned(mini_batch: MiniBatchPlan, padded: np.ndarray, signal: np.ndarray) -> MiniBatchPlan:
+def _thinned(mini_batch: StepPlan, padded: np.ndarray, signal: np.ndarray) -> StepPlan:
     """Each micro-batch with its survivors alone, or its shortest sample; a filler holds the shortest sample that runs, as ever."""
     if mini_batch.kind is StepKind.GHOST:
         return mini_batch
@@ -111,7 +111,7 @@ def _thinned(mini_batch: MiniBatchPlan, padded: np.ndarray, signal: np.ndarray) 
     true = np.concatenate([m for m, filler in zip(kept, mini_batch.filler_microbatches, strict=True) if not filler])
     shortest = true[[np.argmin(padded[true])]]
     kept = [shortest if filler else m for m, filler in zip(kept, mini_batch.filler_microbatches, strict=True)]
-    return MiniBatchPlan(
+    return StepPlan(
         kind=StepKind.REAL,
         members=mini_batch.members,
         dropped=np.setdiff1d(mini_batch.members, true),

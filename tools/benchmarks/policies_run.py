@@ -23,7 +23,7 @@ from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.planning.cost import plan_seconds
 from megatron_rl.planning.plan import PlanRules, padded_lengths
-from megatron_rl.types import LossInputs, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, LossInputs, StepKind
 
 REDUCTION = "token_mean"
 
@@ -48,10 +48,10 @@ class Rollout:
     def _weights(self, counted: np.ndarray) -> np.ndarray:
         return reduction_weights(REDUCTION, self.batch.facts, counted, max_response_tokens=1)
 
-    def plan(self, policy: str, rules: PlanRules) -> StepPlan:
+    def plan(self, policy: str, rules: PlanRules) -> BatchPlan:
         return POLICIES[policy](self.mini_batches, self.batch.facts.total_tokens, self.signal, rules)
 
-    def inputs(self, plan: StepPlan, old_logprobs: np.ndarray | None, *, renormalised: bool = False) -> list[LossInputs]:
+    def inputs(self, plan: BatchPlan, old_logprobs: np.ndarray | None, *, renormalised: bool = False) -> list[LossInputs]:
         """Of each step: under the dense run's weights, or the denominator counted over the samples that the step runs."""
         original = self.weights
         each = [self._weights(np.unique(x.order)) if renormalised else original for x in plan.mini_batches]
@@ -62,7 +62,7 @@ def with_cap(rules: PlanRules, max_tokens: int) -> PlanRules:
     return dataclasses.replace(rules, max_tokens=max_tokens)
 
 
-def update(backend: MegatronBackend, rollout: Rollout, plan: StepPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
+def update(backend: MegatronBackend, rollout: Rollout, plan: BatchPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
     """Seconds of all the plan's updates, and of their optimizer steps. Rows must have been loaded."""
     timed = [
         benchmark_skip.update(backend, rollout.batch, mini_batch, fingerprint, each)
@@ -102,7 +102,7 @@ def costs(backend: MegatronBackend, rollout: Rollout, rules: PlanRules, caps: Se
     return found
 
 
-def describe(plan: StepPlan, tokens: np.ndarray) -> dict:
+def describe(plan: BatchPlan, tokens: np.ndarray) -> dict:
     """What a plan runs: tokens [S] without pads, fillers counted."""
     steps = plan.mini_batches
     return {

@@ -71,17 +71,17 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
     from transformers import AutoConfig, AutoTokenizer
 
     from megatron_rl.config import load_config
-    from megatron_rl.rollout.build import Seat, build_engine, place_of
+    from megatron_rl.rollout.build import RankLocation, build_engine, role_of
 
     config = load_config(None, [
         f"model.hf_path={model}", f"rollout.engine={kind}", f"data.max_prompt_tokens={given.prompt_tokens}",
         f"rollout.max_response_tokens={given.response_tokens}", f"run.dir={folder / kind}", "rollout.allow_large_embedded_model=true",
     ])  # fmt: skip
-    seat = Seat(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     weights = {name: x for file in sorted(model.glob("*.safetensors")) for name, x in load_file(file).items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = build_engine(
-        config, AutoTokenizer.from_pretrained(model), seat=seat, place=place_of(config, seat), device=device, dtype=torch.float32,
+        config, AutoTokenizer.from_pretrained(model), seat=seat, place=role_of(config, seat), device=device, dtype=torch.float32,
         vocab_size=AutoConfig.from_pretrained(model).vocab_size,
     )  # fmt: skip
     try:
@@ -96,7 +96,7 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
 def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path) -> list[dict]:
     import torch
 
-    from megatron_rl.rollout.weight_sync.sender import WeightSync
+    from megatron_rl.rollout.weight_sync.sender import WeightSender
 
     engine, weights = open_engine(given, model, folder, "vllm")
     rows = []
@@ -108,7 +108,7 @@ def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib
         for channel in given.channels:
             for bucket_mb in given.buckets_mb:
                 device = next(iter(weights.values())).device if channel == "shared_memory" else torch.device("cpu")
-                sync = WeightSync(channel=channel, bucket_bytes=int(bucket_mb * 2**20), deadline_s=300.0, device=device)
+                sync = WeightSender(channel=channel, bucket_bytes=int(bucket_mb * 2**20), deadline_s=300.0, device=device)
                 seconds = []
                 for _ in range(given.repeats + 1):
                     version += 1

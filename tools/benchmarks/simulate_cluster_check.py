@@ -32,7 +32,7 @@ from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import Job, run_plan
 from megatron_rl.simulator.machine import Machine, machine_costs
 from megatron_rl.simulator.workload import Workload
-from megatron_rl.types import StepPlan
+from megatron_rl.types import BatchPlan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALLOWED_MEDIAN = 0.15
@@ -103,7 +103,7 @@ class Measured:
     seconds: float
     job: Job
     signal: np.ndarray
-    plan: StepPlan | None
+    plan: BatchPlan | None
 
     def predict(self, theta: np.ndarray) -> float:
         """theta [6]: seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced parameter, per update."""
@@ -141,7 +141,7 @@ def cases(records: list[dict]) -> list[Measured]:
     return found
 
 
-def plans_of(name: str, row: dict, job: Job, signal: np.ndarray) -> dict[str, StepPlan]:
+def plans_of(name: str, row: dict, job: Job, signal: np.ndarray) -> dict[str, BatchPlan]:
     """The dense and the skip plan; ValueError where the planner, now, cuts otherwise than it did when they were measured."""
     rules, plans = plan_rules(job.config, job.degrees, job.shape), {}
     for kind in ("dense", "skip"):

@@ -16,10 +16,10 @@ import torch
 from megatron_rl.planning.cost import CostModel
 from megatron_rl.planning.plan import padded_lengths
 from megatron_rl.planning.timeline import simulate
-from megatron_rl.types import MiniBatchPlan
+from megatron_rl.types import StepPlan
 
 
-def plan_clock(model: CostModel, mini_batch: MiniBatchPlan, padded: np.ndarray) -> float:
+def plan_clock(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> float:
     """Predicted forward and backward of a plan: the makespan of the slowest data-parallel rank, a third of each stage's time forward."""
     slowest = 0.0
     for rank in range(len(mini_batch.rank_offsets) - 1):

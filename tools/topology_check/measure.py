@@ -24,8 +24,8 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.watchdog import Watch
-from megatron_rl.types import LossInputs, MiniBatchPlan, Sample
+from megatron_rl.distributed.watchdog import Watchdog
+from megatron_rl.types import LossInputs, Sample, StepPlan
 
 NUM_STEPS = 3
 
@@ -38,7 +38,7 @@ class Bench:
     work: Work
     batch: Batch
 
-    def mini_batch(self, *, drops: bool) -> tuple[MiniBatchPlan, bytes]:
+    def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
         """Plans the batch as one step, and brings the rows where they are needed."""
         signal = has_signal(self.work.advantages, self.batch.facts.loss_tokens)
         plan = self.backend.plan("train", self.batch, signal, drops=drops)
@@ -46,7 +46,7 @@ class Bench:
         (mini_batch,) = plan.mini_batches
         return mini_batch, plan.fingerprints()[0]
 
-    def accumulate(self, *, drops: bool) -> MiniBatchPlan:
+    def accumulate(self, *, drops: bool) -> StepPlan:
         config = self.backend.config
         mini_batch, fingerprint = self.mini_batch(drops=drops)
         weights = reduction_weights(
@@ -58,7 +58,7 @@ class Bench:
         self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=fingerprint)
         return mini_batch
 
-    def gradient(self, *, drops: bool) -> tuple[dict[str, torch.Tensor], MiniBatchPlan]:
+    def gradient(self, *, drops: bool) -> tuple[dict[str, torch.Tensor], StepPlan]:
         mini_batch = self.accumulate(drops=drops)
         gradient = self.backend.gradient()
         self.backend.zero_grad()
@@ -115,7 +115,7 @@ def measure_reference(config: Config, hf_config, weights: Mapping[str, torch.Ten
         dist.destroy_process_group()
 
 
-def measure_topology(bench: Bench, watch: Watch, *, skips: bool) -> Measured:
+def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
     """Log-probs, gradients and activations under the user's topology; ``add_steps`` adds the rest."""
     with watch.stage("activations of one sample"):
         traces = trace_sample(bench.backend, bench.work.traced)
@@ -135,7 +135,7 @@ def measure_topology(bench: Bench, watch: Watch, *, skips: bool) -> Measured:
     )
 
 
-def add_steps(found: Measured, bench: Bench, watch: Watch) -> Measured:
+def add_steps(found: Measured, bench: Bench, watch: Watchdog) -> Measured:
     with watch.stage("optimizer steps"):
         norms, weights = bench.steps()
     facts = {**found.facts, "adam": bench.backend.optimizer.kernel}

@@ -30,7 +30,7 @@ from megatron_rl.rollout.vllm.replica import (
     ReplicaLost,
     RequestRefused,
 )
-from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class VllmEngine:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], sync: WeightSync, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig, *, seed: int,
+        self, replicas: Sequence[Replica], sync: WeightSender, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig, *, seed: int,
         stop_ids: Sequence[int], vocab_size: int, longest: int, drives: bool, rank: int = 0, in_flight: bool = False,
     ):  # fmt: skip
         """longest: prompt and response together, at most. Starts or connects at once, and waits for it in ``recover``.

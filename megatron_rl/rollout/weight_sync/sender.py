@@ -64,7 +64,7 @@ class _Half:
             self.segment.close()
 
 
-class WeightSync:
+class WeightSender:
     """One rank's sender to the replicas that it drives.
 
     channel:      ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs), or
@@ -131,7 +131,7 @@ class WeightSync:
 class _Delivery:
     """One sync under way. Each replica has a thread of its own, so its messages keep their order."""
 
-    def __init__(self, sync: WeightSync, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
+    def __init__(self, sync: WeightSender, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
         self.sync, self.version, self.replicas, self.in_flight = sync, version, replicas, in_flight
         self.threads = {id(x): ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync") for x in replicas}
         self.living = list(replicas)

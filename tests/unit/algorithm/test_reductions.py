@@ -18,7 +18,7 @@ from megatron_rl.config import REDUCTIONS, Config, load_config
 from megatron_rl.config.num_steps import steps_per_rollout
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
-from megatron_rl.types import Advantages, BatchFacts, StepKind, StepPlan
+from megatron_rl.types import Advantages, BatchFacts, BatchPlan, StepKind
 from tests.unit.algorithm.naive_steps import DENOMINATORS, MAX_RESPONSE_TOKENS, STEPS, naive_steps
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
@@ -49,7 +49,7 @@ class Case:
             loss_tokens=np.array([m.sum() for m in self.masks], dtype=np.int64), owners=zeros, owner_rows=np.arange(count),
         )  # fmt: skip
 
-    def plan(self, *, steps: str = "match", drops: bool = True, advantages: np.ndarray | None = None) -> StepPlan:
+    def plan(self, *, steps: str = "match", drops: bool = True, advantages: np.ndarray | None = None) -> BatchPlan:
         """As the backend makes it: nothing is merged where nothing is dropped."""
         facts = self.facts
         signal = has_signal(self.advantages if advantages is None else advantages, facts.loss_tokens)
@@ -85,7 +85,7 @@ def config_of(reduction: str, denominator: str, mode: str) -> Config:
 
 
 def weights_of(
-    case: Case, plan: StepPlan, reduction: str, denominator: str, advantages: np.ndarray | None = None, *, mode: str = "approximate"
+    case: Case, plan: BatchPlan, reduction: str, denominator: str, advantages: np.ndarray | None = None, *, mode: str = "approximate"
 ) -> list[np.ndarray]:
     """[S] of each step: the weights that the run's loop gives to the loss."""
     config, values = config_of(reduction, denominator, mode), case.advantages if advantages is None else advantages

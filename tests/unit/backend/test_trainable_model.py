@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.backend.optimizer import StepOutcome
 from megatron_rl.backend.schedule import StageLaps
-from megatron_rl.backend.trainable_model import Batch, TrainedModel
+from megatron_rl.backend.trainable_model import Batch, TrainableModel
 from megatron_rl.config import load_config
 from megatron_rl.planning.cost import NUM_SUMS, CostFit, CostModel, StageCost
 from megatron_rl.planning.plan import PlanRules
@@ -20,9 +20,9 @@ from megatron_rl.types import StepKind
 from tests.unit.algorithm.facts import make_facts
 
 
-def model_of(*overrides: str, **fields: object) -> TrainedModel:
+def model_of(*overrides: str, **fields: object) -> TrainableModel:
     """Makes a model with its configuration and the fields given, and with neither chunks nor a world."""
-    model = object.__new__(TrainedModel)
+    model = object.__new__(TrainableModel)
     model.config, model.rules = load_config(None, overrides), PlanRules()
     for name, value in fields.items():
         setattr(model, name, value)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompt_dataset import PromptSource, load_rows
+from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
 from megatron_rl.errors import ConfigError
 
 
@@ -35,9 +35,9 @@ def make_rows(count: int) -> list[dict]:
     return [{"prompt": f"{i}+1=", "answer": str(i + 1), "solution": str(i + 1)} for i in range(count)]
 
 
-def make_source(rows=None, *, tokenizer=None, seed=3, context_tokens=None, **data) -> PromptSource:
+def make_source(rows=None, *, tokenizer=None, seed=3, context_tokens=None, **data) -> PromptDataset:
     rows = make_rows(7) if rows is None else rows
-    return PromptSource(rows, tokenizer or LetterTokenizer(), DataConfig(**data), seed, context_tokens)
+    return PromptDataset(rows, tokenizer or LetterTokenizer(), DataConfig(**data), seed, context_tokens)
 
 
 def ids(prompts) -> list[str]:

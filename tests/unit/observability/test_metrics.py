@@ -22,7 +22,7 @@ from megatron_rl.observability.metrics import (
     step_metrics,
     summarize,
 )
-from megatron_rl.types import BatchFacts, MiniBatchPlan, StepKind, StepResult
+from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 OFF = MetricsConfig(progress=False)
 
@@ -82,9 +82,9 @@ def facts() -> BatchFacts:
                       loss_tokens=response, owners=sixes, owner_rows=np.arange(6))  # fmt: skip
 
 
-def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: list[int]) -> MiniBatchPlan:
+def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: list[int]) -> StepPlan:
     """All of ``order`` in one micro-batch of rank 0; rank 1 is silent."""
-    return MiniBatchPlan(
+    return StepPlan(
         kind=kind,
         members=np.asarray(members),
         dropped=np.asarray(dropped, dtype=np.int64),

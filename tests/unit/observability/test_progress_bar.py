@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from megatron_rl.observability.progress_bar import Progress
+from megatron_rl.observability.progress_bar import ProgressBar
 
 
 class Clock:
@@ -28,7 +28,7 @@ def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
     """A run of ``num_steps`` steps of 2 s; what it printed."""
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
-    with Progress(num_steps, enabled, console=console, clock=clock) as progress:
+    with ProgressBar(num_steps, enabled, console=console, clock=clock) as progress:
         for step in range(num_steps):
             clock.now_s += 2.0
             progress.update(row(step))

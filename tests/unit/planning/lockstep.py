@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.planning.plan import PlanRules
-from megatron_rl.types import MiniBatchPlan
+from megatron_rl.types import StepPlan
 
 
-def microbatches_of(plan: MiniBatchPlan, data_size: int) -> list[list[list[int]]]:
+def microbatches_of(plan: StepPlan, data_size: int) -> list[list[list[int]]]:
     """Per data-parallel rank, its micro-batches without fillers, each the samples in it; what the ranks will iterate over."""
     per_rank = [[*plan.microbatches(rank)] for rank in range(data_size)]
     for rank, microbatches in enumerate(per_rank):
@@ -17,7 +17,7 @@ def microbatches_of(plan: MiniBatchPlan, data_size: int) -> list[list[list[int]]
     return [[m.samples.tolist() for m in rank if not m.filler] for rank in per_rank]
 
 
-def assert_lockstep(plan: MiniBatchPlan, rules: PlanRules, padded: np.ndarray) -> None:
+def assert_lockstep(plan: StepPlan, rules: PlanRules, padded: np.ndarray) -> None:
     """Invariants 9 and 10, block by block."""
     assert len(plan.filler_microbatches) == plan.num_microbatches.sum()
     ran = [i for rank in microbatches_of(plan, rules.data_size) for m in rank for i in m]

@@ -16,7 +16,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.planning.plan import PlanRules, _balance, padded_lengths, plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.timeline import simulate
-from megatron_rl.types import MiniBatchPlan, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep, microbatches_of
 
 
@@ -40,7 +40,7 @@ class Case:
     drops: bool
     merge: bool
 
-    def plan(self, **changed) -> StepPlan:
+    def plan(self, **changed) -> BatchPlan:
         case = dataclasses.replace(self, **changed)
         return plan_steps(
             "train", case.mini_batches, case.lengths, case.signal, case.rules, drops=case.drops, merge=case.merge
@@ -75,7 +75,7 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     )  # fmt: skip
 
 
-def assert_invariants(plan: StepPlan, case: Case) -> None:
+def assert_invariants(plan: BatchPlan, case: Case) -> None:
     """Every numbered invariant of planning/plan.py on one plan."""
     mini_batches, rules = case.mini_batches, case.rules
     if case.merge and mini_batches:
@@ -114,7 +114,7 @@ def assert_invariants(plan: StepPlan, case: Case) -> None:
     assert_long_samples_fail_alike(case)  # 11
 
 
-def assert_costliest_in_the_middle(planned: MiniBatchPlan, rules: PlanRules, each: np.ndarray) -> None:
+def assert_costliest_in_the_middle(planned: StepPlan, rules: PlanRules, each: np.ndarray) -> None:
     samples = np.split(planned.order, planned.microbatch_offsets[1:-1])
     for a, b in zip(planned.rank_offsets[:-1], planned.rank_offsets[1:], strict=True):
         costs = np.array([each[samples[m]].sum() for m in range(a, b) if not planned.filler_microbatches[m]])
@@ -123,13 +123,13 @@ def assert_costliest_in_the_middle(planned: MiniBatchPlan, rules: PlanRules, eac
         assert (np.diff(costs[: top + 1]) >= -slack).all() and (np.diff(costs[top:]) <= slack).all()
 
 
-def assert_fingerprint_invariant(plan: StepPlan, case: Case) -> None:
+def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
     """Equal inputs, equal fingerprints; a sample that is no member changes nothing, whatever its length and its signal."""
     again = case.plan(lengths=case.lengths.copy(), signal=case.signal.copy(), mini_batches=[x.copy() for x in case.mini_batches])
     assert plan.fingerprints() == again.fingerprints()
     more = case.plan(lengths=np.append(case.lengths, 999), signal=np.append(case.signal, True))
     assert plan.fingerprints() == more.fingerprints()
-    copy = StepPlan.from_json(json.dumps(json.loads(plan.to_json())))
+    copy = BatchPlan.from_json(json.dumps(json.loads(plan.to_json())))
     assert plan.fingerprints() == copy.fingerprints() and copy.to_json() == plan.to_json()
 
 
@@ -267,7 +267,7 @@ def test_fingerprint_sees_every_field() -> None:
         changed = dataclasses.replace(base, mini_batches=(dataclasses.replace(one, **{name: value}),))
         seen.add(changed.fingerprints()[0])
     assert len(seen) == 2 + len(changes)
-    assert {f.name for f in dataclasses.fields(MiniBatchPlan)} - set(changes) == {"microbatches_dropped"}  # a count for metrics only
+    assert {f.name for f in dataclasses.fields(StepPlan)} - set(changes) == {"microbatches_dropped"}  # a count for metrics only
 
 
 def test_fingerprint_sees_a_length_that_moves_a_sample() -> None:
@@ -278,7 +278,7 @@ def test_fingerprint_sees_a_length_that_moves_a_sample() -> None:
 
 def test_json_carries_details() -> None:
     plan = dataclasses.replace(plan_steps("train", [], np.arange(0), np.ones(0, dtype=bool), PlanRules(), drops=True), details={"step": 3})
-    assert StepPlan.from_json(plan.to_json()).details == {"step": 3} and plan.fingerprints() == ()
+    assert BatchPlan.from_json(plan.to_json()).details == {"step": 3} and plan.fingerprints() == ()
 
 
 def test_pipeline_takes_the_best_number_under_the_cap() -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
-from megatron_rl.types import MiniBatchPlan, StepKind
+from megatron_rl.types import StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep
 
 
-def layout(signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True) -> tuple[MiniBatchPlan, list[str]]:
+def layout(signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True) -> tuple[StepPlan, list[str]]:
     """The plan of one mini-batch of 8 samples (or as many as lengths), and per rank its micro-batches: "0,4 7*", * for a filler."""
     tokens = np.array(lengths or [10] * 8)
     with_signal = np.isin(np.arange(len(tokens)), signal)

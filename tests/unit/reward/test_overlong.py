@@ -16,7 +16,7 @@ from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.overlong import overlong_shape
-from megatron_rl.rollout.training_batch import Scored, plain_advantages, reward_metrics
+from megatron_rl.rollout.training_batch import ScoredBatch, plain_advantages, reward_metrics
 from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from megatron_rl.validate import check_overlong
@@ -63,10 +63,10 @@ def facts_of(lengths: list[int], groups: list[int], loss_tokens: list[int] | Non
 SHAPED = ("reward.functions=[a:f,b:g]", "reward.overlong_buffer_tokens=4", "reward.overlong_penalty=0.5", "rollout.max_response_tokens=10")
 
 
-def scored_of(facts: BatchFacts, totals: np.ndarray, columns: np.ndarray, buffer_tokens: int = 0) -> Scored:
+def scored_of(facts: BatchFacts, totals: np.ndarray, columns: np.ndarray, buffer_tokens: int = 0) -> ScoredBatch:
     shape = overlong_shape(facts.response_tokens, max_response_tokens=10, buffer_tokens=buffer_tokens)
     live = np.ones(len(totals), dtype=bool)
-    return Scored(batch=SimpleNamespace(facts=facts), totals=totals, by_function=columns, overlong=shape, live=live, step=0)
+    return ScoredBatch(batch=SimpleNamespace(facts=facts), totals=totals, by_function=columns, overlong=shape, live=live, step=0)
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "gdpo"])

@@ -11,7 +11,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import RANK_VARIABLES
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout import build
-from megatron_rl.rollout.build import Place, Seat, engine_arguments, place_of, shares_device
+from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, role_of, shares_device
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 
 CPU = torch.device("cpu")
@@ -21,19 +21,19 @@ def config_of(*overrides: str) -> Config:
     return load_config(None, ["rollout.engine=vllm", *overrides])
 
 
-def places(config: Config, world_size: int, node_size: int | None = None) -> list[Place]:
+def places(config: Config, world_size: int, node_size: int | None = None) -> list[EngineRole]:
     node_size = node_size or world_size
     return [
-        place_of(config, Seat(rank=rank, world_size=world_size, local_rank=rank % node_size, local_world_size=node_size))
+        role_of(config, RankLocation(rank=rank, world_size=world_size, local_rank=rank % node_size, local_world_size=node_size))
         for rank in range(world_size)
     ]
 
 
-def own(number: int, engines: int) -> Place:
-    return Place(share=(number, engines), starts=True, drives=True)
+def own(number: int, engines: int) -> EngineRole:
+    return EngineRole(share=(number, engines), starts=True, drives=True)
 
 
-NONE = Place(share=None, starts=False, drives=False)
+NONE = EngineRole(share=None, starts=False, drives=False)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_with_servers_every_rank_asks_and_the_first_sends_weights(world_size):
 
 
 def test_with_transformers_every_rank_has_its_model():
-    assert places(load_config(), 2) == [Place(share=(rank, 2), starts=False, drives=True) for rank in range(2)]
+    assert places(load_config(), 2) == [EngineRole(share=(rank, 2), starts=False, drives=True) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_with_transformers_every_rank_has_its_model():
 def test_engines_that_do_not_fit_are_refused_with_both_numbers(overrides, world_size, node_size, words):
     """On every rank alike, so that none waits for another."""
     for rank in range(world_size):
-        seat = Seat(rank=rank, world_size=world_size, local_rank=0, local_world_size=node_size or world_size)
+        seat = RankLocation(rank=rank, world_size=world_size, local_rank=0, local_world_size=node_size or world_size)
         with pytest.raises(ConfigError) as refused:
-            place_of(config_of(*overrides), seat)
+            role_of(config_of(*overrides), seat)
         assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -167,7 +167,7 @@ def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
 
 def test_without_vllm_an_engine_of_ones_own_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    seat = Seat(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     with pytest.raises(ConfigError, match="not installed here; pip install 'megatron_rl\\[vllm\\]'.*rollout.servers"):
         build._process(config_of(), seat, CPU)
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import load_config
-from megatron_rl.rollout.colocation import SharedDevice, Turn
+from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.manager import Generation
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost
-from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(prompt_id=f"{index}@0", text="", token_ids=(5, 6), columns={}) for index in range(3)]
@@ -76,11 +76,11 @@ class RecordingEngine:
         self.events.append("close")
 
 
-def device_of(engine: RecordingEngine) -> SharedDevice:
+def device_of(engine: RecordingEngine) -> ColocatedDevice:
     def note(word: str):
         return lambda: engine.events.append(word)
 
-    return SharedDevice(engine, note("offload"), note("restore"), lambda ended: engine.events.append(f"ended {ended.value}"))
+    return ColocatedDevice(engine, note("offload"), note("restore"), lambda ended: engine.events.append(f"ended {ended.value}"))
 
 
 def without_turns(events: list[str]) -> list[str]:
@@ -90,7 +90,7 @@ def without_turns(events: list[str]) -> list[str]:
 def test_a_round_goes_in_order():
     engine = RecordingEngine()
     device = device_of(engine)
-    for move, turn in ((device.to_weights, Turn.WEIGHTS), (device.to_engine, Turn.ENGINE), (device.to_trainer, Turn.TRAINER)):
+    for move, turn in ((device.to_weights, DeviceOwner.WEIGHTS), (device.to_engine, DeviceOwner.ENGINE), (device.to_trainer, DeviceOwner.TRAINER)):
         move()
         assert device.turn is turn
     assert without_turns(engine.events) == [*TO_WEIGHTS, *TO_ENGINE, *TO_TRAINER]
@@ -110,7 +110,7 @@ def test_every_move_is_idempotent():
     device.to_engine()
     after = list(engine.events)
     device.to_weights()  # the engine has the device, and takes weights there
-    assert engine.events == after and device.turn is Turn.ENGINE
+    assert engine.events == after and device.turn is DeviceOwner.ENGINE
 
 
 @pytest.mark.parametrize("moves", [*itertools.product(("to_weights", "to_engine", "to_trainer"), repeat=4)])
@@ -138,12 +138,12 @@ def test_any_moves_keep_the_order(moves):
             case "wake kv_cache":
                 assert away and awake == {"weights"}
                 awake = {"weights", "kv_cache"}
-    assert awake == engine.awake and away == (device.turn is not Turn.TRAINER)
+    assert awake == engine.awake and away == (device.turn is not DeviceOwner.TRAINER)
 
 
 def test_a_device_that_is_not_shared_is_left_alone():
     engine = RecordingEngine()
-    device = SharedDevice(engine, None, None, lambda _: None)
+    device = ColocatedDevice(engine, None, None, lambda _: None)
     for move in (device.to_weights, device.to_engine, device.to_trainer):
         move()
     assert engine.events == []
@@ -157,10 +157,10 @@ def alone():
     dist.destroy_process_group()
 
 
-def generation_of(engine: RecordingEngine) -> Generation:
+def generation_of(engine: RecordingEngine) -> RolloutManager:
     versions = itertools.count(1)
     engine.awake = {"weights", "kv_cache"}  # as it starts; the trainer has it sleep before its first step
-    found = Generation(
+    found = RolloutManager(
         engine, lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts], load_config(),
         export=lambda: iter(()), version=lambda: next(versions), share=(0, 1),
         offload=lambda: engine.events.append("offload"), restore=lambda: engine.events.append("restore"),
@@ -223,7 +223,7 @@ class WordlessTokenizer:
 
 
 def vllm_engine_of(replica: FakeReplica) -> VllmEngine:
-    sync = WeightSync(channel="shared_memory", bucket_bytes=1, deadline_s=1.0, device=torch.device("cpu"))
+    sync = WeightSender(channel="shared_memory", bucket_bytes=1, deadline_s=1.0, device=torch.device("cpu"))
     rollout = load_config(None, ["rollout.max_response_tokens=2"]).rollout
     return VllmEngine([replica], sync, WordlessTokenizer(), rollout, seed=0, stop_ids=(0,), vocab_size=17, longest=8, drives=True)
 

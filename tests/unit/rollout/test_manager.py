@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.manager import Generation, guard_logprob_gap
+from megatron_rl.rollout.manager import RolloutManager, guard_logprob_gap
 from megatron_rl.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(prompt_id=f"{index}@0", text="", token_ids=(5, 6), columns={}) for index in range(7)]
@@ -86,8 +86,8 @@ class FakeEngine:
         self.calls.append(["closed"])
 
 
-def generation_of(engine: FakeEngine, *overrides: str, version: Callable[[], int] = lambda: 4, share=(0, 1)) -> Generation:
-    return Generation(
+def generation_of(engine: FakeEngine, *overrides: str, version: Callable[[], int] = lambda: 4, share=(0, 1)) -> RolloutManager:
+    return RolloutManager(
         engine, lambda rollouts: [Score(total=float(x.sample_index), by_function=()) for x in rollouts], load_config(None, list(overrides)),
         export=lambda: iter([("weight", torch.zeros(10))]), version=version, share=share,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
 from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.multi_turn import Episodes, with_episodes
+from megatron_rl.rollout.multi_turn import MultiTurnEngine, with_environment
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import HANG_S, patient
 from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
@@ -123,10 +123,10 @@ def episodes_of(
     tokenizer=TOKENIZER,
     template: str = "{prompt}",
     **changes: object,
-) -> Episodes:
+) -> MultiTurnEngine:
     config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})
     observations = Observations(tokenizer, template, config.role)
-    return Episodes(engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room)
+    return MultiTurnEngine(engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room)
 
 
 def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=Echo) -> dict:
@@ -300,12 +300,12 @@ def test_what_on_finished_raises_ends_the_call() -> None:
 )
 def test_what_cannot_be_an_environment_is_refused_at_once(given: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        with_episodes(LetterEngine(), load_config(None, given), TOKENIZER)
+        with_environment(LetterEngine(), load_config(None, given), TOKENIZER)
 
 
 def test_without_a_name_the_engine_is_itself_and_a_template_without_tools_says_so() -> None:
     engine = LetterEngine()
-    assert with_episodes(engine, load_config(), TOKENIZER) is engine
+    assert with_environment(engine, load_config(), TOKENIZER) is engine
     config = load_config(None, ["environment.name=calculator", "data.template=chat"])
     with pytest.raises(ConfigError, match=r"environment\.role=tool.*no tools here"):
-        with_episodes(engine, config, tokenizer_of(STRICT))
+        with_environment(engine, config, tokenizer_of(STRICT))

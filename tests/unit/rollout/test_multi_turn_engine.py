@@ -13,7 +13,7 @@ import torch
 from megatron_rl.config import EnvironmentConfig, RolloutConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
-from megatron_rl.rollout.multi_turn import Episodes
+from megatron_rl.rollout.multi_turn import MultiTurnEngine
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.worker import Group, to_sample
@@ -50,10 +50,10 @@ def inner(model, tmp_path_factory) -> TransformersEngine:
     return engine
 
 
-def episodes_of(inner: TransformersEngine) -> Episodes:
+def episodes_of(inner: TransformersEngine) -> MultiTurnEngine:
     config = EnvironmentConfig(name="tests.unit.rollout.test_multi_turn_engine:Counter", max_turns=4, deadline_s=10.0)
     observations = Observations(_tokenizer(), "{prompt}")
-    return Episodes(inner, environment_maker(config), observations, _tokenizer(), config, max_response_tokens=ROOM)
+    return MultiTurnEngine(inner, environment_maker(config), observations, _tokenizer(), config, max_response_tokens=ROOM)
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.backend.backend import LogProbs
 from megatron_rl.config import load_config
-from megatron_rl.rollout.queue import Feed
+from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.replay_buffer import Entry
-from megatron_rl.rollout.training_batch import Passed, Scored, merge_passes
+from megatron_rl.rollout.training_batch import LogProbPass, ScoredBatch, merge_passes
 from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 
@@ -30,12 +30,12 @@ def facts_of(places: list[int], *, versions: list[int] | None = None, lengths: l
     )  # fmt: skip
 
 
-def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> Scored:
+def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> ScoredBatch:
     """Gives each group rewards of 1 and 0."""
     totals = np.tile([1.0, 0.0], facts.num_samples // SAMPLES)
     live = np.ones(facts.num_samples, dtype=bool) if live is None else np.array(live)
     batch = SimpleNamespace(facts=facts)
-    return Scored(batch=batch, totals=totals, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live, step=0)
+    return ScoredBatch(batch=batch, totals=totals, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live, step=0)
 
 
 def prompt_of(number: int) -> Prompt:
@@ -48,10 +48,10 @@ def group_of(number: int) -> Group:
     return Group(rollouts=rollouts, scores=(Score(total=1.0, by_function=(1.0,)), Score(total=0.0, by_function=(0.0,))))
 
 
-def feed_of(*overrides: str, version: int = 0) -> Feed:
+def feed_of(*overrides: str, version: int = 0) -> RolloutQueue:
     """Makes a feed with its configuration and a trainer at that version, and with neither engines nor prompts."""
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    return Feed(load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, **given)
+    return RolloutQueue(load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, **given)
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])])
@@ -87,7 +87,7 @@ def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() ->
     for facts, chosen in ((facts_of([0, 1], lengths=[2, 3, 5, 4]), [1, 1, 1, 1]), (facts_of([2], lengths=[1, 3]), [0, 1])):
         flat = random.normal(size=int(facts.response_tokens.sum())).astype(np.float32)
         chosen = np.array(chosen, dtype=bool)
-        passes.append(Passed(facts=facts, chosen=chosen, logprobs=LogProbs(flat=flat, sums={"tokens": float(len(flat))})))
+        passes.append(LogProbPass(facts=facts, chosen=chosen, logprobs=LogProbs(flat=flat, sums={"tokens": float(len(flat))})))
     old, known, sums = merge_passes(whole, passes, {0, 2})
     first, second = passes[0].logprobs.flat, passes[1].logprobs.flat
     wanted = [*first[:5], *[0.0] * 9, 0.0, *second[1:]]

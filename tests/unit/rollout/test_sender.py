@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.vllm.replica import WeightReceipt
-from megatron_rl.rollout.weight_sync.sender import WeightSync
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import Tally
 from megatron_rl.weights.checksum import Checksum
 
@@ -21,7 +21,7 @@ VERSION = 7
 
 
 class Engine:
-    """Stands for a replica as far as WeightSync knows it. lies: fields of its receipt that are not true."""
+    """Stands for a replica as far as WeightSender knows it. lies: fields of its receipt that are not true."""
 
     def __init__(self, name: str, **lies: object) -> None:
         self.name, self.lies, self.weight_version = name, lies, NO_WEIGHTS
@@ -72,13 +72,13 @@ def exported(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
 
 @pytest.fixture
-def sync() -> Iterator[WeightSync]:
-    sender = WeightSync(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=torch.device("cpu"))
+def sync() -> Iterator[WeightSender]:
+    sender = WeightSender(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=torch.device("cpu"))
     yield sender
     sender.free()
 
 
-def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSync) -> None:
+def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSender) -> None:
     engines, tensors = [Engine("one"), Engine("two")], weights()
     for version in (VERSION, VERSION + 1):  # once more over the memory that was kept
         report = sync.deliver(exported(tensors), version, engines)
@@ -92,7 +92,7 @@ def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSync) -> None:
 
 
 @pytest.mark.parametrize("lie", [{"version": VERSION - 1}, {"checksum": "0" * 32}, {"num_tensors": 3}], ids=lambda lie: next(iter(lie)))
-def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSync, lie: dict) -> None:
+def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, lie: dict) -> None:
     """In its version, its checksum or its count, each alone; the other engine has the weights."""
     liar, honest = Engine("liar", **lie), Engine("honest")
     report = sync.deliver(exported(weights()), VERSION, [liar, honest])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.staleness import Start, admit
+from megatron_rl.rollout.staleness import Start, may_start
 
 SMALL = st.integers(0, 6)
 
@@ -15,7 +15,7 @@ def assert_invariants(*, trained, engine, between, steps_per_rollout, max_stalen
     given = dict(
         trained=trained, engine=engine, steps_per_rollout=steps_per_rollout, max_staleness_steps=max_staleness_steps, interval=interval, renew=renew
     )
-    found = admit(between=between, **given)
+    found = may_start(between=between, **given)
     held = {Start.NOW: engine, Start.AFTER_SYNC: trained}.get(found)
     if held is not None and max_staleness_steps is not None:
         assert trained + between * steps_per_rollout - held <= max_staleness_steps
@@ -27,7 +27,7 @@ def assert_invariants(*, trained, engine, between, steps_per_rollout, max_stalen
     if found is Start.NOW:
         assert not behind
     if between:
-        earlier = admit(between=between - 1, **given)
+        earlier = may_start(between=between - 1, **given)
         assert found is Start.LATER or earlier is not Start.LATER
 
 
@@ -48,7 +48,7 @@ def staleness_of_a_run(*, rollouts: int, depth: int, steps: int, bound: int | No
         for number in range(turn, min(rollouts, turn + depth + 1)):
             if number in started:
                 continue
-            decision = admit(
+            decision = may_start(
                 trained=version, engine=engine, between=number - turn, steps_per_rollout=steps, max_staleness_steps=bound, interval=interval
             )
             if decision is Start.LATER:

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import ProducerConfig, load_config
 from megatron_rl.errors import EngineError
-from megatron_rl.observability.timer import Clock
+from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout import worker as producer_module
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.manager import Generation
-from megatron_rl.rollout.queue import Feed
-from megatron_rl.rollout.worker import Job, Producer
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
 
@@ -116,22 +116,22 @@ class FakeReward:
 
 
 def producer_of(engine: FakeEngine, score: FakeReward, mode: str, *, apart: bool, min_groups: int = 1, share=(0, 1), deadline_s=BOUND_S):
-    return Producer(engine, score, ProducerConfig(mode=mode, min_groups=min_groups), apart=apart, share=share, deadline_s=deadline_s)
+    return RolloutWorker(engine, score, ProducerConfig(mode=mode, min_groups=min_groups), apart=apart, share=share, deadline_s=deadline_s)
 
 
-def job_of(producer: Producer, numbers: Sequence[int]) -> Job:
-    return Job({place: prompt_of(number) for place, number in enumerate(numbers)}, producer.places(len(numbers)), SAMPLES)
+def job_of(producer: RolloutWorker, numbers: Sequence[int]) -> RolloutJob:
+    return RolloutJob({place: prompt_of(number) for place, number in enumerate(numbers)}, producer.places(len(numbers)), SAMPLES)
 
 
-def end(producer: Producer) -> None:
+def end(producer: RolloutWorker) -> None:
     """Close it; its threads end."""
     producer.engine.close()
     producer.close()
     assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
 
 
-def collect(producer: Producer, under_way: Sequence[Job], job: Job, places: Sequence[int]) -> int:
-    """As Generation does it; how often the engine was found lost."""
+def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: RolloutJob, places: Sequence[int]) -> int:
+    """As RolloutManager does it; how often the engine was found lost."""
     times = 0
     while True:
         if producer.config.mode == "sync" and job.missing:
@@ -146,7 +146,7 @@ def collect(producer: Producer, under_way: Sequence[Job], job: Job, places: Sequ
                 producer.start(other)
 
 
-def assert_invariants(producer: Producer, jobs: Sequence[Job], engine: FakeEngine, score: FakeReward) -> None:
+def assert_invariants(producer: RolloutWorker, jobs: Sequence[RolloutJob], engine: FakeEngine, score: FakeReward) -> None:
     """1 and 2 of the module; 3 is met by whoever waited; 4 by the engine's calls."""
     wanted = {job.prompts[place].name: number for number, job in enumerate(jobs) for place in job.mine}
     for job in jobs:
@@ -233,7 +233,7 @@ def assert_late(wait, *words: str) -> None:
     assert all(word in str(ended.value) for word in (*words, f"run.deadline_s={SHORT_S:g} s")), ended.value
 
 
-def go_on(producer: Producer, job: Job, *held: threading.Event) -> None:
+def go_on(producer: RolloutWorker, job: RolloutJob, *held: threading.Event) -> None:
     """A rank that is only late is not broken by having been called so."""
     producer.deadline_s = BOUND_S
     for event in held:
@@ -378,18 +378,18 @@ def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
     producing = [f"rollout.producer.mode={mode}", f"rollout.producer.prefetch_rollouts={depth}", "rollout.producer.min_groups=2"]
     config, engine, trainer = load_config(None, overrides + producing), FakeEngine(), SimpleNamespace(weight_version=0)
     weights = {"export": lambda: iter([("weight", torch.zeros(1))]), "version": lambda: trainer.weight_version}
-    generation = Generation(engine, FakeReward(), config, share=(0, 1), **weights)
+    generation = RolloutManager(engine, FakeReward(), config, share=(0, 1), **weights)
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
     numbers = itertools.count()
     prompts = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
-    feed = Feed(config, trainer, generation, prompts, **given)
+    feed = RolloutQueue(config, trainer, generation, prompts, **given)
     held, ahead = [], 0 if mode == "sync" else depth
     for turn in range(turns):
-        feed.start(turn, Clock(contextlib.nullcontext))
+        feed.start(turn, StepTimer(contextlib.nullcontext))
         generation.collect(feed.jobs[turn], range(prompts_per_rollout))
         generation.finish(feed.jobs[turn])
         for _ in range(3):  # asked again and again it starts no more
-            feed.start(turn, Clock(contextlib.nullcontext))
+            feed.start(turn, StepTimer(contextlib.nullcontext))
         assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_rollout)
         time.sleep(0.02)  # for more than that, which there must not be
         held.append(len(engine.finished) - turn * prompts_per_rollout)

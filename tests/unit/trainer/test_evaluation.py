@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import load_config
-from megatron_rl.data.prompt_dataset import PromptSource
+from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.worker import Job
+from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
 from megatron_rl.types import Prompt, Rollout, Score
 from tests.unit.rollout.tiny_model import _tokenizer
@@ -119,7 +119,7 @@ def test_sets_share_rows_and_no_names(tmp_path):
         "test": [("eval/test/0@0", "1+1="), ("eval/test/1@0", "2+3=")],
         "hard": [("eval/hard/0@0", "1+1="), ("eval/hard/1@0", "2+3=")],
     }
-    source = PromptSource([{"prompt": "1+1=", "answer": "2"}], _tokenizer(), config.data, seed=0)
+    source = PromptDataset([{"prompt": "1+1=", "answer": "2"}], _tokenizer(), config.data, seed=0)
     with pytest.raises(ValueError):
         source.put_back(found["test"][:1])
 
@@ -145,9 +145,9 @@ def alone() -> Iterator[None]:
 class FakeGeneration:
     """Prompt p's sample s has p + s + 1 tokens, and the total p + s / 4."""
 
-    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float) -> Job:
+    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float) -> RolloutJob:
         self.asked = ([prompt.prompt_id for prompt in prompts.values()], samples_per_prompt, temperature)
-        job = Job(prompts, list(prompts), samples_per_prompt)
+        job = RolloutJob(prompts, list(prompts), samples_per_prompt)
         for place, prompt in prompts.items():
             rollouts = [
                 Rollout(

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithm.kl import kl_per_token, penalty
+from megatron_rl.algorithm.kl import kl_penalty_per_token, kl_per_token
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.signal import coupling_terms, signal_rule
 from megatron_rl.config import Config, LossConfig, ReferenceConfig, load_config
 from megatron_rl.errors import CheckpointError, ConfigError
-from megatron_rl.trainer.reference_policy import Reference
+from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.types import StepKind, StepResult
 from megatron_rl.validate import check_reference
 
@@ -26,7 +26,7 @@ ADAPTIVE = ("loss.kl_coefficient=0.2", "reference.controller=adaptive", "referen
 def test_penalty_equals_the_losss_estimate_at_the_old_policy(estimator: str) -> None:
     random = np.random.default_rng(0)
     old, reference = -3 * random.random(200).astype(np.float32), -3 * random.random(200).astype(np.float32)
-    found = penalty(old, reference, estimator)
+    found = kl_penalty_per_token(old, reference, estimator)
     policy = torch.from_numpy(old).double()
     wanted = kl_per_token(policy, torch.from_numpy(reference).double(), policy, estimator=estimator)
     assert found.dtype == np.float64
@@ -36,12 +36,12 @@ def test_penalty_equals_the_losss_estimate_at_the_old_policy(estimator: str) -> 
 
 def test_penalty_of_equal_policies_is_zero_and_the_docstrings_example_holds() -> None:
     same = np.linspace(-5, 0, 7, dtype=np.float32)
-    assert all((penalty(same, same, x) == 0).all() for x in ("k1", "k2", "k3"))
+    assert all((kl_penalty_per_token(same, same, x) == 0).all() for x in ("k1", "k2", "k3"))
     old, reference = np.array([-1.0, -2.0]), np.array([-1.5, -2.0])
-    assert penalty(old, reference, "k1").tolist() == [0.5, 0.0]
-    assert penalty(old, reference, "k3").round(5).tolist() == [0.10653, 0.0]
+    assert kl_penalty_per_token(old, reference, "k1").tolist() == [0.5, 0.0]
+    assert kl_penalty_per_token(old, reference, "k3").round(5).tolist() == [0.10653, 0.0]
     with pytest.raises(ValueError, match="'unbiased' is no penalty for a reward; choose one of k1, k2, k3"):
-        penalty(old, reference, "unbiased")
+        kl_penalty_per_token(old, reference, "unbiased")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def step(kl: float, tokens: float, *, applied: bool = True) -> StepResult:
     return StepResult(kind=StepKind.REAL, grad_norm=1.0, learning_rate=0.0, applied=applied, sums={"kl": kl, "tokens": tokens})
 
 
-def open_reference(*overrides: str, kept: int = 1) -> Reference:
-    return Reference(load_config(None, list(overrides)), Weights(kept=kept))
+def open_reference(*overrides: str, kept: int = 1) -> ReferencePolicy:
+    return ReferencePolicy(load_config(None, list(overrides)), Weights(kept=kept))
 
 
 def test_adaptive_coefficient_follows_the_recurrence_over_rollouts_of_several_steps() -> None:
