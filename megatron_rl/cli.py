@@ -93,7 +93,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]
 def _stages_import(is_main: bool) -> bool:
     """Import Megatron-Core and all that needs it; where that fails, print what is wrong and how to mend it, and return False."""
     try:
-        import megatron_rl.trainer.trainer  # noqa: F401
+        import megatron_rl.trainer.build  # noqa: F401
     except (ImportError, FileNotFoundError, AttributeError) as error:  # half-installed packages raise the latter two
         if is_main:
             print(explain_import_error(error), file=sys.stderr)

@@ -8,17 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 
 
 class StepKind(Enum):
-    """REAL runs forward, backward, reduction and optimizer; GHOST has no sample with signal and runs the optimizer alone."""
+    """The three kinds of optimizer steps.
+
+    REAL:  forward, backward, reduction and optimizer.
+    GHOST: no sample has signal; the optimizer steps without a gradient (or not at all, under ``skip.ghost=freeze``).
+    HELD:  the policy stays as it is, while a critic warms up; the step is counted and nothing moves.
+    """
 
     REAL = "REAL"
     GHOST = "GHOST"
+    HELD = "HELD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +337,12 @@ class BatchPlan:
         return BatchPlan(
             purpose=content["purpose"], mini_batches=tuple(decode(x) for x in content["mini_batches"]), details=content["details"]
         )
+
+    def held(self) -> BatchPlan:
+        """Return the same plan with HELD steps. Raises ValueError where a step of it has samples to run."""
+        if any(len(step.order) for step in self.mini_batches):
+            raise ValueError("a plan that runs samples cannot be held; plan it without signal")
+        return replace(self, mini_batches=tuple(replace(step, kind=StepKind.HELD) for step in self.mini_batches))
 
     def fingerprints(self) -> tuple[bytes, ...]:
         """One 32-byte digest per mini-batch, over its kind and its cut; equal plans have equal fingerprints."""

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from megatron_rl.algorithm.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.advantage import GroupRewards, advantages, reduction_weights
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import load_config
@@ -26,12 +26,13 @@ samples = [
     for i in places
 ]
 batch = backend.gather(samples, [groups[i] for i in places], places)
-values = advantages(rewards, batch.facts.groups, np.ones(8, bool), estimator="grpo")
+group_rewards = GroupRewards(totals=rewards, groups=batch.facts.groups, included=np.ones(8, bool))
+values = advantages(group_rewards, estimator="grpo")
 signal = has_signal(values, batch.facts.loss_tokens)
 old = backend.logprobs(batch, signal).flat
 
 plan = backend.plan("train", batch, signal, drops=True)
-backend.load_rows(batch, plan)
+batch = backend.fetch_rows(batch, plan)
 for number, mini_batch in enumerate(plan.mini_batches):
     weights = reduction_weights("token_mean", batch.facts, mini_batch.members, max_response_tokens=2)
     inputs = LossInputs(advantages=values * weights, weights=weights, old_logprobs=old)

@@ -14,6 +14,8 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_rl.algorithm.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
@@ -21,26 +23,40 @@ from megatron_rl.config import Config
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
 
 
-def advantages(
-    rewards: np.ndarray,
-    groups: np.ndarray,
-    included: np.ndarray,
-    *,
-    estimator: str,
-    epsilon: float = 1e-6,
-    whiten: str = "scale",
-    rewards_by_function: np.ndarray | None = None,
-    function_weights: tuple[float, ...] = (),
-    loss_tokens: np.ndarray | None = None,
-    sample_ids: tuple[str, ...] = (),
-) -> np.ndarray:
-    """[S] float64 advantages by semantics §6, of one of algorithm/estimators.py.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupRewards:
+    """Rewards of a batch's samples and the groups that they belong to: all that an estimator over groups reads.
 
-    rewards [S] float64 · groups [S] int64, the prompt of each · included [S] bool · rewards_by_function [S, F], NaN where a
-    function did not apply (``gdpo``) · loss_tokens [S], the weights of a whitening over tokens (``reinforce_plus_plus``, ``gdpo``).
+    totals:           float64 [S], the total reward.
+    groups:           int64 [S], the prompt of each sample.
+    included:         bool [S], False for a sample that is taken out of its group; its total is not read.
+    loss_tokens:      int64 [S], response tokens that carry loss; weights of a whitening over tokens. None: the sample counts once.
+    by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone. None: not known.
+    function_weights: F numbers; empty: all 1.
+    sample_ids:       S names, for messages; empty: messages give the index.
+
+    Example: two groups of two, the last sample taken out: ``totals=[1, 0, 1, nan], groups=[0, 0, 1, 1],
+    included=[True, True, True, False]``.
     """
-    _require_finite(rewards, included, sample_ids)
-    seen = Rewards(values=rewards, group=np.unique(groups, return_inverse=True)[1].reshape(-1), included=included)
+
+    totals: np.ndarray
+    groups: np.ndarray
+    included: np.ndarray
+    loss_tokens: np.ndarray | None = None
+    by_function: np.ndarray | None = None
+    function_weights: tuple[float, ...] = ()
+    sample_ids: tuple[str, ...] = ()
+
+
+def advantages(rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale") -> np.ndarray:
+    """Return [S] float64 advantages by semantics §6, of one of algorithm/estimators.py; 0 for a sample that is taken out.
+
+    Raises ValueError for a non-finite reward, naming the sample, and for an unknown estimator.
+    """
+    included = rewards.included
+    _require_finite(rewards.totals, included, rewards.sample_ids)
+    group = np.unique(rewards.groups, return_inverse=True)[1].reshape(-1)
+    seen = Rewards(values=rewards.totals, group=group, included=included)
     match estimator:
         case "grpo":
             return grpo(seen, epsilon=epsilon)
@@ -51,49 +67,35 @@ def advantages(
         case "rloo":
             return rloo(seen)
         case "reinforce_plus_plus":
-            return reinforce_plus_plus(seen, tokens=loss_tokens, whiten=whiten, epsilon=epsilon)
+            return reinforce_plus_plus(seen, tokens=rewards.loss_tokens, whiten=whiten, epsilon=epsilon)
         case "gdpo":
-            columns = _columns(seen, rewards_by_function, sample_ids)
-            weights = function_weights or (1.0,) * len(columns)
-            return gdpo(columns, weights, included, tokens=loss_tokens, whiten=whiten, epsilon=epsilon)
+            columns = _columns(seen, rewards)
+            weights = rewards.function_weights or (1.0,) * len(columns)
+            return gdpo(columns, weights, included, tokens=rewards.loss_tokens, whiten=whiten, epsilon=epsilon)
     raise ValueError(f"advantage.estimator={estimator!r} is not known")
 
 
-def _columns(seen: Rewards, by_function: np.ndarray | None, sample_ids: tuple[str, ...]) -> tuple[Rewards, ...]:
-    """Of each reward function [S, F] what it gave to the samples that it applied to."""
-    if by_function is None:
+def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
+    """Return the rewards of each function, over the samples that it applied to."""
+    if rewards.by_function is None:
         raise ValueError("advantage.estimator=gdpo needs the rewards of each function")
-    found = []
-    for column in by_function.T:
-        applied = seen.included & ~np.isnan(column)
-        _require_finite(column, applied, sample_ids)
-        found.append(Rewards(values=column, group=seen.group, included=applied))
-    return tuple(found)
+    columns = []
+    for values in rewards.by_function.T:
+        applied = seen.included & ~np.isnan(values)
+        _require_finite(values, applied, rewards.sample_ids)
+        columns.append(Rewards(values=values, group=seen.group, included=applied))
+    return tuple(columns)
 
 
-def may_have_advantage(
-    rewards: np.ndarray,
-    groups: np.ndarray,
-    included: np.ndarray,
-    *,
-    estimator: str,
-    whiten: str = "scale",
-    rewards_by_function: np.ndarray | None = None,
-    function_weights: tuple[float, ...] = (),
-    sample_ids: tuple[str, ...] = (),
-) -> np.ndarray:
-    """[S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands. Arguments as of `advantages`.
+def may_have_advantage(rewards: GroupRewards, *, estimator: str, whiten: str = "scale") -> np.ndarray:
+    """Return [S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands.
 
-    What is taken over the batch only divides, so a part of a batch says as much as the whole; but ``center_and_scale`` moves every sample,
-    and ``gae`` (algorithm/gae.py) measures each against a critic.
+    An estimator's statistics over the batch only divide, so a part of a batch says as much as the whole. Two exceptions:
+    ``center_and_scale`` moves every sample, and ``gae`` (algorithm/gae.py) measures each against a critic.
     """
     if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
-        return included.copy()
-    values = advantages(
-        rewards, groups, included, estimator="gdpo" if estimator == "gdpo" else "dr_grpo", epsilon=1.0, whiten="scale",
-        rewards_by_function=rewards_by_function, function_weights=function_weights, sample_ids=sample_ids,
-    )  # fmt: skip
-    return values != 0
+        return rewards.included.copy()
+    return advantages(rewards, estimator="gdpo" if estimator == "gdpo" else "dr_grpo", epsilon=1.0) != 0
 
 
 def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple[str, ...]) -> None:

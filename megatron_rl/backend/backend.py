@@ -3,7 +3,7 @@
     backend = MegatronBackend(config, total_steps=100)
     batch = backend.gather(samples, groups, order)          # facts to everyone
     plan = backend.plan("train", batch, signal)             # the same on every rank
-    backend.load_rows(batch, plan)                          # rows where they are needed
+    batch = backend.fetch_rows(batch, plan)                 # rows where they are needed
     for mini_batch in plan.mini_batches:
         backend.forward_backward(batch, mini_batch, inputs) # as often as you like: gradients add
         result = backend.optim_step(mini_batch.kind)        # one reduction, one step
@@ -101,20 +101,15 @@ class MegatronBackend(TrainableModel):
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
         """``forward`` over the samples chosen [S] bool, under a plan of its own."""
         plan = self.plan("logprob", batch, chosen, drops=True)
-        self.load_rows(batch, plan)
-        return self.forward(batch, plan)
+        return self.forward(self.fetch_rows(batch, plan), plan)
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
-        """The engine's own log-probs of the whole batch, flat over response tokens, float32, on every rank; gathered once."""
-        if batch.rollout_logprobs is None:
-            batch.rollout_logprobs = batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
-        return batch.rollout_logprobs
+        """Return the engine's own log-probs of the whole batch, float32 [T] flat over response tokens, on every rank."""
+        return batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
 
     def gather_loss_mask(self, batch: Batch) -> np.ndarray:
-        """[T] bool, flat over response tokens, on every rank: where a token carries loss; gathered once."""
-        if batch.loss_mask is None:
-            batch.loss_mask = batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask) > 0
-        return batch.loss_mask
+        """Return [T] bool, flat over response tokens, on every rank: where a token carries loss."""
+        return batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask) > 0
 
     def forward_backward(
         self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False

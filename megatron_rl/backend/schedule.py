@@ -170,7 +170,7 @@ class Schedule:
         self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
         """What ``loss`` handed back per micro-batch, on the last stage; [] elsewhere, on a silent rank, and for a ghost."""
-        if mini_batch.kind is StepKind.GHOST:
+        if mini_batch.kind is not StepKind.REAL:
             return []
         if mini_batch.silent_ranks:
             self.gather_parameters()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ from megatron_rl.weights.mapping import adapter_entries, stage_entries
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
 
+REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
 _SEAM = "the token-sum seam owns it"
 REFUSED_DDP_FIELDS = {
     "average_in_collective": f"{_SEAM}: data-parallel ranks add, they are not averaged",
@@ -56,18 +59,18 @@ REFUSED_DDP_FIELDS = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Facts of all samples, the rows this rank produced, and the rows that the current plan brought.
+    """Samples of all ranks.
 
-    loss_mask bool, rollout_logprobs float32: [T] flat over response tokens, of all ranks; None until they were gathered.
+    facts: of every sample, on every rank.
+    local: the rows that this rank produced.
+    rows:  by sample index, the rows that this rank's micro-batches of a plan need (``TrainableModel.fetch_rows``).
     """
 
     facts: BatchFacts
     local: Sequence[Sample]
     rows: Mapping[int, Sample] = dataclasses.field(default_factory=dict)
-    loss_mask: np.ndarray | None = None
-    rollout_logprobs: np.ndarray | None = None
 
 
 class TrainableModel:
@@ -113,6 +116,7 @@ class TrainableModel:
         self.fit = CostFit(self.rules.cost)
         self.weight_version = 0
         self.step_index = 0
+        self.optimizer_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._sums = torch.zeros(len(self.sum_names), dtype=torch.float64)
         self._accumulated = False
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
@@ -184,15 +188,15 @@ class TrainableModel:
             purpose, mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=merge, sample_ids=facts.sample_ids
         )
 
-    def load_rows(self, batch: Batch, plan: BatchPlan) -> None:
-        """Brings the rows that the plan's micro-batches need to the ranks that run them.
+    def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
+        """Return the batch with the rows that the plan's micro-batches need on this rank.
 
         Ranks compare the plan first: all-to-alls of other sizes than the peer's end in gloo's ``terminate``, without a Python error.
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
         needed = batch_exchange.needed_rows(plan, self.topology)
-        batch.rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
+        return dataclasses.replace(batch, rows=batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology))
 
     def _pack(self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs | None) -> PackedAhead:
         place = self.topology
@@ -260,32 +264,51 @@ class TrainableModel:
         self._accumulated = False
 
     def optim_step(self, kind: StepKind) -> StepResult:
-        """Reduces and finalizes once what ``forward_backward`` accumulated, and steps; a GHOST steps without a gradient."""
-        if kind is StepKind.GHOST and self._accumulated:
-            raise ValueError("optim_step(GHOST) would discard the gradient that forward_backward has accumulated; step with StepKind.REAL")
+        """Reduce and finalize once the accumulated gradient, and step.
+
+        A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no schedule, no weight version.
+        Raises ValueError for either of them where a gradient is accumulated, which would be lost.
+        """
+        if kind is not StepKind.REAL and self._accumulated:
+            raise ValueError(
+                f"optim_step({kind.value}) would discard the gradient that forward_backward has accumulated; step with StepKind.REAL, "
+                "or call zero_grad first"
+            )
+        sums = dict.fromkeys(self.sum_names, 0.0)
+        if kind is StepKind.HELD:
+            self.step_index += 1
+            rate = self.optimizer.learning_rate
+            return StepResult(kind=kind, grad_norm=0.0, learning_rate=rate, applied=False, sums=sums)
+        HOST.synchronize()
+        started = time.perf_counter()
         outcome = self.optimizer.step(kind)
         self._accumulated = False
-        sums = dict.fromkeys(self.sum_names, 0.0)
         if kind is StepKind.REAL:
-            measured = np.zeros_like(self.fit.sums)
-            measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
-            total = torch.cat([self._sums, torch.from_numpy(measured).flatten()]).to(HOST.device)
-            dist.all_reduce(total)
-            reduced = total.cpu()
-            sums = dict(zip(self.sum_names, reduced[: len(sums)].tolist(), strict=True))
-            self._calibrate(reduced[len(sums) :].view(measured.shape).numpy())
+            sums = self._reduce_sums()
+            self._time_step(started)
         self._sums.zero_()
         self.step_index += 1
         self.weight_version += int(outcome.applied)
-        return StepResult(kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums)
+        return StepResult(
+            kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums
+        )
 
-    def hold_step(self) -> StepResult:
-        """Counts a step in which nothing moves: no moments, no schedule, and the weight version stays (a critic's warm-up)."""
-        if self._accumulated:
-            raise ValueError("hold_step() would discard the gradient that forward_backward has accumulated; call optim_step or zero_grad")
-        self.step_index += 1
-        rate = self.optimizer.learning_rate
-        return StepResult(kind=StepKind.GHOST, grad_norm=0.0, learning_rate=rate, applied=False, sums=dict.fromkeys(self.sum_names, 0.0))
+    def _reduce_sums(self) -> dict[str, float]:
+        """Add the step's sums, and its micro-batches' measured times, over all ranks; return the sums."""
+        measured = np.zeros_like(self.fit.sums)
+        measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
+        total = torch.cat([self._sums, torch.from_numpy(measured).flatten()]).to(HOST.device)
+        dist.all_reduce(total)
+        reduced = total.cpu()
+        self._calibrate(reduced[len(self.sum_names) :].view(measured.shape).numpy())
+        return dict(zip(self.sum_names, reduced[: len(self.sum_names)].tolist(), strict=True))
+
+    def _time_step(self, started: float) -> None:
+        """Remember how long an optimizer step took, on the rank that waited least for the others."""
+        HOST.synchronize()
+        spent_s = torch.tensor([time.perf_counter() - started], dtype=torch.float64).to(HOST.device)
+        dist.all_reduce(spent_s, op=dist.ReduceOp.MIN)
+        self.optimizer_s.append(spent_s.item())
 
     def offload(self) -> OffloadedBytes:
         """Gradients and optimizer state leave the device until ``restore``, for an engine that shares it; says how many bytes.

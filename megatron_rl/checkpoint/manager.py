@@ -19,7 +19,7 @@ import pathlib
 import random
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,35 @@ class ResumePoint:
         return self.state["rollouts"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """All that a checkpoint keeps of a run beside model, critic and random states.
+
+    queue, queue_rows: of the rollout queue; the first is every rank's, the second this rank's bytes.
+    prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and the metrics.
+    trace_rollouts:    rollouts in trace.jsonl.
+    """
+
+    queue: Mapping
+    queue_rows: bytes
+    prompts: Mapping
+    reference: Mapping
+    metrics: Mapping
+    trace_rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredRun:
+    """A run as a checkpoint has it. rollouts: trained so far · queue_rows: of one or several ranks of then; the rest as of RunState."""
+
+    rollouts: int
+    queue: Mapping
+    queue_rows: Sequence[bytes]
+    prompts: Mapping
+    reference: Mapping
+    trace_rollouts: int
+
+
 class CheckpointManager:
     """A run's checkpoints. Methods are collectives unless they say otherwise."""
 
@@ -64,6 +93,7 @@ class CheckpointManager:
         self.waited_s = 0.0  # of the last checkpoint: what the loop did not do meanwhile
         self.preempted = False
         self.leaves = False  # what all ranks decided together
+        self.resumes = False  # the run goes on from a checkpoint
         if self.settings.save_every_rollouts:
             for number in SIGNALS:
                 signal.signal(number, self._ask_to_leave)
@@ -108,6 +138,7 @@ class CheckpointManager:
             model_state.check_model(self.backend, folder, state["model"])  # before the run's files are cut back
             if self.critic is not None:
                 self.critic.check(self.critic_root / folder.name)
+            self.resumes = True
             return ResumePoint(folder=folder, state=state)
         raise CheckpointError(f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never")
 
@@ -155,25 +186,26 @@ class CheckpointManager:
                 with path.open("r+b") as file:
                     file.truncate(size)
 
-    def restore(self, run, found: ResumePoint | None) -> int | None:
-        """Puts the run where the checkpoint was taken; how many rollouts it had trained, None where it starts anew."""
-        if found is None:
-            return None
+    def restore(self, found: ResumePoint) -> RestoredRun:
+        """Load model, critic and random states, and return the rest of the run."""
         state = found.state
         model_state.load(self.backend, found.folder, state["backend"], state["model"])
         if self.critic is not None:
             self.critic.load(self.critic_root / found.folder.name)
-        run.reference.load_state(state.get("reference", {"coefficient": None}))  # checkpoints from before it: β was fixed
-        run.prompts.load_state(state["prompts"])
         place = self.backend.topology
         theirs = range(place.rank, state["world_size"], place.world_size)
-        run.feed.restore(state["feed"], [(found.folder / own_file(rank)).read_bytes() for rank in theirs])
-        run.recorder.num_rollouts = state["trace_rollouts"]
         self._restore_random(state)
         for key, (before, now) in _changed(state["config"], config_to_dict(self.config)).items():
             log.warning("resumed with %s=%s; it was %s when the checkpoint was taken", key, now, before)
         log.info("resumed from %s: %d rollouts trained, %d optimizer steps", found.folder, found.rollouts, self.backend.step_index)
-        return found.rollouts
+        return RestoredRun(
+            rollouts=found.rollouts,
+            queue=state["feed"],
+            queue_rows=[(found.folder / own_file(rank)).read_bytes() for rank in theirs],
+            prompts=state["prompts"],
+            reference=state.get("reference", {"coefficient": None}),  # checkpoints from before it: β was fixed
+            trace_rollouts=state["trace_rollouts"],
+        )
 
     def _restore_random(self, state: Mapping) -> None:
         place = self.backend.topology
@@ -186,8 +218,12 @@ class CheckpointManager:
 
     # ---- in the run ------------------------------------------------------------------------------------------------
 
-    def after(self, run, rollouts: int, *, last: bool = False) -> bool:
-        """To be called between rollouts. Whether the run is to leave: a rank was told to by SIGTERM or SIGUSR1, and all is saved."""
+    def save_if_due(self, rollouts: int, take_state: Callable[[], RunState], *, last: bool = False) -> bool:
+        """Save where it is due, between rollouts; return whether the run is to leave: a rank was told to by SIGTERM or SIGUSR1.
+
+        rollouts: trained so far.
+        take_state: gives the run's state where it is saved; a collective.
+        """
         every = self.settings.save_every_rollouts
         if not every:
             return False
@@ -198,7 +234,7 @@ class CheckpointManager:
             self._finish()
         if leave or last or rollouts % every == 0:
             self._finish()
-            self._save(run, rollouts)
+            self._save(rollouts, take_state)
             if leave or last or not self.settings.asynchronous:
                 self._finish()
         self.leaves = leave and not last
@@ -208,18 +244,18 @@ class CheckpointManager:
         """Ends what is still being written."""
         self._finish()
 
-    def _save(self, run, rollouts: int) -> None:
+    def _save(self, rollouts: int, take_state: Callable[[], RunState]) -> None:
         started = time.perf_counter()
-        feed, rows = run.feed.save()
+        run = take_state()
         state = {
-            "feed": feed, "world_size": self.backend.topology.world_size, "rollouts": rollouts,
+            "feed": run.queue, "world_size": self.backend.topology.world_size, "rollouts": rollouts,
             "model": model_state.identity(self.backend), "backend": model_state.numbers(self.backend),
-            "prompts": run.prompts.state(), "trace_rollouts": run.recorder.num_rollouts, "metrics": run.writer.state(),
-            "reference": run.reference.state(), "bytes": self._appended(),
+            "prompts": run.prompts, "trace_rollouts": run.trace_rollouts, "metrics": run.metrics,
+            "reference": run.reference, "bytes": self._appended(),
             "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": config_to_dict(self.config),
         }  # fmt: skip
         try:
-            own_files = {own_file(self.backend.topology.rank): rows}
+            own_files = {own_file(self.backend.topology.rank): run.queue_rows}
             if self.critic is not None:
                 self.pending.append(self.critic.save(self.critic_root, rollouts))
             self.pending.append(model_state.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files))

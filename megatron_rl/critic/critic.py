@@ -103,7 +103,7 @@ class Critic(TrainableModel):
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan("values", own, own.facts.loss_tokens > 0, drops=True)
-            self.load_rows(own, plan)
+            own = self.fetch_rows(own, plan)
             return self._read(own, plan, lambda _, hidden: (values_of(hidden, self.chunks[-1].module), {}))[0]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Critic(TrainableModel):
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
-            self.load_rows(own, plan)
+            own = self.fetch_rows(own, plan)
             results = []
             for mini_batch, fingerprint in [
                 *zip(plan.mini_batches, plan.fingerprints(), strict=True)

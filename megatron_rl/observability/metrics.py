@@ -208,7 +208,7 @@ class MetricsWriter:
         if self._last_step is not None and plain["step"] <= self._last_step:
             raise ValueError(f"metrics row with step={plain['step']} after step={self._last_step}; count steps once, over all phases")
         self._last_step = plain["step"]
-        self._num_ghost_steps += plain["step_kind"] == StepKind.GHOST.value
+        self._num_ghost_steps += plain["step_kind"] != StepKind.REAL.value
         plain["skip/ghost_steps"] = self._num_ghost_steps
         if self._is_main:
             self._emit(plain)
@@ -333,7 +333,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
 
     counted = [row for row in trained if "skip/tokens_executed" in row and "skip/tokens_dense" in row]
     step_times, all_times = _finite(trained or rows, "time/step_s"), _finite(rows, "time/step_s")
-    num_ghost = sum(row["step_kind"] == StepKind.GHOST.value for row in trained)
+    num_ghost = sum(row["step_kind"] != StepKind.REAL.value for row in trained)
     return RunSummary(
         window=window,
         num_real=len(trained) - num_ghost,

@@ -56,7 +56,7 @@ class ProgressBar:
             return
         now_s = self._clock()
         self._num_steps += 1
-        self._num_ghosts += row["step_kind"] in (StepKind.GHOST, StepKind.GHOST.value)
+        self._num_ghosts += row["step_kind"] not in (StepKind.REAL, StepKind.REAL.value)
         self._recent_s.append(now_s)
         # A rollout's reward stands in its first mini-batch's row; later rows of the same rollout keep showing it.
         for key in ("reward/mean", "skip/zero_advantage_ratio", "time/step_s"):

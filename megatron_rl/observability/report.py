@@ -77,7 +77,7 @@ pre { overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Co
 
 
 def _is_ghost(row: Row) -> bool:
-    return row["step_kind"] == StepKind.GHOST.value
+    return row["step_kind"] != StepKind.REAL.value
 
 
 def _phases(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:

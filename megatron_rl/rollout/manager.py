@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +25,14 @@ from megatron_rl.types import Prompt, Rollout, Score
 
 log = logging.getLogger(__name__)
 WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}  # nats per token in the mean; float32's is a hundred times what two right ones show
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectDurations:
+    """Seconds of one ``collect`` on this rank: waited for engines and reward workers, and scored in its own main thread."""
+
+    waited_s: float
+    scored_s: float
 
 
 class RolloutManager:
@@ -135,9 +144,12 @@ class RolloutManager:
         if self.in_background:
             self.producer.start(job)
 
-    def collect(self, job: RolloutJob, places: Sequence[int]) -> None:
-        """Until every rank's share of the places is there, scored. What an engine owes when it is lost is asked for again once it has
-        weights again. Raises on every rank what one met."""
+    def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
+        """Wait until every rank's share of the places is there, scored; return where the time went.
+
+        Samples that an engine owes when it is lost are asked for again once it has weights again. An error of one rank is raised
+        on every rank.
+        """
         started, scored_s = time.perf_counter(), self.producer.scored_here_s
         mine = [place for place in places if place in job.mine]
         try:
@@ -145,9 +157,11 @@ class RolloutManager:
         except Exception:
             self.jobs = [x for x in self.jobs if x is not job]  # whoever goes on after it does not owe this one
             raise
-        waited = time.perf_counter() - started - (self.producer.scored_here_s - scored_s)
-        self.waited_s += waited
-        self.totals["waited_s"] += waited
+        scored_s = self.producer.scored_here_s - scored_s
+        waited_s = time.perf_counter() - started - scored_s
+        self.waited_s += waited_s
+        self.totals["waited_s"] += waited_s
+        return CollectDurations(waited_s=waited_s, scored_s=scored_s)
 
     def _collect(self, job: RolloutJob, mine: Sequence[int]) -> None:
         while True:

@@ -1,8 +1,8 @@
 """Rollouts in their order, as all ranks see them: which are started when, with which weights, and which groups of them are trained.
 
-Every decision is made from what every rank holds (prompts, facts, rewards, versions, the buffers' entries), never from a clock: a run that
-fetches ahead repeats to the bit, and so does one that goes on from a checkpoint. Only ``weight_sync.in_flight`` lets time decide where
-in a completion the weights change.
+Every decision is made from what every rank holds (prompts, facts, rewards, versions, the buffers' entries), never from a clock: a run
+that generates ahead repeats to the bit, and so does one that goes on from a checkpoint. Only ``weight_sync.in_flight`` lets time decide
+where in a completion the weights change.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
 from megatron_rl.rollout.reroll_buffer import RerollBuffer, failed_groups
+from megatron_rl.rollout.selection import Selection
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.staleness import Start, may_start
 from megatron_rl.rollout.training_batch import (
@@ -27,8 +28,6 @@ from megatron_rl.rollout.training_batch import (
     ScoredBatch,
     TrainingBatch,
     merge_passes,
-    noisy_advantages,
-    plain_advantages,
     reward_metrics,
     score_groups,
 )
@@ -39,269 +38,270 @@ log = logging.getLogger(__name__)
 
 
 class RolloutQueue:
-    """Methods are collectives unless they say otherwise.
+    """Starts rollouts, collects them, and chooses the groups of each that are trained. Methods are collectives unless they say otherwise.
 
-    passes_parts: whether parts of a rollout are passed for log-probs as they come; of each, the samples that may have signal, or all.
+    passes_parts: whether parts of a rollout are passed for log-probs as soon as they are there.
+    passes_all:   whether such a pass takes every sample of a part; else those that may have signal.
     """
 
     def __init__(
-        self, config: Config, backend: MegatronBackend, generation: RolloutManager, prompts: PromptDataset, *, passes_parts: bool,
-        passes_all: bool, steps_per_rollout: int,
-    ) -> None:  # fmt: skip
-        self.config, self.backend, self.generation, self.prompts = config, backend, generation, prompts
+        self,
+        config: Config,
+        backend: MegatronBackend,
+        manager: RolloutManager,
+        prompts: PromptDataset,
+        timer: StepTimer,
+        *,
+        passes_parts: bool,
+        passes_all: bool,
+        steps_per_rollout: int,
+    ) -> None:
+        self.config, self.backend, self.manager, self.prompts, self.timer = config, backend, manager, prompts, timer
         self.producer = config.rollout.producer
         self.passes_parts, self.passes_all, self.steps_per_rollout = passes_parts, passes_all, steps_per_rollout
         self.replay = ReplayBuffer(config.replay, config.run.seed)
-        self.kept: dict[str, Group] = {}  # rows of the replay buffer's groups that this rank holds
+        self.replay_groups: dict[str, Group] = {}  # this rank's groups of the replay buffer, by their prompts' names
         self.reroll = RerollBuffer(config.reroll)
-        self.jobs: dict[int, RolloutJob] = {}  # by the rollout's number
-        self.next_rollout = 0  # to be started
-        self.renew = False  # a checkpoint was taken: who goes on from it has engines with the weights of that moment
+        self.jobs: dict[int, RolloutJob] = {}  # by the rollout's index
+        self.next_rollout = 0  # the next one to be started
+        self.resend_weights = False  # a checkpoint was taken: a run that goes on from it has engines with the weights of that moment
 
-    # ---- what is started -------------------------------------------------------------------------------------------
+    # ---- rollouts are started ---------------------------------------------------------------------------------------
 
-    def has(self, turn: int) -> bool:
-        """Whether there is a rollout of this number. Not a collective."""
-        return turn in self.jobs or (turn >= self.next_rollout and self._more(turn))
+    def has(self, index: int) -> bool:
+        """Return whether there is a rollout of this index. Not a collective."""
+        return index in self.jobs or (index >= self.next_rollout and self._has_prompts(index))
 
-    def _more(self, number: int) -> bool:
-        given = self.config.train
-        return number < given.num_rollouts if given.epochs is None else self.prompts.remain(given.epochs)
+    def _has_prompts(self, index: int) -> bool:
+        train = self.config.train
+        return index < train.num_rollouts if train.epochs is None else self.prompts.remain(train.epochs)
 
-    def start(self, turn: int, clock: StepTimer) -> None:
-        """Starts what may be started while rollout ``turn`` has its turn: itself, and those ahead of it that the staleness allows."""
-        while self.next_rollout <= turn + self.producer.ahead and self._more(self.next_rollout):
+    def start_ahead(self, index: int) -> None:
+        """Start rollout ``index`` where it is not started, and those behind it that the staleness allows."""
+        while self.next_rollout <= index + self.producer.ahead and self._has_prompts(self.next_rollout):
             decision = may_start(
-                trained=self.backend.weight_version, engine=self.generation.sent_version, between=self.next_rollout - turn,
-                steps_per_rollout=self.steps_per_rollout, max_staleness_steps=self.producer.max_staleness_steps,
-                interval=self.config.weight_sync.interval_steps, renew=self.renew,
-            )  # fmt: skip
+                trained=self.backend.weight_version,
+                engine=self.manager.sent_version,
+                between=self.next_rollout - index,
+                steps_per_rollout=self.steps_per_rollout,
+                max_staleness_steps=self.producer.max_staleness_steps,
+                interval=self.config.weight_sync.interval_steps,
+                renew=self.resend_weights,
+            )
             if decision is Start.LATER:
                 return
             if decision is Start.AFTER_SYNC:
-                self._sync(clock)
-            self._ask(self.next_rollout)
+                self._send_weights()
+            self._start_rollout(self.next_rollout)
             self.next_rollout += 1
 
-    def _sync(self, clock: StepTimer) -> None:
+    def _send_weights(self) -> None:
         if not self.config.weight_sync.in_flight:
-            with clock.measure("rollout"):
-                self.generation.settle()
-        with clock.measure("weight_sync"):  # nothing where the last step moved nothing
-            self.generation.sync_weights()
-        self.renew = False
+            with self.timer.measure("rollout"):
+                self.manager.settle()
+        with self.timer.measure("weight_sync"):  # nothing is sent where the last step moved nothing
+            self.manager.sync_weights()
+        self.resend_weights = False
 
-    def _ask(self, number: int) -> None:
+    def _start_rollout(self, index: int) -> None:
         room, epochs = self.config.train.prompts_per_rollout, self.config.train.epochs
-        again = self.reroll.take(self._fraction(number), room)
-        prompts = [self.prompts.recall(*which) for which in again]
+        rerolled = self.reroll.take(self._fraction_done(index), room)
+        prompts = [self.prompts.recall(*key) for key in rerolled]
         prompts += self.prompts.next(room - len(prompts), epochs)
-        self.jobs[number] = self.generation.job(dict(enumerate(prompts)), self.config.rollout.samples_per_prompt)
-        self.generation.start(self.jobs[number])
+        self.jobs[index] = self.manager.job(dict(enumerate(prompts)), self.config.rollout.samples_per_prompt)
+        self.manager.start(self.jobs[index])
 
-    def _fraction(self, number: int) -> float:
-        given = self.config.train
-        return number / given.num_rollouts if given.epochs is None else self.prompts.share_drawn(given.epochs)
+    def _fraction_done(self, index: int) -> float:
+        train = self.config.train
+        return index / train.num_rollouts if train.epochs is None else self.prompts.share_drawn(train.epochs)
 
-    # ---- what is trained -------------------------------------------------------------------------------------------
+    # ---- a rollout is taken -----------------------------------------------------------------------------------------
 
-    def take(self, turn: int, clock: StepTimer) -> TrainingBatch:
-        """Rollout ``turn``, started if it was not. Call ``start`` after it for those ahead.
+    def take(self, index: int) -> TrainingBatch:
+        """Wait for rollout ``index``, which is started where it was not, and return the groups that are trained.
 
-        Groups that are too old go, and their prompts come again; groups without signal may give way to further prompts'
-        (``rollout.dynamic_sampling``) or to replayed ones. Raises NoSignalError where the former does not help and is to end the run.
+        Groups that are too old are dropped and their prompts come again; groups without signal may give way to those of further
+        prompts (``rollout.dynamic_sampling``) or to replayed ones. Raises NoSignalError where dynamic sampling does not help and
+        is to end the run. Call ``start_ahead`` after it, and ``remember`` once the advantages are known.
         """
-        clock.add("weight_sync", 0.0)  # also where nothing has to be sent
-        self.start(turn, clock)
-        metrics: dict[str, float] = {}
-        dropped = 0
+        self.timer.add("weight_sync", 0.0)  # a row has its time where nothing has to be sent, too
+        self.start_ahead(index)
+        # Collect it in parts. Where every group of it is too old, it is generated again by the weights of now.
+        num_dropped = 0
         while True:
-            parts = list(self._parts(turn, clock))
-            fresh = [self._fresh(part) for part, _ in parts]
-            if any(fresh):
+            parts = list(self._collect_parts(index))
+            fresh = {place for scored, _ in parts for place in self._fresh_places(scored)}
+            if fresh:
                 break
-            dropped += self._drop(turn, set())
-            self._sync(clock)
-            self._ask(turn)
-        held, prompts = self._held(turn), dict(self.jobs[turn].prompts)
-        kept_places = {place for places in fresh for place in places}
-        dropped += self._drop(turn, kept_places)
-        live = {place for part, _ in parts for place in part.live_places()} & kept_places
-        held = {place: group for place, group in held.items() if place in kept_places}
-        prompts = {place: prompts[place] for place in sorted(kept_places)}
-        first = self._whole(parts, kept_places, held)
-        metrics |= reward_metrics(self.config, first)
-        metrics |= {
-            "async/staleness_max": float(self.backend.weight_version - first.batch.facts.weight_versions.min()),
-            "async/dropped_stale": float(dropped),
-        }
-        refilled = self._refill(prompts, held, live, clock, metrics)
-        replayed = self._replay(turn, prompts, held, live, metrics)
-        with clock.measure("reward"):
-            scored = score_groups(self.config, self.backend, held) if refilled or replayed else first
-        plain = plain_advantages(self.config, scored)
-        values = noisy_advantages(self.config, scored, plain)
-        self._remember(scored, plain, prompts, held, replayed)
-        metrics |= {"replay/size": float(len(self.replay)), **self._reroll_metrics()}
-        facts = scored.batch.facts
-        old, known, sums = merge_passes(facts, [passed for _, passed in parts if passed], kept_places - refilled - replayed)
+            num_dropped += self._drop_stale(index, set())
+            self._send_weights()
+            self._start_rollout(index)
+        job = self.jobs[index]
+        live = {place for scored, _ in parts for place in scored.live_places()}
+        selection = Selection.of_job(job, fresh, live)
+        num_dropped += self._drop_stale(index, fresh)
+        # Score what is left as one batch; its metrics are those of what was generated, before anything stands in for a group.
+        scored = parts[0][0]
+        if len(parts) > 1 or fresh != set(scored.facts.groups.tolist()):
+            scored = score_groups(self.config, self.backend, selection.groups)
+        staleness = self.backend.weight_version - scored.facts.weight_versions.min()
+        metrics = reward_metrics(self.config, scored)
+        metrics |= {"async/staleness_max": float(staleness), "async/dropped_stale": float(num_dropped)}
+        # Fill the places of groups without signal.
+        selection, refill_metrics = self._refill(selection)
+        selection, replay_metrics = self._replay(index, selection)
+        with self.timer.measure("reward"):
+            if selection.replaced:
+                scored = score_groups(self.config, self.backend, selection.groups)
+        passes = [log_prob_pass for _, log_prob_pass in parts if log_prob_pass]
         return TrainingBatch(
-            batch=scored.batch, totals=scored.totals, by_function=scored.by_function, advantages=values, old=old, known=known, sums=sums,
-            replayed=np.isin(facts.groups, sorted(replayed)), metrics=metrics, trained_version=self.backend.weight_version,
-        )  # fmt: skip
+            scored=scored,
+            known=merge_passes(scored.facts, passes, fresh - selection.replaced),
+            replayed=np.isin(scored.facts.groups, sorted(selection.replayed)),
+            trained_version=self.backend.weight_version,
+            prompts=selection.prompts,
+            groups=selection.groups,
+            metrics=metrics | refill_metrics | replay_metrics,
+        )
 
-    def _parts(self, turn: int, clock: StepTimer) -> Iterator[tuple[ScoredBatch, LogProbPass | None]]:
-        """A rollout in parts of ``min_groups``, each as soon as it is there: scored, and passed for log-probs."""
-        job = self.jobs[turn]
+    def _collect_parts(self, index: int) -> Iterator[tuple[ScoredBatch, LogProbPass | None]]:
+        """Yield a rollout in parts of ``min_groups``, each as soon as it is there: scored, and passed for log-probs."""
+        job = self.jobs[index]
         places = sorted(job.prompts)
         size = self.producer.min_groups or len(places)
         for first in range(0, len(places), size):
-            scored = self._collect(job, places[first : first + size], clock)
+            scored = self._collect(job, places[first : first + size])
             self._note_failed(scored, job.prompts)
-            passed = None
+            log_prob_pass = None
             if self.passes_parts and size < len(places):
-                facts = scored.batch.facts
-                chosen = np.ones_like(scored.live) if self.passes_all else scored.live & np.isin(facts.groups, self._fresh(scored))
-                with clock.measure("logprob"):
-                    passed = LogProbPass(facts=facts, chosen=chosen, logprobs=self.backend.logprobs(scored.batch, chosen))
-            yield scored, passed
-        self.generation.finish(job)
+                fresh_S = np.isin(scored.facts.groups, self._fresh_places(scored))
+                chosen = np.ones_like(scored.live) if self.passes_all else scored.live & fresh_S
+                with self.timer.measure("logprob"):
+                    logprobs = self.backend.logprobs(scored.batch, chosen)
+                log_prob_pass = LogProbPass(facts=scored.facts, chosen=chosen, logprobs=logprobs)
+            yield scored, log_prob_pass
+        self.manager.finish(job)
 
-    def _collect(self, job: RolloutJob, places: Sequence[int], clock: StepTimer) -> ScoredBatch:
-        producer = self.generation.producer
-        scored_s = producer.scored_here_s
-        with clock.measure("rollout"):
-            self.generation.collect(job, places)
-        scored_s = producer.scored_here_s - scored_s
-        clock.add("rollout", -scored_s)
-        clock.add("reward", scored_s)
-        with clock.measure("reward"):
+    def _collect(self, job: RolloutJob, places: Sequence[int]) -> ScoredBatch:
+        with self.timer.enter("rollout"):
+            durations = self.manager.collect(job, places)
+        self.timer.add("rollout", durations.waited_s)
+        self.timer.add("reward", durations.scored_s)
+        with self.timer.measure("reward"):
             return score_groups(self.config, self.backend, {place: job.group(place) for place in places if place in job.mine})
 
-    def _fresh(self, scored: ScoredBatch) -> list[int]:
-        """Places of groups that are not too old. Not a collective."""
-        facts, limit = scored.batch.facts, self.producer.max_staleness_steps
-        stale = np.zeros(facts.num_samples, bool) if limit is None else self.backend.weight_version - facts.weight_versions > limit
+    def _fresh_places(self, scored: ScoredBatch) -> list[int]:
+        """Return the places of groups that are not too old. Not a collective."""
+        facts, limit = scored.facts, self.producer.max_staleness_steps
+        if limit is None:
+            return sorted(set(facts.groups.tolist()))
+        stale = self.backend.weight_version - facts.weight_versions > limit
         return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))
 
-    def _held(self, turn: int) -> dict[int, Group]:
-        job = self.jobs[turn]
-        return {place: job.group(place) for place in job.mine}
-
-    def _drop(self, turn: int, kept: set[int]) -> int:
-        """Ends a rollout's job; prompts of what is not kept come again. Not a collective."""
-        gone = [prompt for place, prompt in sorted(self.jobs.pop(turn).prompts.items()) if place not in kept]
-        if gone:
-            limit = self.producer.max_staleness_steps
+    def _drop_stale(self, index: int, kept: set[int]) -> int:
+        """End a rollout's job, put the prompts of all but the kept places back, and return how many these are. Not a collective."""
+        dropped = [prompt for place, prompt in sorted(self.jobs.pop(index).prompts.items()) if place not in kept]
+        if dropped:
             log.warning(
-                "rollout %d: %d groups are older than rollout.producer.max_staleness_steps=%s and are asked again", turn + 1, len(gone), limit
-            )
-            self.prompts.put_back(gone)
-        return len(gone)
-
-    def _whole(self, parts: Sequence[tuple[ScoredBatch, LogProbPass | None]], kept: set[int], held: Mapping[int, Group]) -> ScoredBatch:
-        """What is kept of a rollout as one batch."""
-        if len(parts) == 1 and kept == set(parts[0][0].batch.facts.groups.tolist()):
-            return parts[0][0]
-        return score_groups(self.config, self.backend, held)
+                "rollout %d: %d groups are older than rollout.producer.max_staleness_steps=%s and are asked again",
+                index + 1, len(dropped), self.producer.max_staleness_steps,
+            )  # fmt: skip
+            self.prompts.put_back(dropped)
+        return len(dropped)
 
     def _note_failed(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Not a collective."""
+        """Put the prompts of groups that failed whole where re-roll finds them. Not a collective."""
         if self.config.reroll.max_groups:
-            failed = failed_groups(scored.totals, scored.batch.facts.groups, self.config.reroll.fail_threshold)
-            failed = np.intersect1d(failed, self._fresh(scored))
+            failed = failed_groups(scored.rewards.totals, scored.facts.groups, self.config.reroll.fail_threshold)
+            failed = np.intersect1d(failed, self._fresh_places(scored))
             self.reroll.note([(prompts[place].prompt_id, prompts[place].attempt) for place in failed.tolist()])
 
-    def _reroll_metrics(self) -> dict[str, float]:
-        buffer = self.reroll
-        return {"reroll/size": float(len(buffer)), "reroll/buffered": float(buffer.num_buffered), "reroll/issued": float(buffer.num_issued)}
+    # ---- groups without signal are replaced -------------------------------------------------------------------------
 
-    # ---- what stands in for groups without signal ------------------------------------------------------------------
-
-    def _refill(
-        self, prompts: dict[int, Prompt], held: dict[int, Group], live: set[int], clock: StepTimer, metrics: dict[str, float]
-    ) -> set[int]:
-        """Dynamic sampling: further prompts in the places of groups without signal; the places that have another group now."""
-        given, replaced, rounds = self.config.rollout.dynamic_sampling, set(), 0
-        while rounds < given.max_rounds and len(live) < len(prompts):
-            dead = sorted(set(prompts) - live)
-            further = self.prompts.next(len(dead), self.config.train.epochs)
+    def _refill(self, selection: Selection) -> tuple[Selection, dict[str, float]]:
+        """Ask further prompts for the places of groups without signal (dynamic sampling), round after round."""
+        settings, num_rounds = self.config.rollout.dynamic_sampling, 0
+        while num_rounds < settings.max_rounds and selection.dead:
+            further = self.prompts.next(len(selection.dead), self.config.train.epochs)
             if not further:
                 break
-            rounds += 1
-            asked = dict(zip(dead, further, strict=False))
-            with clock.measure("rollout"):
-                job = self.generation.produce(asked, self.config.rollout.samples_per_prompt)
-            with clock.measure("reward"):
-                scored = score_groups(self.config, self.backend, {place: job.group(place) for place in job.mine})
-            self._note_failed(scored, asked)
-            prompts |= asked
-            for place in asked:
-                held.pop(place, None)
-            held |= {place: job.group(place) for place in job.mine}
-            live |= scored.live_places()
-            replaced |= set(asked)
-        if given.max_rounds:
-            left = len(prompts) - len(live)
-            metrics |= {"dynamic_sampling/rounds": float(rounds), "dynamic_sampling/left": float(left)}
-            if left and given.on_exhausted == "fail":
-                raise NoSignalError(
-                    f"{left} of {len(prompts)} groups have no signal after {rounds} rounds (rollout.dynamic_sampling.max_rounds="
-                    f"{given.max_rounds}); raise it, set rollout.dynamic_sampling.on_exhausted=skip, or take harder prompts"
-                )
-        return replaced
+            num_rounds += 1
+            prompts = dict(zip(selection.dead, further, strict=False))
+            with self.timer.measure("rollout"):
+                job = self.manager.produce(prompts, self.config.rollout.samples_per_prompt)
+            with self.timer.measure("reward"):
+                scored = score_groups(self.config, self.backend, job.groups())
+            self._note_failed(scored, prompts)
+            selection = selection.refill(prompts, job.groups(), scored.live_places())
+        if not settings.max_rounds:
+            return selection, {}
+        num_dead, num_places = len(selection.dead), len(selection.prompts)
+        if num_dead and settings.on_exhausted == "fail":
+            raise NoSignalError(
+                f"{num_dead} of {num_places} groups have no signal after {num_rounds} rounds (rollout.dynamic_sampling.max_rounds="
+                f"{settings.max_rounds}); raise it, set rollout.dynamic_sampling.on_exhausted=skip, or take harder prompts"
+            )
+        return selection, {"dynamic_sampling/rounds": float(num_rounds), "dynamic_sampling/left": float(num_dead)}
 
-    def _replay(
-        self, turn: int, prompts: dict[int, Prompt], held: dict[int, Group], live: set[int], metrics: dict[str, float]
-    ) -> set[int]:  # fmt: skip
-        """Replayed groups in the places of those without signal; those places. Not a collective."""
+    def _replay(self, index: int, selection: Selection) -> tuple[Selection, dict[str, float]]:
+        """Put replayed groups in the places of those without signal. Not a collective."""
         if not self.config.replay.capacity_groups:
-            return set()
+            return selection, {}
         self._forget(self.replay.expire(self.backend.weight_version))
-        dead = sorted(set(prompts) - live)
-        keys = self.replay.draw(len(dead), rollout=turn, exclude=[prompt.name for prompt in prompts.values()])
-        versions = {entry.key: entry.version for entry in self.replay.entries}
-        for place, key in zip(dead, keys, strict=False):
-            held.pop(place, None)
-            if key in self.kept:
-                held[place] = self.kept[key]
-        metrics["replay/replaced"] = float(len(keys))
+        names = [prompt.name for prompt in selection.prompts.values()]
+        keys = self.replay.draw(len(selection.dead), rollout=index, exclude=names)
+        placed = dict(zip(selection.dead, keys, strict=False))
+        metrics = {"replay/replaced": float(len(keys))}
         if keys:
+            versions = {entry.key: entry.version for entry in self.replay.entries}
             metrics["replay/age_max"] = float(self.backend.weight_version - min(versions[key] for key in keys))
-        return set(dead[: len(keys)])
+        groups = {place: self.replay_groups[key] for place, key in placed.items() if key in self.replay_groups}
+        return selection.replay(placed, groups), metrics
 
-    def _remember(
-        self, scored: ScoredBatch, values: np.ndarray, prompts: Mapping[int, Prompt], held: Mapping[int, Group], replayed: set[int]
-    ) -> None:
-        """Keeps what was generated now and has signal, and lets go of what was replayed often enough. Not a collective."""
-        if not self.config.replay.capacity_groups:
-            return
-        facts = scored.batch.facts
+    def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
+        """Keep groups with signal for replay, let go of those that were replayed often enough, and return the buffers' metrics.
+
+        advantages: [S], by rewards alone and without noise. Not a collective.
+        """
+        if self.config.replay.capacity_groups:
+            self._remember(taken, advantages)
+        return {
+            "replay/size": float(len(self.replay)),
+            "reroll/size": float(len(self.reroll)),
+            "reroll/buffered": float(self.reroll.num_buffered),
+            "reroll/issued": float(self.reroll.num_issued),
+        }
+
+    def _remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
+        facts, scored = taken.facts, taken.scored
+        replayed = set(facts.groups[taken.replayed].tolist())
         entries = []
-        for place, score in zip(*group_scores(values, facts.groups, scored.included, scored.by_function), strict=True):
+        for place, score in zip(
+            *group_scores(advantages, facts.groups, scored.rewards.included, scored.by_function), strict=True
+        ):
             if place not in replayed:  # a score of 0 is never kept
                 version = int(facts.weight_versions[facts.groups == place].min())
-                entries.append(Entry(key=prompts[int(place)].name, score=float(score), version=version))
+                entries.append(Entry(key=taken.prompts[int(place)].name, score=float(score), version=version))
         self._forget(self.replay.retire())
         gone = self.replay.add(entries)
-        self.kept |= {prompts[place].name: group for place, group in held.items() if place not in replayed}
-        held_keys = {entry.key for entry in self.replay.entries}
-        self._forget([*gone, *(name for name in list(self.kept) if name not in held_keys)])
+        self.replay_groups |= {taken.prompts[place].name: group for place, group in taken.groups.items() if place not in replayed}
+        keys = {entry.key for entry in self.replay.entries}
+        self._forget([*gone, *(name for name in list(self.replay_groups) if name not in keys)])
 
     def _forget(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self.kept.pop(key, None)
+            self.replay_groups.pop(key, None)
 
-    # ---- what a checkpoint keeps -----------------------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self) -> tuple[dict, bytes]:
         """(what every rank holds, JSON; what this rank alone holds), of a moment between rollouts. What is generated is waited for, since
         the weights that it comes from are gone after a checkpoint. The next rollout that is started has the weights of now."""
-        self.generation.settle()
-        self.renew = True
+        self.manager.settle()
+        self.resend_weights = True
         groups = {
             f"kept/{name}": SavedGroup(prompt=group.prompt, rollouts=group.rollouts, scores=group.scores)
-            for name, group in self.kept.items()
+            for name, group in self.replay_groups.items()
         }
         for number, job in self.jobs.items():
             with job.change:  # reward workers may be at it
@@ -319,18 +319,18 @@ class RolloutQueue:
     def restore(self, state: Mapping, rows: Sequence[bytes]) -> None:
         """rows: what ``save`` gave of some ranks of then; every one is given to exactly one rank of now. The prompts' cursor is restored
         before it. Not a collective."""
-        self.next_rollout, self.renew = state["next_rollout"], True
+        self.next_rollout, self.resend_weights = state["next_rollout"], True
         gone = self.replay.load_state(state["replay"])
         self.reroll.load_state(state["reroll"])
         groups = {key: group for data in rows for key, group in unpack_groups(data, self.prompts.recall).items()}
         for number, asked in sorted((int(number), asked) for number, asked in state["jobs"].items()):
-            job = self.generation.restored_job({place: self.prompts.recall(*which) for place, *which in asked})
+            job = self.manager.restored_job({place: self.prompts.recall(*which) for place, *which in asked})
             for key, group in groups.items():
                 kind, _, place = key.rpartition("/")
                 if kind == f"job/{number}":
                     job.put(int(place), group.rollouts, group.scores)
             self.jobs[number] = job
-            self.generation.start(job)
+            self.manager.start(job)
         kept = {key.removeprefix("kept/"): group for key, group in groups.items() if key.startswith("kept/")}
-        self.kept = {name: Group(rollouts=tuple(group.rollouts), scores=tuple(group.scores)) for name, group in kept.items()}
+        self.replay_groups = {name: Group(rollouts=tuple(group.rollouts), scores=tuple(group.scores)) for name, group in kept.items()}
         self._forget(gone)

@@ -1,4 +1,4 @@
-"""What a rollout's groups become before the training plan: facts and rewards of all ranks, advantages, log-probs that are known already."""
+"""The batch that a rollout becomes: facts and rewards of all ranks' groups, and the log-probs that are known before the training plan."""
 
 from __future__ import annotations
 
@@ -7,48 +7,50 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.algorithm.advantage import advantages, may_have_advantage
-from megatron_rl.algorithm.noise import with_noise
-from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.algorithm.advantage import GroupRewards, may_have_advantage
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.backend import LogProbs, MegatronBackend
 from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import Config
-from megatron_rl.distributed import collectives
 from megatron_rl.observability.metrics import add_sums
 from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.worker import Group
-from megatron_rl.types import BatchFacts
+from megatron_rl.types import BatchFacts, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredBatch:
-    """Groups whose rewards every rank knows. totals [S], by_function [S, F]: NaN where there is none.
+    """Groups whose rewards every rank knows.
 
-    totals: with the overlong penalty, which by_function has not. overlong: [S] 0 to −1, its shape (reward/overlong.py). live: bool [S],
-    whether the sample may have signal in whichever batch its group stands. step: optimizer steps of RL, ghosts included, taken before.
+    rewards:     totals with the overlong penalty in them; for ``gdpo`` that penalty is one more function.
+    by_function: float64 [S, F], the configured functions alone; NaN where one did not apply.
+    overlong:    float64 [S], 0 to −1, the penalty before its coefficient (reward/overlong.py).
+    live:        bool [S], whether the sample may have signal, in whichever batch its group stands.
     """
 
     batch: Batch
-    totals: np.ndarray
+    rewards: GroupRewards
     by_function: np.ndarray
     overlong: np.ndarray
     live: np.ndarray
-    step: int
 
     @property
-    def included(self) -> np.ndarray:
-        """[S] bool: samples that were not taken out of their group."""
-        return ~np.isnan(self.totals)
+    def facts(self) -> BatchFacts:
+        return self.batch.facts
 
     def live_places(self) -> set[int]:
-        """Groups of which some sample may have signal, by place."""
-        return set(self.batch.facts.groups[self.live].tolist())
+        """Return the places of groups of which some sample may have signal."""
+        return set(self.facts.groups[self.live].tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogProbPass:
-    """A log-prob pass over part of a rollout: what it covered [S] of its facts, and log-probs flat over their response tokens."""
+    """A log-prob pass over part of a rollout.
+
+    facts:    of that part.
+    chosen:   bool [S of the part], the samples that were passed.
+    logprobs: flat over the part's response tokens.
+    """
 
     facts: BatchFacts
     chosen: np.ndarray
@@ -56,116 +58,126 @@ class LogProbPass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainingBatch:
-    """A batch to be trained: facts, rewards, advantages [S] (0 where trainer/advantages.py makes them), and what is known of its log-probs.
+class KnownLogProbs:
+    """Old log-probs that were computed while the rest of the rollout was generated.
 
-    old: float32 [T] flat over response tokens, 0 where not known · known: bool [S], whose log-probs are · sums: of the passes so far ·
-    replayed: bool [S], of groups that an earlier rollout has trained · trained_version: the weights that it is to be trained on.
+    values:  float32 [T], flat over the batch's response tokens, 0 where not known.
+    covered: bool [S], the samples whose log-probs are known.
+    sums:    of the gap to the engine's log-probs, over those passes (``MegatronBackend.forward``).
     """
 
-    batch: Batch
-    totals: np.ndarray
-    by_function: np.ndarray
-    advantages: np.ndarray
-    old: np.ndarray
-    known: np.ndarray
+    values: np.ndarray
+    covered: np.ndarray
+    sums: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingBatch:
+    """One rollout as it is trained.
+
+    known:           old log-probs that are there already.
+    replayed:        bool [S], samples of groups that an earlier rollout has trained.
+    trained_version: the weights that it is to be trained on.
+    prompts:         of every place, the prompt whose group stands there.
+    groups:          of this rank's places, the group.
+    metrics:         of rewards, staleness and the filters.
+    """
+
+    scored: ScoredBatch
+    known: KnownLogProbs
     replayed: np.ndarray
     trained_version: int
-    sums: Mapping[str, float] = field(default_factory=dict)
+    prompts: Mapping[int, Prompt] = field(default_factory=dict)
+    groups: Mapping[int, Group] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def included(self) -> np.ndarray:
-        """[S] bool: samples that were not taken out of their group."""
-        return ~np.isnan(self.totals)
+    def batch(self) -> Batch:
+        return self.scored.batch
+
+    @property
+    def facts(self) -> BatchFacts:
+        return self.scored.facts
 
     @property
     def is_fresh(self) -> bool:
         """Whether every token comes from the weights that it is to be trained on, so that log-probs should agree."""
-        return bool((self.batch.facts.weight_versions == self.trained_version).all())
+        return bool((self.facts.weight_versions == self.trained_version).all())
 
 
 def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, Group]) -> ScoredBatch:
-    """Facts and rewards of all ranks' groups, by place in the rollout; a collective. groups: this rank's."""
+    """Gather facts and rewards of all ranks' groups. A collective.
+
+    groups: this rank's, by their place in the rollout.
+    """
     size = config.rollout.samples_per_prompt
-    held = [(place, groups[place]) for place in sorted(groups)]
-    samples = [sample for _, group in held for sample in group.samples(mask_truncated=config.loss.mask_truncated)]
-    places = [place * size + k for place, _ in held for k in range(size)]
+    local_groups = [(place, groups[place]) for place in sorted(groups)]
+    samples = [sample for _, group in local_groups for sample in group.samples(mask_truncated=config.loss.mask_truncated)]
+    places = [place * size + k for place, _ in local_groups for k in range(size)]
     batch = backend.gather(samples, [place // size for place in places], places)
-    scores = [score for _, group in held for score in group.scores]
+    scores = [score for _, group in local_groups for score in group.scores]
     totals, by_function = batch_exchange.gather_scores(scores, places, len(config.reward.functions))
+    return scored_batch(config, batch, totals, by_function)
+
+
+def scored_batch(config: Config, batch: Batch, totals: np.ndarray, by_function: np.ndarray) -> ScoredBatch:
+    """Add the overlong penalty to the totals, and find which samples may have signal.
+
+    totals: [S], NaN where a sample is taken out of its group.
+    by_function: [S, F].
+    """
+    facts, buffer_tokens = batch.facts, config.reward.overlong_buffer_tokens
     shape = overlong_shape(
-        batch.facts.response_tokens, max_response_tokens=config.rollout.max_response_tokens, buffer_tokens=config.reward.overlong_buffer_tokens
+        facts.response_tokens, max_response_tokens=config.rollout.max_response_tokens, buffer_tokens=buffer_tokens
     )
-    totals = totals + config.reward.overlong_penalty * shape
-    columns, weights = _columns(config, by_function, shape)
-    live = may_have_advantage(
-        totals, batch.facts.groups, ~np.isnan(totals), estimator=config.advantage.estimator, whiten=config.advantage.whiten,
-        rewards_by_function=columns, function_weights=weights, sample_ids=batch.facts.sample_ids,
-    )  # fmt: skip
-    return ScoredBatch(
-        batch=batch, totals=totals, by_function=by_function, overlong=shape, live=live & (batch.facts.loss_tokens > 0),
-        step=backend.step_index - config.sft.steps,
-    )  # fmt: skip
-
-
-def _columns(config: Config, by_function: np.ndarray, shape: np.ndarray) -> tuple[np.ndarray, tuple[float, ...]]:
-    """(rewards [S, F or F + 1], weights) of which ``gdpo`` makes advantages: the overlong punishment is one more reward function there."""
-    weights = config.reward.resolved_weights
-    if not config.reward.overlong_buffer_tokens:
-        return by_function, weights
-    return np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)
-
-
-def plain_advantages(config: Config, scored: ScoredBatch) -> np.ndarray:
-    """[S] without noise, by the same arithmetic on every rank; 0 where they hang on values or on a KL in the reward (trainer/advantages.py)."""
-    facts = scored.batch.facts
-    if config.has_critic or config.kl_in_reward:
-        return np.zeros(facts.num_samples)
-    columns, weights = _columns(config, scored.by_function, scored.overlong)
-    return advantages(
-        scored.totals, facts.groups, scored.included, estimator=config.advantage.estimator, epsilon=config.advantage.epsilon,
-        whiten=config.advantage.whiten, rewards_by_function=columns, function_weights=weights, loss_tokens=facts.loss_tokens,
+    columns, weights = by_function, config.reward.resolved_weights
+    if buffer_tokens:
+        columns, weights = np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)
+    rewards = GroupRewards(
+        totals=totals + config.reward.overlong_penalty * shape,
+        groups=facts.groups,
+        included=~np.isnan(totals),
+        loss_tokens=facts.loss_tokens,
+        by_function=columns,
+        function_weights=weights,
         sample_ids=facts.sample_ids,
-    )  # fmt: skip
+    )
+    live = may_have_advantage(rewards, estimator=config.advantage.estimator, whiten=config.advantage.whiten)
+    live &= facts.loss_tokens > 0
+    return ScoredBatch(batch=batch, rewards=rewards, by_function=by_function, overlong=shape, live=live)
 
 
-def noisy_advantages(config: Config, scored: ScoredBatch, values: np.ndarray) -> np.ndarray:
-    """[S] to be trained on, the same on every rank: with noise (algorithm/noise.py), rank 0's, where the rollout's first step is one of the first
-    ``advantage.noise_steps``, in all its mini-batches and epochs. A collective then. values: ``plain_advantages``."""
-    given, facts = config.advantage, scored.batch.facts
-    if not given.noise_std or scored.step >= given.noise_steps:
-        return values
-    signal = has_signal(values, facts.loss_tokens, advantage_epsilon=config.skip.advantage_epsilon)
-    return collectives.broadcast_from_rank0(with_noise(values, signal, facts.sample_ids, std=given.noise_std, seed=config.run.seed))
+def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> KnownLogProbs:
+    """Put the log-probs of a rollout's parts in their places of the whole batch.
 
-
-def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """(old [T], known [S], sums) of a batch from passes over its parts. unchanged: groups that are still those that were passed."""
-    old, known = np.zeros(int(facts.response_offsets[-1]), dtype=np.float32), np.zeros(facts.num_samples, dtype=bool)
-    at, offsets = {int(place): i for i, place in enumerate(facts.places)}, facts.response_offsets
+    unchanged: places whose groups are still those that were passed.
+    """
+    offsets = facts.response_offsets
+    values, covered = np.zeros(int(offsets[-1]), dtype=np.float32), np.zeros(facts.num_samples, dtype=bool)
+    row_of = {int(place): i for i, place in enumerate(facts.places)}
     sums: dict[str, float] = {}
     for part in passes:
         sums = add_sums(sums, part.logprobs.sums)
         starts = part.facts.response_offsets
         for i in np.flatnonzero(part.chosen):
             if int(part.facts.groups[i]) in unchanged:
-                j = at[int(part.facts.places[i])]
-                old[offsets[j] : offsets[j + 1]] = part.logprobs.flat[starts[i] : starts[i + 1]]
-                known[j] = True
-    return old, known, sums
+                j = row_of[int(part.facts.places[i])]
+                values[offsets[j] : offsets[j + 1]] = part.logprobs.flat[starts[i] : starts[i + 1]]
+                covered[j] = True
+    return KnownLogProbs(values=values, covered=covered, sums=sums)
 
 
 def reward_metrics(config: Config, scored: ScoredBatch) -> dict[str, float]:
-    """``reward/*`` and the length of what was generated."""
-    facts, included = scored.batch.facts, scored.included
+    """Return ``reward/*`` and the lengths of the responses."""
+    facts, rewards = scored.facts, scored.rewards
+    included = rewards.included
     metrics = {
         "reward/excluded": float((~included).sum()),
         "rollout/response_tokens_mean": float(facts.response_tokens.mean()),
         "rollout/weight_version_min": float(facts.weight_versions.min()),
     }
     if included.any():
-        metrics["reward/mean"] = float(scored.totals[included].mean())
+        metrics["reward/mean"] = float(rewards.totals[included].mean())
     if included.any() and config.reward.overlong_buffer_tokens:
         metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(scored.overlong[included].mean())
     if config.loss.mask_truncated:

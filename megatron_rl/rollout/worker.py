@@ -96,6 +96,10 @@ class RolloutJob:
     def group(self, place: int) -> Group:
         return Group(rollouts=tuple(self.found[place]), scores=tuple(self.scores[place]))
 
+    def groups(self) -> dict[int, Group]:
+        """Return this rank's groups by their places; every one of them must be scored."""
+        return {place: self.group(place) for place in self.mine}
+
     def put(self, place: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
         """What an earlier process had finished: the place is this rank's from now on."""
         self.mine = tuple(sorted({*self.mine, place}))

@@ -11,12 +11,9 @@ import os
 import pathlib
 import platform
 import statistics
-import time
-from collections import deque
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import Config
@@ -24,35 +21,14 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.observability.metrics import set_aside
 from megatron_rl.simulator.machine import fitted_with
 from megatron_rl.simulator.workload import Workload, append_trace
-from megatron_rl.types import BatchFacts, StepKind, StepResult
-
-REMEMBERED_STEPS = 50  # of which the median optimizer step is taken
-
-
-class TimedBackend(MegatronBackend):
-    """The backend, and how long its last REAL optimizer steps took: seconds, of the rank that waited least for the others."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.optimizer_seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-
-    def optim_step(self, kind: StepKind) -> StepResult:
-        HOST.synchronize()
-        started = time.perf_counter()
-        result = super().optim_step(kind)
-        if kind is StepKind.REAL:
-            HOST.synchronize()
-            spent = torch.tensor([time.perf_counter() - started], dtype=torch.float64).to(HOST.device)
-            dist.all_reduce(spent, op=dist.ReduceOp.MIN)
-            self.optimizer_seconds.append(spent.item())
-        return result
+from megatron_rl.types import BatchFacts
 
 
 class Recorder:
     """Writes both files; on ranks that are not the main one it writes nothing. What an earlier run left in the folder is renamed,
     unless this run goes on from a checkpoint (``resumed``)."""
 
-    def __init__(self, config: Config, backend: TimedBackend, *, resumed: bool = False) -> None:
+    def __init__(self, config: Config, backend: MegatronBackend, *, resumed: bool = False) -> None:
         self.config = config
         self.backend = backend
         self.is_main = backend.topology.is_main
@@ -80,13 +56,13 @@ class Recorder:
     def fit(self) -> None:
         """Replaces coefficients.json by what is measured so far, at once: a reader never sees half of it."""
         backend = self.backend
-        if not self.is_main or not backend.fit.is_fitted or not backend.optimizer_seconds:
+        if not self.is_main or not backend.fit.is_fitted or not backend.optimizer_s:
             return
         model = backend.fit.model()
         forward_s, backward_s = backend.fit.sums[:, -2:].sum(0)
         content = {
             "stages": [dataclasses.asdict(stage) for stage in model.stages], "virtual": model.virtual,
-            "optimizer_s": statistics.median(backend.optimizer_seconds), "forward_share": float(forward_s / (forward_s + backward_s)),
+            "optimizer_s": statistics.median(backend.optimizer_s), "forward_share": float(forward_s / (forward_s + backward_s)),
             "fitted_with": fitted_with(backend.shape, self.config, backend.topology), "measured_on": self._where(),
         }  # fmt: skip
         _replace(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")

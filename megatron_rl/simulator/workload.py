@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.algorithm.advantage import advantages
+from megatron_rl.algorithm.advantage import GroupRewards, advantages
 from megatron_rl.algorithm.signal import has_signal, signal_rule
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
@@ -66,10 +66,11 @@ class Workload:
                     f"{list(self.by_function)}; name these in reward.functions, or choose another estimator"
                 )
             columns = np.stack([self.by_function[name] for name in names], axis=1)
-        values = advantages(
-            rewards, self.groups, ~np.isnan(rewards), estimator=given.estimator, epsilon=given.epsilon, whiten=given.whiten,
-            rewards_by_function=columns, function_weights=weights, loss_tokens=self.loss_tokens,
+        group_rewards = GroupRewards(
+            totals=rewards, groups=self.groups, included=~np.isnan(rewards), loss_tokens=self.loss_tokens, by_function=columns,
+            function_weights=weights,
         )  # fmt: skip
+        values = advantages(group_rewards, estimator=given.estimator, epsilon=given.epsilon, whiten=given.whiten)
         return has_signal(values, self.loss_tokens, advantage_epsilon=signal_rule(config).advantage_epsilon)
 
 

@@ -14,44 +14,64 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.reference_weights import overwrite
 from megatron_rl.config import Config, load_config
 from megatron_rl.observability.timer import StepTimer
-from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.rollout.training_batch import KnownLogProbs, TrainingBatch, scored_batch
 from megatron_rl.train import train_on_rollout
+from megatron_rl.trainer.advantages import AdvantageResult
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import BatchPlan, StepResult
+from megatron_rl.trainer.update import Update, UpdatePlanner
+from megatron_rl.types import Advantages, BatchPlan, StepResult
 from tests.equality.rig import DEFAULTS, Rig
 
 
 class GivenRun(Trainer):
-    """A Run over a rig's batch. ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs."""
+    """A trainer over a rig's batch. ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs."""
 
     def __init__(self, rig: Rig, config: Config, advantages: np.ndarray) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)
-        self.clock = StepTimer(lambda stage: contextlib.nullcontext())
+        self.timer, self.next_row = StepTimer(lambda stage: contextlib.nullcontext()), {}
         self.critic, self.reference = None, ReferencePolicy(config, rig.backend)
+        self.planner = CountingPlanner(config, rig.backend, self.rule, self.reference, self.timer)
+        self.given = AdvantageResult(advantages=Advantages(of_sample=advantages), plain=advantages)
         count, tokens = rig.batch.facts.num_samples, int(rig.batch.facts.response_offsets[-1])
-        intake = TrainingBatch(
-            batch=rig.batch, totals=np.zeros(count), by_function=np.zeros((count, 1)), advantages=advantages,
-            old=np.zeros(tokens, dtype=np.float32), known=np.zeros(count, dtype=bool), replayed=np.zeros(count, dtype=bool),
+        known = KnownLogProbs(values=np.zeros(tokens, dtype=np.float32), covered=np.zeros(count, dtype=bool))
+        taken = TrainingBatch(
+            scored=scored_batch(config, rig.batch, np.zeros(count), np.zeros((count, 1))),
+            known=known,
+            replayed=np.zeros(count, dtype=bool),
             trained_version=-1,  # so that the gap to the engine's log-probs, which is meant, is no error
-        )  # fmt: skip
-        self.feed = SimpleNamespace(take=lambda index, clock: intake, start=lambda index, clock: None, has=lambda index: False)
+        )
+        self.rollouts = SimpleNamespace(take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False)
         self.recorder = SimpleNamespace(rollout=lambda *given: None)
         self.evaluation = SimpleNamespace(due=lambda *given, **named: False)
-        self.generation = SimpleNamespace(take_metrics=dict)
+        self.manager = SimpleNamespace(take_metrics=dict)
         self.results: list[StepResult] = []
         self.plan: BatchPlan | None = None
-        self.passes = 0
+
+    @property
+    def passes(self) -> int:
+        return self.planner.passes
+
+    def compute_advantages(self, taken: TrainingBatch, index: int) -> AdvantageResult:
+        return self.given
+
+    def prepare_update(self, taken: TrainingBatch, result: AdvantageResult, index: int) -> Update:
+        update = super().prepare_update(taken, result, index)
+        self.plan = update.plan
+        return update
+
+    def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
+        self.results.append(result)
+
+
+class CountingPlanner(UpdatePlanner):
+    """Counts the passes for old log-probs."""
+
+    passes = 0
 
     def old_logprobs(self, *given) -> tuple[np.ndarray, dict[str, float]]:
         self.passes += 1
         return super().old_logprobs(*given)
-
-    def save_plan(self, plan: BatchPlan, index: int) -> None:
-        self.plan = plan
-
-    def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
-        self.results.append(result)
 
 
 def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
@@ -71,5 +91,5 @@ def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
 
 def train_once(run: GivenRun) -> GivenRun:
     """Takes all optimizer steps of the rollout."""
-    train_on_rollout(run, 0, {})
+    train_on_rollout(run, 0)
     return run

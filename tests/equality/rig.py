@@ -67,7 +67,7 @@ class Rig:
     def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
         """Plans, and brings the rows where they are needed."""
         plan = self.backend.plan(purpose, self.batch, has_signal(advantages, self.batch.facts.loss_tokens), drops=drops)
-        self.backend.load_rows(self.batch, plan)
+        self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
 
     def inputs(self, advantages: np.ndarray, members: np.ndarray, *, reduction: str = "token_mean", old: np.ndarray | None = None, **more):

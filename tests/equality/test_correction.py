@@ -14,8 +14,8 @@ import torch
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from megatron_rl.train import samples_of
 from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
+from megatron_rl.trainer.update import runs_S
 from megatron_rl.types import Advantages, BatchPlan, LossInputs
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages, sizes
@@ -59,13 +59,13 @@ def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[B
     """As train_on_rollout does: a draft by advantage, the log-prob pass, the verdict, the plan."""
     backend, batch = rig.backend, rig.batch
     signal = has_signal(ADVANTAGES, batch.facts.loss_tokens)
-    passed = samples_of(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
+    passed = runs_S(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
     old = backend.logprobs(batch, passed).flat
     advantages = Advantages(of_sample=ADVANTAGES)
     verdict = apply_corrections(correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old)
     plan = backend.plan("train", batch, verdict.signal, drops=drops)
-    assert not (samples_of(plan, NUM_SAMPLES) & ~passed).any()
-    backend.load_rows(batch, plan)
+    assert not (runs_S(plan, NUM_SAMPLES) & ~passed).any()
+    rig.batch = backend.fetch_rows(batch, plan)
     return plan, old, verdict
 
 

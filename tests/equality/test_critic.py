@@ -17,7 +17,8 @@ from megatron_rl.backend.trainable_model import Batch
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
-from megatron_rl.trainer.advantages import critic_estimate
+from megatron_rl.rollout.training_batch import scored_batch
+from megatron_rl.trainer.advantages import KLPenalty, critic_advantages
 from megatron_rl.types import Sample
 from tests.equality.rig import DEFAULTS, MAX_RESPONSE_TOKENS
 from tests.reference import (
@@ -144,7 +145,7 @@ def one_gradient(critic: Critic, batch, returns: np.ndarray, old: np.ndarray) ->
     """Of the whole batch as one mini-batch, by the critic's own parts."""
     own = dataclasses.replace(batch, rows={})
     plan = critic.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
-    critic.load_rows(own, plan)
+    own = critic.fetch_rows(own, plan)
     (mini_batch,) = plan.mini_batches
     critic.accumulate(own, mini_batch, returns, old, plan.fingerprints()[0])
     sums = critic._sums.clone()
@@ -202,11 +203,15 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
         totals[3] = np.nan  # excluded, as its mask says
         penalties = [BETA * random.normal(size=len(s.loss_mask)) for s in pair.samples]
         mask = backend.gather_loss_mask(batch)
-        estimate = critic_estimate(backend.config, facts, totals, pair.critic.values(batch), np.concatenate(penalties), mask)
+        tokens, penalty = len(mask), np.concatenate(penalties)
+        unread = np.zeros(tokens, dtype=np.float32)
+        paid = KLPenalty(old=unread, reference=unread, penalties=penalty, kl=0.0, tokens=tokens, metrics={})
+        scored = scored_batch(backend.config, batch, totals, totals[:, None])
+        estimate = critic_advantages(backend.config, scored, pair.critic.values(batch), paid, mask)
         signal = estimate.advantages.largest(facts.response_tokens) > 0
         assert signal.tolist() == (facts.loss_tokens > 0).tolist()
         plan = backend.plan("train", batch, signal, drops=True)
-        backend.load_rows(batch, plan)
+        batch = backend.fetch_rows(batch, plan)
         (mini_batch,) = plan.mini_batches
         old = np.concatenate([s.logprobs for s in pair.samples])
         inputs = loss_inputs(backend.config, facts, mini_batch, estimate.advantages, signal, old=old)

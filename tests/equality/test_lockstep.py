@@ -56,7 +56,7 @@ def disagree_on_logprobs(rank: int, world: int) -> str:
     with open_rig("qwen2_tied", samples=8) as rig:
         signal = np.ones(8, dtype=bool)
         plan = rig.backend.plan("logprob", rig.batch, signal, drops=True)
-        rig.backend.load_rows(rig.batch, plan)
+        rig.batch = rig.backend.fetch_rows(rig.batch, plan)
         if rank == 1:
             signal[3] = False
             plan = rig.backend.plan("logprob", rig.batch, signal, drops=True)

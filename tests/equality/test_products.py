@@ -80,7 +80,7 @@ def step_gradients(rig: Rig, run: GivenRun, advantages: np.ndarray) -> tuple[lis
     backend, flat = rig.backend, np.concatenate([s.logprobs for s in rig.samples])
     signal = has_signal(advantages, rig.batch.facts.loss_tokens)
     plan = backend.plan("train", rig.batch, signal, drops=run.rule.drops)
-    backend.load_rows(rig.batch, plan)
+    rig.batch = backend.fetch_rows(rig.batch, plan)
     found = []
     for mini_batch, fingerprint in zip(plan.mini_batches, plan.fingerprints(), strict=True):
         inputs = loss_inputs(run.config, rig.batch.facts, mini_batch, Advantages(of_sample=advantages), signal, old=flat)

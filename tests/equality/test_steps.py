@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithm.advantage import GroupRewards
 from megatron_rl.algorithm.advantage import advantages as estimate
 from megatron_rl.backend.optimizer import NonFiniteGradient
 from megatron_rl.types import Sample, StepKind
@@ -134,7 +135,8 @@ def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
     with open_rig("qwen2_tied") as rig:
         rig.take(make_samples(12), groups=[i // 4 for i in range(12)])
         rewards = np.array([1, 0, 0, 0, 0.3, 1, 0.2, 0, 1, 1, 1, 1], dtype=np.float64)
-        advantages = estimate(rewards, np.array(rig.groups), np.ones(12, dtype=bool), estimator="grpo")
+        given = GroupRewards(totals=rewards, groups=np.array(rig.groups), included=np.ones(12, dtype=bool))
+        advantages = estimate(given, estimator="grpo")
         old = rig.backend.logprobs(rig.batch, np.ones(12, dtype=bool)).flat
         plan = rig.plan(advantages, drops=True)
         (result,) = rig.step(advantages, drops=True, reduction="sequence_mean", old=old)

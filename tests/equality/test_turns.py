@@ -106,7 +106,7 @@ def passed_and_corrected(rank: int, world: int, topology: tuple, environment_log
             CORRECTION, rig.backend, batch, advantages=advantages, signal=signal, passed=everyone, old_logprobs=found.flat
         )  # fmt: skip
         plan = rig.backend.plan("train", batch, verdict.signal, drops=True)
-        rig.backend.load_rows(batch, plan)
+        batch = rig.backend.fetch_rows(batch, plan)
         (mini_batch,) = plan.mini_batches
         inputs = dataclasses.replace(rig.inputs(ADVANTAGES, mini_batch.members, old=found.flat), importance_weights=verdict.weights)
         rig.backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])

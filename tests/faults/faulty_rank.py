@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl import cli, train
 from megatron_rl.backend import schedule
+from megatron_rl.trainer import update
 from megatron_rl.distributed.watchdog_server import WatchdogServer
 from tests.patience import until
 from tests.reward_functions import parity
@@ -62,14 +63,14 @@ def note_what_is_told() -> None:
 
 
 def break_plan() -> None:
-    whole = train.has_signal
+    whole = update.has_signal
 
     def other(*args, **kwargs):
         signal_S = whole(*args, **kwargs)
         signal_S[signal_S.argmax()] = False  # drops a sample that the others run
         return signal_S
 
-    train.has_signal = other
+    update.has_signal = other
 
 
 def main(fault: str, guilty: int) -> NoReturn:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.advantage import GroupRewards, advantages, reduction_weights
 from megatron_rl.algorithm.importance import importance_weights
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config import CorrectionConfig, LossConfig
@@ -162,12 +162,17 @@ def random_rewards(batch: Batch, seed: int, *, num_functions: int = 1) -> np.nda
     return rewards
 
 
-def our_advantages(batch: Batch, rewards: np.ndarray, estimator: str, **settings) -> torch.Tensor:
+def our_advantages(
+    batch: Batch, rewards: np.ndarray, estimator: str, *, function_weights: tuple[float, ...] = (), loss_tokens=None, **settings
+) -> torch.Tensor:
     """[S]; rewards [S, F], NaN where a function did not apply; a sample that none applied to is not included."""
     included = ~np.isnan(rewards).all(1)
     total = np.nan_to_num(rewards).sum(1)
-    settings = {"rewards_by_function": rewards, **settings}
-    return torch.from_numpy(advantages(total, batch.groups, included, estimator=estimator, **settings))
+    given = GroupRewards(
+        totals=total, groups=batch.groups, included=included, loss_tokens=loss_tokens, by_function=rewards,
+        function_weights=function_weights,
+    )  # fmt: skip
+    return torch.from_numpy(advantages(given, estimator=estimator, **settings))
 
 
 MISSING = "verl, or what it imports, is not installed; `make test-oracles` installs both"

@@ -67,7 +67,7 @@ class Bench:
     def plan(self, advantages: np.ndarray, *, drops: bool) -> BatchPlan:
         signal = has_signal(advantages, self.batch.facts.loss_tokens)
         plan = self.backend.plan("train", self.batch, signal, drops=drops)
-        self.backend.load_rows(self.batch, plan)
+        self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
 
     def accumulate(self, advantages: np.ndarray, plan: BatchPlan) -> StepKind:

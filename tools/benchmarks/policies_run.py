@@ -62,10 +62,10 @@ def with_cap(rules: PlanRules, max_tokens: int) -> PlanRules:
     return dataclasses.replace(rules, max_tokens=max_tokens)
 
 
-def update(backend: MegatronBackend, rollout: Rollout, plan: BatchPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
+def update(backend: MegatronBackend, batch: Batch, plan: BatchPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
     """Seconds of all the plan's updates, and of their optimizer steps. Rows must have been loaded."""
     timed = [
-        benchmark_skip.update(backend, rollout.batch, mini_batch, fingerprint, each)
+        benchmark_skip.update(backend, batch, mini_batch, fingerprint, each)
         for mini_batch, fingerprint, each in zip(plan.mini_batches, plan.fingerprints(), inputs, strict=True)
     ]
     return sum(whole for whole, _ in timed), sum(step for _, step in timed)
@@ -77,15 +77,12 @@ def costs(backend: MegatronBackend, rollout: Rollout, rules: PlanRules, caps: Se
     A time is the slowest rank's, so that every rank picks the same best setting.
     """
     plans = {(name, cap): rollout.plan(name, with_cap(rules, cap)) for name in POLICIES for cap in caps}
-    rows, inputs = {}, {}
-    for key, plan in plans.items():
-        backend.load_rows(rollout.batch, plan)
-        rows[key], inputs[key] = rollout.batch.rows, rollout.inputs(plan, None)
+    batches = {key: backend.fetch_rows(rollout.batch, plan) for key, plan in plans.items()}
+    inputs = {key: rollout.inputs(plan, None) for key, plan in plans.items()}
     seconds: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in plans}
     for repeat in range(repeats + 1):
         for key, plan in plans.items():
-            rollout.batch.rows = rows[key]
-            timed = update(backend, rollout, plan, inputs[key])
+            timed = update(backend, batches[key], plan, inputs[key])
             if repeat:
                 seconds[key].append(timed)
     slowest = np.array(gather_json([[list(x) for x in timed] for timed in seconds.values()])).max(0)
@@ -128,10 +125,10 @@ def train(
         for rollout in rollouts:
             old = backend.logprobs(rollout.batch, np.ones(rollout.batch.facts.num_samples, dtype=bool)).flat
             plan = rollout.plan(policy, rules)
-            backend.load_rows(rollout.batch, plan)
+            batch = backend.fetch_rows(rollout.batch, plan)
             inputs = rollout.inputs(plan, old, renormalised=renormalised)
             for mini_batch, fingerprint, each in zip(plan.mini_batches, plan.fingerprints(), inputs, strict=True):
-                backend.forward_backward(rollout.batch, mini_batch, each, fingerprint=fingerprint)
+                backend.forward_backward(batch, mini_batch, each, fingerprint=fingerprint)
                 backend.optim_step(mini_batch.kind)
         return exported(backend)
 

@@ -163,7 +163,7 @@ class Case:
     batch: object
     inputs: object
     plans: dict[tuple[str, str], object]
-    rows: dict[tuple[str, str], object]
+    batches: dict[tuple[str, str], object]
     planning_s: float
     updates: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"dense": [], "skip": []})
     passes: dict[str, list[float]] = field(default_factory=lambda: {"dense": [], "skip": []})
@@ -186,14 +186,9 @@ def make_case(backend, batch, share: float, given: argparse.Namespace) -> Case:
             chosen = signal if name == "skip" else np.ones_like(signal)
             plans[purpose, name] = backend.plan(purpose, batch, chosen, drops=name == "skip")
             seconds[purpose, name] = time.perf_counter() - started
-    rows = {key: _rows(backend, batch, plan) for key, plan in plans.items()}
+    batches = {key: backend.fetch_rows(batch, plan) for key, plan in plans.items()}
     inputs = LossInputs(advantages=values * weights, weights=weights)
-    return Case(batch=batch, inputs=inputs, plans=plans, rows=rows, planning_s=seconds["train", "skip"])
-
-
-def _rows(backend, batch, plan):
-    backend.load_rows(batch, plan)
-    return batch.rows
+    return Case(batch=batch, inputs=inputs, plans=plans, batches=batches, planning_s=seconds["train", "skip"])
 
 
 def measure(backend, batches: list, share: float, given: argparse.Namespace) -> dict:
@@ -208,11 +203,9 @@ def measure(backend, batches: list, share: float, given: argparse.Namespace) -> 
 
 
 def update_once(backend, case: Case, name: str, *, keep: bool) -> None:
-    case.batch.rows = case.rows["logprob", name]
-    passed = logprob_pass(backend, case.batch, case.plans["logprob", name])
-    case.batch.rows = case.rows["train", name]
+    passed = logprob_pass(backend, case.batches["logprob", name], case.plans["logprob", name])
     plan = case.plans["train", name]
-    updated = update(backend, case.batch, plan.mini_batches[0], plan.fingerprints()[0], case.inputs)
+    updated = update(backend, case.batches["train", name], plan.mini_batches[0], plan.fingerprints()[0], case.inputs)
     if keep:
         case.passes[name].append(passed)
         case.updates[name].append(updated)
@@ -220,10 +213,9 @@ def update_once(backend, case: Case, name: str, *, keep: bool) -> None:
 
 def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
     """CPU seconds of every stage's micro-batches, laid on the schedule's clock."""
-    case.batch.rows = case.rows["train", name]
     plan = case.plans["train", name]
     backend.zero_grad()
-    backend.forward_backward(case.batch, plan.mini_batches[0], case.inputs, fingerprint=plan.fingerprints()[0])
+    backend.forward_backward(case.batches["train", name], plan.mini_batches[0], case.inputs, fingerprint=plan.fingerprints()[0])
     seconds, factors = replay(backend)
     backend.zero_grad()
     if keep:

@@ -142,7 +142,7 @@ class OurUpdate:
 
     def accumulate(self, cap: int, drops: bool):
         plan = self.plan(cap, drops)
-        self.backend.load_rows(self.batch, plan)
+        self.batch = self.backend.fetch_rows(self.batch, plan)
         (mini_batch,) = plan.mini_batches
         self.backend.forward_backward(self.batch, mini_batch, self.inputs, fingerprint=plan.fingerprints()[0])
         return mini_batch

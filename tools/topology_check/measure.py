@@ -42,7 +42,7 @@ class Bench:
         """Plans the batch as one step, and brings the rows where they are needed."""
         signal = has_signal(self.work.advantages, self.batch.facts.loss_tokens)
         plan = self.backend.plan("train", self.batch, signal, drops=drops)
-        self.backend.load_rows(self.batch, plan)
+        self.batch = self.backend.fetch_rows(self.batch, plan)
         (mini_batch,) = plan.mini_batches
         return mini_batch, plan.fingerprints()[0]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm.advantage import advantages, may_have_advantage, reduction_weights
+from megatron_rl.algorithm.advantage import GroupRewards, advantages, may_have_advantage, reduction_weights
 from megatron_rl.algorithm.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
 from megatron_rl.config import GROUP_ESTIMATORS, REDUCTIONS
 from megatron_rl.types import BatchFacts
@@ -43,10 +43,11 @@ class Case:
     def run(self, estimator: str, **changed) -> np.ndarray:
         case = Case(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
         rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan) if estimator == "gdpo" else case.rewards
-        return advantages(
-            rewards, case.groups, case.included, estimator=estimator, epsilon=EPSILON, whiten=case.whiten,
-            loss_tokens=case.loss_tokens, rewards_by_function=case.by_function, function_weights=case.function_weights,
+        given = GroupRewards(
+            totals=rewards, groups=case.groups, included=case.included, loss_tokens=case.loss_tokens, by_function=case.by_function,
+            function_weights=case.function_weights,
         )  # fmt: skip
+        return advantages(given, estimator=estimator, epsilon=EPSILON, whiten=case.whiten)
 
 
 @st.composite
@@ -105,21 +106,29 @@ def assert_invariants(case: Case, estimator: str) -> None:
     assert_reduction_invariants(case)  # 6
 
 
+def of_all(totals, groups, **named) -> GroupRewards:
+    """Rewards of samples none of which was taken out."""
+    totals = np.asarray(totals, dtype=np.float64)
+    return GroupRewards(totals=totals, groups=np.asarray(groups), included=np.ones(len(totals), dtype=bool), **named)
+
+
 def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, centres: bool) -> None:
     may = np.zeros(len(found), dtype=bool)
     rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan)
     for half in (case.groups % 2 == 0, case.groups % 2 == 1):
-        may[half] = may_have_advantage(
-            rewards[half], case.groups[half], case.included[half], estimator=estimator, whiten=case.whiten,
-            rewards_by_function=case.by_function[half], function_weights=case.function_weights,
+        given = GroupRewards(
+            totals=rewards[half], groups=case.groups[half], included=case.included[half], by_function=case.by_function[half],
+            function_weights=case.function_weights,
         )  # fmt: skip
+        may[half] = may_have_advantage(given, estimator=estimator, whiten=case.whiten)
     assert np.array_equal(may, case.included if centres else found != 0.0)
 
 
 def test_under_gae_every_included_sample_may_have_an_advantage() -> None:
     """Equal rewards in a group say nothing there: each sample is measured against a critic."""
     included = np.array([True, True, False, True])
-    found = may_have_advantage(np.ones(4), np.zeros(4, dtype=np.int64), included, estimator="gae")
+    rewards = GroupRewards(totals=np.ones(4), groups=np.zeros(4, dtype=np.int64), included=included)
+    found = may_have_advantage(rewards, estimator="gae")
     assert np.array_equal(found, included)
 
 
@@ -219,25 +228,21 @@ def test_estimator_equals_formula(estimator: str, case: Case) -> None:
 def test_equal_rewards_give_exactly_zero(estimator: str, value: float) -> None:
     """The mean of 7 times 0.1 + 0.2 is not that number, and noise over a zero spread would look like signal."""
     rewards = np.array([value] * 7 + [0.0, 1.0])
-    found = advantages(
-        rewards, np.array([0] * 7 + [1] * 2), np.ones(9, dtype=bool), estimator=estimator, rewards_by_function=rewards[:, None]
-    )
+    found = advantages(of_all(rewards, [0] * 7 + [1] * 2, by_function=rewards[:, None]), estimator=estimator)
     assert (found[:7] == 0.0).all() and (found[7:] != 0.0).all()
 
 
 def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
     """0.1 + 0.2 ≠ 0.3 as numbers: dropping the group would not be lossless, so it keeps its (tiny) signal."""
-    found = advantages(np.array([0.1 + 0.2, 0.3]), np.zeros(2, dtype=np.int64), np.ones(2, dtype=bool), estimator="grpo")
+    found = advantages(of_all([0.1 + 0.2, 0.3], [0, 0]), estimator="grpo")
     assert (found != 0).any() and (np.abs(found) < NOISE).all()
 
 
 def test_gdpo_function_that_does_not_apply_adds_nothing() -> None:
     """Function 2 applies to half the group: its baseline is theirs alone, and the others' advantage is function 1's."""
     by_function = np.array([[1.0, math.nan], [0.0, math.nan], [1.0, 4.0], [0.0, 2.0]])
-    found = advantages(
-        np.nansum(by_function, axis=1), np.zeros(4, dtype=np.int64), np.ones(4, dtype=bool), estimator="gdpo", epsilon=0.0,
-        rewards_by_function=by_function, function_weights=(1.0, 3.0),
-    )  # fmt: skip
+    rewards = of_all(np.nansum(by_function, axis=1), [0] * 4, by_function=by_function, function_weights=(1.0, 3.0))
+    found = advantages(rewards, estimator="gdpo", epsilon=0.0)
     first, second = 0.5 / math.sqrt(1 / 3), 1 / math.sqrt(2)
     total = [first, -first, first + 3 * second, -first - 3 * second]
     np.testing.assert_allclose(found, np.array(total) / std_of(total), rtol=1e-12)  # double rounding
@@ -247,17 +252,14 @@ def test_gdpo_names_the_sample_of_an_infinite_reward() -> None:
     """The total may hide it behind a weight of 0; the advantages would be NaN all the same."""
     by_function = np.array([[1.0, math.inf], [0.0, 1.0]])
     with pytest.raises(ValueError, match="s0 is inf"):
-        advantages(
-            np.array([1.0, 0.0]), np.zeros(2, dtype=np.int64), np.ones(2, dtype=bool), estimator="gdpo", sample_ids=("s0", "s1"),
-            rewards_by_function=by_function, function_weights=(1.0, 0.0),
-        )  # fmt: skip
+        given = of_all([1.0, 0.0], [0, 0], sample_ids=("s0", "s1"), by_function=by_function, function_weights=(1.0, 0.0))
+        advantages(given, estimator="gdpo")
 
 
 def test_whitening_by_scale_keeps_dead_groups_at_zero_and_centering_does_not() -> None:
-    rewards, groups, included = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0, 0, 1, 1]), np.ones(4, dtype=bool)
-    arguments = {"estimator": "reinforce_plus_plus", "loss_tokens": np.array([5, 5, 2, 9])}
-    assert (advantages(rewards, groups, included, whiten="scale", **arguments)[:2] == 0.0).all()
-    assert (advantages(rewards, groups, included, whiten="center_and_scale", **arguments)[:2] != 0.0).all()
+    rewards = of_all([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1], loss_tokens=np.array([5, 5, 2, 9]))
+    assert (advantages(rewards, estimator="reinforce_plus_plus", whiten="scale")[:2] == 0.0).all()
+    assert (advantages(rewards, estimator="reinforce_plus_plus", whiten="center_and_scale")[:2] != 0.0).all()
 
 
 def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, max_response_tokens: int) -> float:

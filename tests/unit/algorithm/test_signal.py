@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.advantage import GroupRewards, advantages, reduction_weights
 from megatron_rl.algorithm.policy_loss import policy_term
 from megatron_rl.algorithm.signal import (
     COUPLING_FIELDS,
@@ -172,7 +172,7 @@ def test_first_loss_is_zero_and_signal_is_not() -> None:
     """TRL #2869: on-policy, over whole groups under sequence_mean, Σ A = 0 makes the loss 0; its gradient is not."""
     rewards, groups = np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]), np.array([0, 0, 0, 0, 1, 1])
     tokens = np.array([3, 5, 2, 8, 4, 4])
-    values = advantages(rewards, groups, np.ones(6, dtype=bool), estimator="grpo")
+    values = advantages(GroupRewards(totals=rewards, groups=groups, included=np.ones(6, dtype=bool)), estimator="grpo")
     weights = reduction_weights("sequence_mean", make_facts(groups, tokens), np.arange(6), max_response_tokens=8)
     owner = np.repeat(np.arange(6), tokens)
     logprobs = torch.linspace(-3, -1, len(owner), dtype=torch.float64).requires_grad_()

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.signal import has_signal
-from megatron_rl.config import load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.overlong import overlong_shape
-from megatron_rl.rollout.training_batch import ScoredBatch, plain_advantages, reward_metrics
+from megatron_rl.rollout.training_batch import ScoredBatch, reward_metrics, scored_batch
 from megatron_rl.rollout.worker import Group
+from megatron_rl.trainer.advantages import group_advantages
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from megatron_rl.validate import check_overlong
 from tests.runs.command import arguments, command_line, rows_of, weights_of
@@ -63,10 +64,12 @@ def facts_of(lengths: list[int], groups: list[int], loss_tokens: list[int] | Non
 SHAPED = ("reward.functions=[a:f,b:g]", "reward.overlong_buffer_tokens=4", "reward.overlong_penalty=0.5", "rollout.max_response_tokens=10")
 
 
-def scored_of(facts: BatchFacts, totals: np.ndarray, columns: np.ndarray, buffer_tokens: int = 0) -> ScoredBatch:
-    shape = overlong_shape(facts.response_tokens, max_response_tokens=10, buffer_tokens=buffer_tokens)
-    live = np.ones(len(totals), dtype=bool)
-    return ScoredBatch(batch=SimpleNamespace(facts=facts), totals=totals, by_function=columns, overlong=shape, live=live, step=0)
+def scored_of(config: Config, facts: BatchFacts, totals: np.ndarray, columns: np.ndarray) -> ScoredBatch:
+    return scored_batch(config, SimpleNamespace(facts=facts), totals, columns)
+
+
+def advantages_of(config: Config, scored: ScoredBatch) -> np.ndarray:
+    return group_advantages(config, scored, None, None, rl_step=0).advantages.of_sample
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "gdpo"])
@@ -74,25 +77,26 @@ def test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo(
     """Equal rewards, one response longer: it has the lower advantage; the group of equal lengths has none."""
     facts = facts_of([3, 10, 3, 3], [0, 0, 1, 1])
     columns = np.ones((4, 2))
-    totals = np.array([2.0, 2.0 - 0.5, 2.0, 2.0])
-    scored = scored_of(facts, totals, columns, 4)
-    found = plain_advantages(load_config(None, [*SHAPED, f"advantage.estimator={estimator}"]), scored)
+    shaped = load_config(None, [*SHAPED, f"advantage.estimator={estimator}"])
+    scored = scored_of(shaped, facts, np.full(4, 2.0), columns)
+    assert scored.rewards.totals.tolist() == [2.0, 2.0 - 0.5, 2.0, 2.0]
+    found = advantages_of(shaped, scored)
     assert found[0] == -found[1] > 0 and (found[2:] == 0.0).all()
     if estimator == "dr_grpo":
         assert found[0] == 0.25
     without = load_config(None, ["reward.functions=[a:f,b:g]", f"advantage.estimator={estimator}"])
-    plain = scored_of(facts, np.full(4, 2.0), columns)
-    assert (plain_advantages(without, plain) == 0.0).all()
+    assert (advantages_of(without, scored_of(without, facts, np.full(4, 2.0), columns)) == 0.0).all()
 
 
 def test_metrics_show_the_mean_punishment_and_what_is_masked() -> None:
     facts = facts_of([3, 8, 10, 10], [0, 0, 1, 1], [3, 8, 0, 0])
     totals = np.array([1.0, 0.75, np.nan, 0.5])  # the third was taken out of its group
     config = load_config(None, [*SHAPED, "loss.mask_truncated=true"])
-    metrics = reward_metrics(config, scored_of(facts, totals, np.ones((4, 2)), 4))
+    metrics = reward_metrics(config, scored_of(config, facts, totals, np.ones((4, 2))))
     assert metrics["reward/overlong_penalty"] == pytest.approx((0.0 - 0.25 - 0.5) / 3, rel=1e-15)
     assert metrics["rollout/masked_truncated"] == 1.0
-    plain = reward_metrics(load_config(None, ["reward.functions=[a:f,b:g]"]), scored_of(facts, totals, np.ones((4, 2))))
+    without = load_config(None, ["reward.functions=[a:f,b:g]"])
+    plain = reward_metrics(without, scored_of(without, facts, totals, np.ones((4, 2))))
     assert not {"reward/overlong_penalty", "rollout/masked_truncated"} & set(plain)
 
 
@@ -119,8 +123,8 @@ def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for(mask_t
 def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
     """Its reward stays in the mean of its group all the same."""
     facts = facts_of([4, 6, 6], [0, 0, 0], [4, 6, 0])
-    scored = scored_of(facts, np.array([1.0, 1.0, 0.0]), np.zeros((3, 1)))
-    values = plain_advantages(load_config(None, ["reward.functions=[a:f]", "advantage.estimator=dr_grpo"]), scored)
+    config = load_config(None, ["reward.functions=[a:f]", "advantage.estimator=dr_grpo"])
+    values = advantages_of(config, scored_of(config, facts, np.array([1.0, 1.0, 0.0]), np.zeros((3, 1))))
     np.testing.assert_allclose(values, [1 / 3, 1 / 3, -2 / 3], rtol=1e-15)  # one rounding
     assert has_signal(values, facts.loss_tokens).tolist() == [True, True, False]
     assert reduction_weights("token_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [0.1, 0.1, 0.0]

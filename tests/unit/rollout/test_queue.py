@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_rl.algorithm.advantage import GroupRewards
 from megatron_rl.backend.backend import LogProbs
 from megatron_rl.config import load_config
 from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.replay_buffer import Entry
-from megatron_rl.rollout.training_batch import LogProbPass, ScoredBatch, merge_passes
+from megatron_rl.rollout.selection import Selection
+from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, ScoredBatch, TrainingBatch, merge_passes
 from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 
@@ -34,8 +36,9 @@ def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> ScoredBat
     """Gives each group rewards of 1 and 0."""
     totals = np.tile([1.0, 0.0], facts.num_samples // SAMPLES)
     live = np.ones(facts.num_samples, dtype=bool) if live is None else np.array(live)
+    rewards = GroupRewards(totals=totals, groups=facts.groups, included=np.ones(len(totals), dtype=bool))
     batch = SimpleNamespace(facts=facts)
-    return ScoredBatch(batch=batch, totals=totals, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live, step=0)
+    return ScoredBatch(batch=batch, rewards=rewards, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live)
 
 
 def prompt_of(number: int) -> Prompt:
@@ -51,21 +54,26 @@ def group_of(number: int) -> Group:
 def feed_of(*overrides: str, version: int = 0) -> RolloutQueue:
     """Makes a feed with its configuration and a trainer at that version, and with neither engines nor prompts."""
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    return RolloutQueue(load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, **given)
+    return RolloutQueue(load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, None, **given)
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])])
 def test_a_group_is_too_old_where_one_of_its_samples_is(limit: object, wanted: list[int]) -> None:
     """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness_steps`` itself is not too old."""
     feed = feed_of(f"rollout.producer.max_staleness_steps={limit}", version=7)
-    assert feed._fresh(scored_of(facts_of([0, 1, 2, 3], versions=[6, 6, 4, 7, 7, 3, 5, 5]))) == wanted
+    assert feed._fresh_places(scored_of(facts_of([0, 1, 2, 3], versions=[6, 6, 4, 7, 7, 3, 5, 5]))) == wanted
 
 
 def test_a_remembered_group_is_as_old_as_its_oldest_sample() -> None:
     feed, facts = feed_of("replay.capacity_groups=4", version=7), facts_of([0, 1], versions=[5, 3, 6, 7])
     prompts, held = {place: prompt_of(place) for place in (0, 1)}, {place: group_of(place) for place in (0, 1)}
-    feed._remember(scored_of(facts), np.array([0.5, -0.5, 0.5, -0.5]), prompts, held, replayed=set())
-    assert {entry.key: entry.version for entry in feed.replay.entries} == {"0@0": 3, "1@0": 6} and set(feed.kept) == {"0@0", "1@0"}
+    nothing = KnownLogProbs(values=np.zeros(8, dtype=np.float32), covered=np.zeros(4, dtype=bool))
+    taken = TrainingBatch(
+        scored=scored_of(facts), known=nothing, replayed=np.zeros(4, dtype=bool), trained_version=7, prompts=prompts, groups=held
+    )
+    assert feed.remember(taken, np.array([0.5, -0.5, 0.5, -0.5]))["replay/size"] == 2.0
+    assert {entry.key: entry.version for entry in feed.replay.entries} == {"0@0": 3, "1@0": 6}
+    assert set(feed.replay_groups) == {"0@0", "1@0"}
 
 
 def test_no_group_is_replayed_beside_itself() -> None:
@@ -74,10 +82,15 @@ def test_no_group_is_replayed_beside_itself() -> None:
     feed.replay.add(
         [Entry(key="8@0", score=1e9, version=0), Entry(key="9@0", score=1.0, version=0), Entry(key="7@0", score=1.0, version=0)]
     )
-    feed.kept = {f"{number}@0": group_of(number) for number in (7, 8, 9)}
-    prompts, held, metrics = {0: prompt_of(8), 1: prompt_of(1), 2: prompt_of(2)}, {0: group_of(8)}, {}
-    assert feed._replay(3, prompts, held, {0}, metrics) == {1, 2} and metrics["replay/replaced"] == 2.0
-    assert held[0].prompt.name == "8@0" and {held[place].prompt.name for place in (1, 2)} == {"7@0", "9@0"}
+    feed.replay_groups = {f"{number}@0": group_of(number) for number in (7, 8, 9)}
+    before = Selection(
+        prompts={0: prompt_of(8), 1: prompt_of(1), 2: prompt_of(2)}, groups={0: group_of(8)}, live=frozenset({0})
+    )
+    after, metrics = feed._replay(3, before)
+    assert after.replayed == after.replaced == {1, 2} and metrics["replay/replaced"] == 2.0
+    names = {place: group.prompt.name for place, group in after.groups.items()}
+    assert names[0] == "8@0" and {names[1], names[2]} == {"7@0", "9@0"} and after.prompts == before.prompts
+    assert set(before.groups) == {0} and not before.replaced  # a selection is a value
 
 
 def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() -> None:
@@ -88,8 +101,8 @@ def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() ->
         flat = random.normal(size=int(facts.response_tokens.sum())).astype(np.float32)
         chosen = np.array(chosen, dtype=bool)
         passes.append(LogProbPass(facts=facts, chosen=chosen, logprobs=LogProbs(flat=flat, sums={"tokens": float(len(flat))})))
-    old, known, sums = merge_passes(whole, passes, {0, 2})
+    known = merge_passes(whole, passes, {0, 2})
     first, second = passes[0].logprobs.flat, passes[1].logprobs.flat
     wanted = [*first[:5], *[0.0] * 9, 0.0, *second[1:]]
-    assert old.tolist() == [float(x) for x in wanted] and known.tolist() == [True, True, False, False, False, True]
-    assert sums == {"tokens": 14.0 + 4.0}
+    assert known.values.tolist() == [float(x) for x in wanted]
+    assert known.covered.tolist() == [True, True, False, False, False, True] and known.sums == {"tokens": 14.0 + 4.0}

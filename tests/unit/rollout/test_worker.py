@@ -382,19 +382,20 @@ def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
     numbers = itertools.count()
     prompts = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
-    feed = RolloutQueue(config, trainer, generation, prompts, **given)
+    timer = StepTimer(lambda stage: contextlib.nullcontext())
+    feed = RolloutQueue(config, trainer, generation, prompts, timer, **given)
     held, ahead = [], 0 if mode == "sync" else depth
     for turn in range(turns):
-        feed.start(turn, StepTimer(contextlib.nullcontext))
+        feed.start_ahead(turn)
         generation.collect(feed.jobs[turn], range(prompts_per_rollout))
         generation.finish(feed.jobs[turn])
         for _ in range(3):  # asked again and again it starts no more
-            feed.start(turn, StepTimer(contextlib.nullcontext))
+            feed.start_ahead(turn)
         assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_rollout)
         time.sleep(0.02)  # for more than that, which there must not be
         held.append(len(engine.finished) - turn * prompts_per_rollout)
         assert len(feed.jobs) == min(ahead + 1, turns - turn)
-        feed._drop(turn, set(range(prompts_per_rollout)))
+        feed._drop_stale(turn, set(range(prompts_per_rollout)))
         trainer.weight_version += 1
     assert max(held) == (ahead + 1) * prompts_per_rollout and len(engine.finished) == turns * prompts_per_rollout
     generation.close()

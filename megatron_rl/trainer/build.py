@@ -1,0 +1,227 @@
+"""Builds a trainer and all its parts, and takes them down in order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_rl.algorithm.signal import signal_rule
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
+from megatron_rl.critic import Critic, RemoteCritic, build_critic
+from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
+from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
+from megatron_rl.model.build import DTYPES
+from megatron_rl.observability.metrics import MetricsWriter, read_metrics
+from megatron_rl.observability.progress_bar import ProgressBar
+from megatron_rl.observability.report import write_report
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.reward import Reward
+from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.multi_turn import with_environment
+from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.simulator.record import Recorder
+from megatron_rl.trainer.evaluation import Evaluation
+from megatron_rl.trainer.reference_policy import ReferencePolicy
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.update import UpdatePlanner
+from megatron_rl.types import Rollout, Score
+from megatron_rl.validate import check_critic_model, check_lengths
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -> Iterator[Trainer]:
+    """Build everything a run holds, where the newest checkpoint left it, and take it down in order.
+
+    The report is written however the run ends, from the metrics that are there. critic_link: to the ranks of a separate critic.
+    """
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(config.model.hf_path)
+    check_lengths(config, hf_config.max_position_embeddings)
+    tokenizer = load_tokenizer(config)
+    rows = load_rows(config.data.train)
+    prompts = PromptDataset(rows, tokenizer, config.data, config.run.seed, hf_config.max_position_embeddings)
+    rl_steps = total_rl_steps(config, len(prompts))
+    check_critic_model(config, hf_config)
+    backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
+    is_main, folder = backend.topology.is_main, config.run.path
+    if is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config_to_yaml(config))
+    critic = build_critic(config, rl_steps // steps_per_rollout(config) * critic_steps_per_rollout(config), critic_link)
+    checkpoints = CheckpointManager(config, backend, critic)
+    resume_point = checkpoints.find()
+    checkpoints.cut_back(resume_point)
+    num_steps = config.sft.steps + rl_steps
+    steps_left = num_steps - (resume_point.state["backend"]["step_index"] if resume_point else 0)
+    metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
+    resumed = resume_point.state["metrics"] if resume_point else None
+    with (
+        MetricsWriter(folder, config.metrics, num_steps, is_main, resumed) as writer,
+        ProgressBar(steps_left, config.metrics.progress and is_main) as progress,
+    ):
+        trainer = None
+        try:
+            with open_watchdog(backend.topology, config.run.deadline_s) as watchdog:
+                started = time.perf_counter()
+                trainer = _assemble(config, backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress)
+                if resume_point is not None:
+                    trainer.resume(checkpoints.restore(resume_point))
+                announce(trainer)
+                yield trainer
+                log.info(trainer.manager.summary(time.perf_counter() - started))
+                checkpoints.close()
+        finally:
+            if trainer is not None:
+                trainer.close()
+            writer.close()
+            if is_main and metrics_path.stat().st_size:
+                write_report(metrics_path, config_to_yaml(config), report_path)
+        progress.finish(read_metrics(metrics_path) if is_main else [], report_path)
+    if critic is not None:
+        critic.close(preempted=checkpoints.leaves)
+    backend.close()
+
+
+def _assemble(
+    config: Config,
+    backend: MegatronBackend,
+    critic: Critic | RemoteCritic | None,
+    tokenizer,
+    prompts: PromptDataset,
+    checkpoints: CheckpointManager,
+    watchdog: Watchdog,
+    writer: MetricsWriter,
+    progress: ProgressBar,
+) -> Trainer:
+    """Build the parts that stand on these, and the trainer of all. Engines start here."""
+    timer, rule = StepTimer(watchdog.stage), signal_rule(config)
+    reference = ReferencePolicy(config, backend)
+    reward = Reward(config.reward) if config.reward.functions else None
+    evaluation = Evaluation(config, tokenizer, backend.shape.context_tokens)
+    manager = _build_manager(config, backend, critic, tokenizer, reward, watchdog)
+    rollouts = RolloutQueue(
+        config,
+        backend,
+        manager,
+        prompts,
+        timer,
+        passes_parts=config.correction.old_logprobs == "recompute",
+        passes_all=not rule.drops_logprob_passes,
+        steps_per_rollout=steps_per_rollout(config),
+    )
+    return Trainer(
+        config=config,
+        backend=backend,
+        critic=critic,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        reward=reward,
+        manager=manager,
+        rollouts=rollouts,
+        rule=rule,
+        reference=reference,
+        planner=UpdatePlanner(config, backend, rule, reference, timer),
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        recorder=Recorder(config, backend, resumed=checkpoints.resumes),
+        watchdog=watchdog,
+        timer=timer,
+        writer=writer,
+        progress=progress,
+        total_steps=moving_rl_steps(config, len(prompts)),
+    )
+
+
+def _build_manager(
+    config: Config,
+    backend: MegatronBackend,
+    critic: Critic | RemoteCritic | None,
+    tokenizer,
+    reward: Reward | None,
+    watchdog: Watchdog,
+) -> RolloutManager:
+    topology = backend.topology
+    rank, local_rank = topology.rank, int(os.environ.get("LOCAL_RANK", topology.rank))
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+    location = RankLocation(
+        rank=rank,
+        world_size=topology.world_size,
+        local_rank=local_rank,
+        local_world_size=local_policy_ranks(config, rank, local_rank, on_node),
+    )
+    role = role_of(config, location)
+    shared = shares_device(config, HOST.device)
+    refuse_sharing(config, shared)
+    engine = build_engine(
+        config,
+        tokenizer,
+        seat=location,
+        place=role,
+        device=HOST.device,
+        dtype=DTYPES[config.model.dtype],
+        vocab_size=backend.shape.vocab_size,
+    )
+    on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
+    bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
+    return RolloutManager(
+        with_environment(engine, config, tokenizer),
+        _scorer(reward, watchdog) if reward else None,
+        config,
+        export=lambda: backend.export(bucket_bytes=bucket_bytes),
+        version=lambda: backend.weight_version,
+        share=role.share,
+        offload=(lambda: [model.offload() for model in on_device]) if shared else None,
+        restore=(lambda: [model.restore() for model in on_device]) if shared else None,
+        score_apart=reward is not None and reward.runs_apart,
+    )
+
+
+def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
+    """Return a function that scores in the main thread or in one of its own; the watchdog tells of the main one's stages alone."""
+
+    def score(rollouts: Sequence[Rollout]) -> list[Score]:
+        if threading.current_thread() is not threading.main_thread():
+            return reward.score(rollouts)
+        with watchdog.stage("reward"):
+            return reward.score(rollouts)
+
+    return score
+
+
+def announce(trainer: Trainer) -> None:
+    """Log what was chosen: Adam's kernel, layer spec, topology, and what the skip approximates."""
+    config, topology, shape = trainer.config, trainer.backend.topology, trainer.backend.shape
+    log.info(
+        "world %d: %s on %s (%s); layers by %s; Adam by %s",
+        topology.world_size, topology.degrees, HOST.device_type, HOST.backend, shape.layer_spec,
+        trainer.backend.optimizer.kernel,
+    )  # fmt: skip
+    for term in trainer.rule.approximated:
+        log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
+    if trainer.rule.kl_in_reward and trainer.rule.drops and config.skip.logprob_passes:
+        log.warning(
+            "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample is passed"
+        )
+    if config.correction.old_logprobs == "rollout":
+        log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
+    if config.rollout.producer.ahead or config.weight_sync.interval_steps > 1:
+        log.info(
+            "rollouts may come from older weights: rollout.max_logprob_gap guards those of the trainer's own, the first among them"
+        )
+    if config.advantage.whiten == "center_and_scale" and config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
+        log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")

@@ -1,0 +1,170 @@
+"""The update of a rollout: the one place where signal, log-probs, importance weights and the plan of its optimizer steps are decided.
+
+The order is fixed. Signal by advantage alone plans the log-prob pass; its log-probs give importance weights, which may take signal
+away (never give it), and the samples that are left are planned anew. Every rank decides from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.algorithm.advantage import loss_inputs
+from megatron_rl.algorithm.signal import SignalRule, has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.config import Config
+from megatron_rl.observability.metrics import add_sums, divide
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.manager import guard_logprob_gap
+from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.trainer.advantages import AdvantageResult
+from megatron_rl.trainer.corrections import apply_corrections
+from megatron_rl.trainer.reference_policy import ReferencePolicy
+from megatron_rl.types import Advantages, BatchPlan, LossInputs, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """All that a rollout's optimizer steps read.
+
+    batch:      with the rows that this rank's micro-batches need.
+    steps:      each optimizer step's plan and fingerprint: mini-batches in order, epoch after epoch.
+    signal:     bool [S], by advantages and importance weights; in a critic's warm-up too, where nothing of it is trained.
+    trained:    bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy is held.
+    old, reference: float32 [T] flat, log π_old and log π_ref; None where the loss does not read them.
+    importance: float64 [T] flat, the correction's weights; None: all are 1.
+    metrics:    of log-prob passes and corrections.
+    """
+
+    config: Config
+    batch: Batch
+    plan: BatchPlan
+    steps: tuple[tuple[StepPlan, bytes], ...]
+    advantages: Advantages
+    signal: np.ndarray
+    trained: np.ndarray
+    old: np.ndarray
+    reference: np.ndarray | None
+    importance: np.ndarray | None
+    kl_coefficient: float
+    metrics: Mapping[str, float]
+
+    def inputs(self, step: StepPlan) -> LossInputs:
+        """Fold the reduction's weights into the advantages, by the denominators of this step's mini-batch."""
+        return loss_inputs(
+            self.config,
+            self.batch.facts,
+            step,
+            self.advantages,
+            self.trained,
+            old=self.old,
+            reference=self.reference,
+            importance=self.importance,
+            kl_coefficient=self.kl_coefficient,
+        )
+
+
+class UpdatePlanner:
+    """Prepares updates. Methods are collectives unless they say otherwise."""
+
+    def __init__(
+        self, config: Config, backend: MegatronBackend, rule: SignalRule, reference: ReferencePolicy, timer: StepTimer
+    ) -> None:
+        self.config, self.backend, self.rule, self.reference, self.timer = config, backend, rule, reference, timer
+
+    def prepare(self, taken: TrainingBatch, result: AdvantageResult, *, index: int, holds: bool) -> Update:
+        """Decide what rollout ``index`` trains on. holds: the policy stays as it is, while a critic warms up."""
+        batch, facts, penalty = taken.batch, taken.facts, result.penalty
+        signal = has_signal(
+            result.advantages.largest(facts.response_tokens), facts.loss_tokens, advantage_epsilon=self.rule.advantage_epsilon
+        )
+        trained = np.zeros_like(signal) if holds else signal
+        with self.timer.measure("plan"):
+            plan = self._plan(batch, trained, holds=holds)
+        with self.timer.measure("logprob"):
+            runs = runs_S(plan, facts.num_samples)
+            old, metrics = (penalty.old, penalty.metrics) if penalty else self.old_logprobs(taken, runs, index)
+            corrected = apply_corrections(
+                self.config.correction,
+                self.backend,
+                batch,
+                advantages=result.advantages,
+                signal=trained,
+                passed=runs,
+                old_logprobs=old,
+                advantage_epsilon=self.rule.advantage_epsilon,
+            )
+            if not np.array_equal(corrected.signal, trained):  # masks took samples away: fewer run, none that was not passed
+                signal = trained = corrected.signal
+                plan = self._plan(batch, trained, holds=holds)
+            reference = penalty.reference if penalty else self._reference_logprobs(batch, runs_S(plan, facts.num_samples))
+        with self.timer.measure("plan"):
+            batch = self.backend.fetch_rows(batch, plan)
+        return Update(
+            config=self.config,
+            batch=batch,
+            plan=plan,
+            steps=(*zip(plan.mini_batches, plan.fingerprints(), strict=True),) * self.config.train.epochs_per_rollout,
+            advantages=result.advantages,
+            signal=signal,
+            trained=trained,
+            old=old,
+            reference=reference,
+            importance=corrected.weights,
+            kl_coefficient=self.reference.loss_coefficient,
+            metrics={**metrics, **corrected.metrics},
+        )
+
+    def _plan(self, batch: Batch, trained: np.ndarray, *, holds: bool) -> BatchPlan:
+        plan = self.backend.plan("train", batch, trained, drops=self.rule.drops or holds)
+        return plan.held() if holds else plan
+
+    def old_logprobs(
+        self, taken: TrainingBatch, trained: np.ndarray, index: int
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """Return log π_old, float32 [T] flat, and metrics, after a pass over the samples whose log-probs are not known yet.
+
+        trained: bool [S], the samples that the training plan runs. All samples are passed where the skip does not cover these
+            passes. Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the metrics alone.
+        Under ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own; so it is for replayed
+        groups without ``replay.recompute_logprobs``.
+        """
+        config, batch, known = self.config, taken.batch, taken.known
+        from_engine = np.full_like(trained, config.correction.old_logprobs == "rollout")
+        if not config.replay.recompute_logprobs:
+            from_engine |= taken.replayed
+        wanted = (trained if self.rule.drops_logprob_passes else np.ones_like(trained)) & ~from_engine
+        every = config.metrics.dense_every_rollouts
+        if every and index % every == 0:
+            wanted[np.flatnonzero(~wanted)[: config.metrics.dense_samples]] = True
+        covered = wanted | known.covered
+        passed = self.backend.logprobs(batch, wanted & ~known.covered)
+        sums = add_sums(known.sums, passed.sums)
+        guard_logprob_gap(sums, config.rollout, config.model.dtype, fresh=taken.is_fresh)
+        response_tokens = batch.facts.response_tokens
+        old = np.where(np.repeat(known.covered, response_tokens), known.values, passed.flat)
+        if from_engine.any():
+            engine = self.backend.gather_rollout_logprobs(batch)
+            old = np.where(np.repeat(from_engine, response_tokens), engine, old)
+        return old, {"logprob/coverage": float(covered.mean()), **divide(sums)}
+
+    def _reference_logprobs(self, batch: Batch, trained: np.ndarray) -> np.ndarray | None:
+        """Return log π_ref, flat, of the samples that the training plan runs; None without a KL."""
+        if not self.reference.is_needed:
+            return None
+        return self.reference.logprobs(batch, trained if self.rule.drops_logprob_passes else np.ones_like(trained))
+
+
+def runs_S(plan: BatchPlan, num_samples: int) -> np.ndarray:
+    """Return [S] bool: the samples that a plan runs.
+
+    Without ``plan.repack`` these include samples without signal that share a micro-batch with one that has it; their KL term
+    needs true log-probs.
+    """
+    runs = np.zeros(num_samples, dtype=bool)
+    for step in plan.mini_batches:
+        runs[step.order] = True
+    return runs
