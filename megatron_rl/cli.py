@@ -102,7 +102,9 @@ def _stages_import(is_main: bool) -> bool:
 
 
 def _set_up_logging(is_main: bool) -> None:
-    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()])
+    logging.basicConfig(
+        level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()]
+    )
     for name in ("megatron.core", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names

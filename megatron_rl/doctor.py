@@ -112,7 +112,9 @@ def installed_versions() -> dict[str, str]:
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata
-        if metadata is not None and metadata["Name"] and metadata["Version"]:  # a leftover dist-info directory has none of them
+        if (
+            metadata is not None and metadata["Name"] and metadata["Version"]
+        ):  # a leftover dist-info directory has none of them
             versions.setdefault(re.sub(r"[-_.]+", "-", metadata["Name"]).lower(), metadata["Version"])
     return versions
 
@@ -124,7 +126,11 @@ def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return Probe(f"TimeoutExpired: not imported after {timeout_s:g} s")
-    told = [line[len("PROBE ") :] for line in ended.stdout.decode(errors="replace").splitlines() if line.startswith("PROBE ")]
+    told = [
+        line[len("PROBE ") :]
+        for line in ended.stdout.decode(errors="replace").splitlines()
+        if line.startswith("PROBE ")
+    ]
     if told:
         error, facts = json.loads(told[-1])
         return Probe(error, facts)
@@ -177,7 +183,9 @@ def check_required(host: Host) -> list[Finding]:
         elif older(version, least):
             findings.append(Finding(Level.ERROR, name, f"{version}, older than {least}", install))
         elif name == "megatron-core" and not older(version, MEGATRON_BELOW):
-            findings.append(Finding(Level.ERROR, name, f"{version}, not below {MEGATRON_BELOW} (not tried yet)", install))
+            findings.append(
+                Finding(Level.ERROR, name, f"{version}, not below {MEGATRON_BELOW} (not tried yet)", install)
+            )
         else:
             findings.append(Finding(Level.OK, name, version))
     return findings
@@ -221,7 +229,9 @@ def check_transformer_engine(host: Host) -> list[Finding]:
         ]
     core = host.probes.get("megatron.core")
     # Megatron-Core catches ImportError alone; what else a half-installed one raises comes out of `import megatron.core`.
-    harmless = probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
+    harmless = (
+        probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
+    )
     mend = "delete the leftover folder: python -c 'import transformer_engine; print(transformer_engine.__path__)' says where"
     if distributions:
         mend = "pip uninstall -y " + " ".join(distributions)
@@ -249,7 +259,9 @@ def check_apex(host: Host) -> list[Finding]:
 
 def check_media(host: Host) -> list[Finding]:
     """torchvision and its kin are imported by transformers where they are found, and break it if built for another torch."""
-    torch_is_cpu = "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")
+    torch_is_cpu = (
+        "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")
+    )
     broken = []
     for name in MEDIA:
         version, probe = host.versions.get(name), host.probes.get(name)
@@ -320,8 +332,16 @@ def check_vllm(host: Host) -> list[Finding]:
 
 
 CHECKS = (
-    check_python, check_required, check_transformer_engine, check_apex, check_media, check_triton, check_imports, check_gpu, check_vllm,
-)  # fmt: skip
+    check_python,
+    check_required,
+    check_transformer_engine,
+    check_apex,
+    check_media,
+    check_triton,
+    check_imports,
+    check_gpu,
+    check_vllm,
+)
 
 
 def examine(host: Host) -> list[Finding]:
@@ -365,7 +385,9 @@ def explain_import_error(error: BaseException) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.doctor", description="Find and mend a broken installation.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.doctor", description="Find and mend a broken installation."
+    )
     parser.add_argument("--json", metavar="PATH", help="write the findings there too")
     options = parser.parse_args(arguments)
     findings = examine(inspect_host())

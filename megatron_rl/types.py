@@ -322,7 +322,11 @@ class BatchPlan:
             arrays = {name: [int(x) for x in getattr(mini_batch, name)] for name in _PLAN_ARRAYS}
             return {"kind": mini_batch.kind.value, "microbatches_dropped": mini_batch.microbatches_dropped, **arrays}
 
-        content = {"purpose": self.purpose, "mini_batches": [encode(x) for x in self.mini_batches], "details": dict(self.details)}
+        content = {
+            "purpose": self.purpose,
+            "mini_batches": [encode(x) for x in self.mini_batches],
+            "details": dict(self.details),
+        }
         return json.dumps(content)
 
     @staticmethod
@@ -335,7 +339,9 @@ class BatchPlan:
             return StepPlan(kind=StepKind(entry["kind"]), microbatches_dropped=entry["microbatches_dropped"], **arrays)
 
         return BatchPlan(
-            purpose=content["purpose"], mini_batches=tuple(decode(x) for x in content["mini_batches"]), details=content["details"]
+            purpose=content["purpose"],
+            mini_batches=tuple(decode(x) for x in content["mini_batches"]),
+            details=content["details"],
         )
 
     def held(self) -> BatchPlan:

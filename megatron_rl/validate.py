@@ -15,11 +15,17 @@ def validate_config(config: Config) -> None:
     signal_rule(config)
     check_reference(config)
     if not config.model.hf_path:
-        raise ConfigError("model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors")
+        raise ConfigError(
+            "model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors"
+        )
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
-        raise ConfigError(f"model.hf_path={config.model.hf_path!r} holds no config.json; give a local Hugging Face directory")
+        raise ConfigError(
+            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a local Hugging Face directory"
+        )
     if config.train.num_rollouts != 0 and not config.reward.functions:
-        raise ConfigError("reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]")
+        raise ConfigError(
+            "reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]"
+        )
     if config.train.num_rollouts != 0 and config.rollout.samples_per_prompt < 2 and not config.has_critic:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} "
@@ -38,16 +44,22 @@ def validate_config(config: Config) -> None:
     check_environment(config)
     given = config.eval
     if given.every_rollouts and not given.named_sets:
-        raise ConfigError(f"eval.every_rollouts={given.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL file, or set eval.every_rollouts=null")
+        raise ConfigError(
+            f"eval.every_rollouts={given.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL file, or set eval.every_rollouts=null"
+        )
     if config.metrics.dense_every_rollouts < 0 or config.metrics.dense_samples < 0:
-        raise ConfigError("metrics.dense_every_rollouts and metrics.dense_samples must be at least 0 (0 turns them off)")
+        raise ConfigError(
+            "metrics.dense_every_rollouts and metrics.dense_samples must be at least 0 (0 turns them off)"
+        )
 
 
 def check_overlong(config: Config) -> None:
     """Raises ConfigError where the overlong buffer is longer than a response may be."""
     buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
-        raise ConfigError(f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it")
+        raise ConfigError(
+            f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it"
+        )
 
 
 def check_environment(config: Config) -> None:
@@ -99,7 +111,9 @@ def _check_critic(config: Config) -> None:
         return
     critic_config(config)
     if given.hf_path is not None and not os.path.isfile(os.path.join(given.hf_path, "config.json")):
-        raise ConfigError(f"critic.hf_path={given.hf_path!r} holds no config.json; give a local Hugging Face directory, or null")
+        raise ConfigError(
+            f"critic.hf_path={given.hf_path!r} holds no config.json; give a local Hugging Face directory, or null"
+        )
     if config.correction.off_policy_delta is not None:
         raise ConfigError(
             f"correction.off_policy_delta={config.correction.off_policy_delta} drops samples by their one advantage, and under "
@@ -113,12 +127,15 @@ def _check_dead_groups(config: Config) -> None:
         return
     why = "advantage.estimator=gae" if config.has_critic else "reference.kl_in=reward"
     asked = {
-        "replay.capacity_groups": config.replay.capacity_groups, "rollout.dynamic_sampling.max_rounds": config.rollout.dynamic_sampling.max_rounds,
+        "replay.capacity_groups": config.replay.capacity_groups,
+        "rollout.dynamic_sampling.max_rounds": config.rollout.dynamic_sampling.max_rounds,
         "advantage.noise_std": config.advantage.noise_std,
-    }  # fmt: skip
+    }
     for name, value in asked.items():
         if value:
-            raise ConfigError(f"{name}={value} is about groups without signal, and under {why} there are none; set it to 0")
+            raise ConfigError(
+                f"{name}={value} is about groups without signal, and under {why} there are none; set it to 0"
+            )
 
 
 def check_lengths(config: Config, context_tokens: int, of: str = "the model") -> None:

@@ -14,7 +14,9 @@ PROJECTIONS = {
 }
 
 
-def adapt(model: torch.nn.Module, *, rank: int, alpha: float, targets: tuple[str, ...] = tuple(PROJECTIONS), seed: int = 7) -> None:
+def adapt(
+    model: torch.nn.Module, *, rank: int, alpha: float, targets: tuple[str, ...] = tuple(PROJECTIONS), seed: int = 7
+) -> None:
     """Puts y + (alpha / rank) · B (A x) on the model, A and B random (with B = 0 the gradient of A would be too), and freezes the rest.
 
     Names are those that are asked for: ``model.layers.0.self_attn.q_proj.lora_A.weight``.
@@ -29,7 +31,9 @@ def adapt(model: torch.nn.Module, *, rank: int, alpha: float, targets: tuple[str
         linear.lora_B = torch.nn.Linear(rank, linear.out_features, bias=False)
         for each in (linear.lora_A.weight, linear.lora_B.weight):
             each.data = 0.1 * torch.randn(each.shape, generator=random)
-        linear.register_forward_hook(lambda own, inputs, output: output + alpha / rank * own.lora_B(own.lora_A(inputs[0])))
+        linear.register_forward_hook(
+            lambda own, inputs, output: output + alpha / rank * own.lora_B(own.lora_A(inputs[0]))
+        )
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -26,6 +26,8 @@ class AllocationMeter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: (reference, size) for key, (reference, size) in self._alive.items() if not reference.expired()}
+        self._alive = {
+            key: (reference, size) for key, (reference, size) in self._alive.items() if not reference.expired()
+        }
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
         return result

@@ -26,9 +26,13 @@ from megatron_rl.weights.mapping import Layout, hf_size, load_shard, merge_shard
 from tests.reference import tiny_config  # noqa: E402
 
 BRIDGES = {
-    "qwen2_tied": "Qwen2Bridge", "qwen2_untied": "Qwen2Bridge", "qwen3": "Qwen3Bridge", "qwen3_moe": "Qwen3MoEBridge",
-    "llama": "LlamaBridge", "mistral": "MistralBridge",
-}  # fmt: skip
+    "qwen2_tied": "Qwen2Bridge",
+    "qwen2_untied": "Qwen2Bridge",
+    "qwen3": "Qwen3Bridge",
+    "qwen3_moe": "Qwen3MoEBridge",
+    "llama": "LlamaBridge",
+    "mistral": "MistralBridge",
+}
 PARTS = ("", ".pytorch", ".common", ".common.recipe", ".pytorch.fp8", ".pytorch.tensor")
 
 
@@ -66,7 +70,10 @@ def registries() -> dict:
     from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
     from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 
-    made = {x.__name__: x().mapping_registry() for x in (LlamaBridge, MistralBridge, Qwen2Bridge, Qwen3Bridge, Qwen3MoEBridge)}
+    made = {
+        x.__name__: x().mapping_registry()
+        for x in (LlamaBridge, MistralBridge, Qwen2Bridge, Qwen3Bridge, Qwen3MoEBridge)
+    }
     return {family: made[bridge] for family, bridge in BRIDGES.items()}
 
 
@@ -77,9 +84,12 @@ def compare(family: str, registry) -> tuple[int, list[str]]:
     config = tiny_config(family)
     shape = read_shape(config, layer_spec="transformer_engine")
     provider = SimpleNamespace(
-        num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim,
-        hidden_size=shape.hidden_size, attention_output_gate=False,
-    )  # fmt: skip
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        hidden_size=shape.hidden_size,
+        attention_output_gate=False,
+    )
     count, differences = 0, []
     for stored in (stored for layer in stored_layers(shape) for stored in layer):
         name = stored.keys()[0] if stored.layer is None else f"decoder.layers.{stored.layer}.{stored.name}"
@@ -94,7 +104,9 @@ def compare(family: str, registry) -> tuple[int, list[str]]:
         if stored.entry.layout is Layout.QKV:
             parts = {x: torch.randn(hf_size(shape, x)) for x in ours}
             merged = merge_qkv_weights(provider, *parts.values())
-            if not torch.equal(merged, load_shard(stored.entry, shape, lambda x, d, a, b, p=parts: p[x].narrow(d, a, b - a), 0, 1)):
+            if not torch.equal(
+                merged, load_shard(stored.entry, shape, lambda x, d, a, b, p=parts: p[x].narrow(d, a, b - a), 0, 1)
+            ):
                 differences.append(f"{name}: another order of q, k, v")
             if merged.dim() > 1:
                 split = split_qkv_weights(provider, merged)

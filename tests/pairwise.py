@@ -32,7 +32,9 @@ def covering(factors: Sequence[Sequence[object]], strength: int) -> list[tuple[i
     return chosen
 
 
-def pairwise(*factors: Iterable[object], strength: int = 2, ids: Callable[[object], str] = str, kept: Collection[tuple] = ()) -> list:
+def pairwise(
+    *factors: Iterable[object], strength: int = 2, ids: Callable[[object], str] = str, kept: Collection[tuple] = ()
+) -> list:
     """Return the whole product as pytest's parameters; those beyond the covering rows are marked ``long``.
 
     strength: 2 for every pair of values, 1 for every value. ids: the name of a value. kept: rows that are chosen by hand instead.

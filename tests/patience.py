@@ -21,7 +21,9 @@ def factor() -> float:
     except ValueError:
         found = 0.0
     if not 1.0 <= found < float("inf"):
-        raise ValueError(f"{VARIABLE}={given!r} must be a number of at least 1; 3 leaves every wait three times as long")
+        raise ValueError(
+            f"{VARIABLE}={given!r} must be a number of at least 1; 3 leaves every wait three times as long"
+        )
     return found
 
 

@@ -25,9 +25,17 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
     from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     sizes = dict(
-        vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=hidden * 3 // 2, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=hidden * 3 // 2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     match family:
         case "qwen2_tied":
             return Qwen2Config(**sizes, tie_word_embeddings=True)
@@ -39,9 +47,13 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=False)
         case "llama3_rope":
             rope = dict(
-                rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0,
+                rope_type="llama3",
+                rope_theta=10000.0,
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=2.0,
                 original_max_position_embeddings=32,
-            )  # fmt: skip
+            )
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
@@ -49,9 +61,14 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
         case "qwen3_moe" | "qwen3_moe_unnormalised":
             return Qwen3MoeConfig(
-                **sizes, head_dim=hidden // 2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=hidden // 2,
-                norm_topk_prob=family == "qwen3_moe", tie_word_embeddings=True,
-            )  # fmt: skip
+                **sizes,
+                head_dim=hidden // 2,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=hidden // 2,
+                norm_topk_prob=family == "qwen3_moe",
+                tie_word_embeddings=True,
+            )
     raise ValueError(family)
 
 
@@ -70,14 +87,18 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = tiny_config(family, layers=layers, hidden=hidden)
-        experts = {"experts_implementation": "eager"} if family in MIXTURES else {}  # a loop over experts, no grouped kernel
+        experts = (
+            {"experts_implementation": "eager"} if family in MIXTURES else {}
+        )  # a loop over experts, no grouped kernel
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
-                    parameter.mul_(3.0)  # logits of a fresh model are near uniform, and near equality then proves little
+                    parameter.mul_(
+                        3.0
+                    )  # logits of a fresh model are near uniform, and near equality then proves little
     return config, model
 
 
@@ -100,7 +121,7 @@ def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_leng
                 token_ids=random.integers(2, vocab_size, prompt + response),
                 loss_mask=mask,
                 logprobs=random.normal(-2.0, 0.3, response).astype(np.float32),
-            )  # fmt: skip
+            )
         )
     return samples
 
@@ -120,7 +141,10 @@ def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int 
     of 0.2 some ratios are clipped and most are not."""
     random = np.random.default_rng(seed)
     noise = [random.normal(0.0, spread, len(s.logprobs)).astype(np.float32) for s in samples]
-    return [dataclasses.replace(s, logprobs=reference_logprobs(model, s)[0].numpy() + n) for s, n in zip(samples, noise, strict=True)]
+    return [
+        dataclasses.replace(s, logprobs=reference_logprobs(model, s)[0].numpy() + n)
+        for s, n in zip(samples, noise, strict=True)
+    ]
 
 
 def token_weight(reduction: str, samples: list[Sample], groups: list[int], i: int, max_response_tokens: int) -> float:
@@ -143,10 +167,19 @@ def token_weight(reduction: str, samples: list[Sample], groups: list[int], i: in
 
 
 def reference_gradient(
-    model, samples: list[Sample], groups: list[int], advantages: list[float], *, reduction: str = "token_mean",
-    max_response_tokens: int = 16, clip: float = 0.2, old: list[torch.Tensor] | None = None, temperature: float = 1.0,
-    kl: tuple[float, str, list[torch.Tensor]] = (0.0, "", []), entropy_coefficient: float = 0.0,
-) -> tuple[dict[str, torch.Tensor], float]:  # fmt: skip
+    model,
+    samples: list[Sample],
+    groups: list[int],
+    advantages: list[float],
+    *,
+    reduction: str = "token_mean",
+    max_response_tokens: int = 16,
+    clip: float = 0.2,
+    old: list[torch.Tensor] | None = None,
+    temperature: float = 1.0,
+    kl: tuple[float, str, list[torch.Tensor]] = (0.0, "", []),
+    entropy_coefficient: float = 0.0,
+) -> tuple[dict[str, torch.Tensor], float]:
     """Gradient (by the names of checkpoint files) and loss of the clipped PPO objective, token by token weight, over all samples
     (zero advantages too). kl: its coefficient, its estimator, and each sample's log-probs [response] of the reference policy."""
     model.zero_grad()
@@ -159,7 +192,9 @@ def reference_gradient(
         each = -objective - entropy_coefficient * entropy
         if kl[0]:
             each = each + kl[0] * naive_kl(kl[1], logprobs, before, kl[2][i])
-        loss = (each * torch.from_numpy(sample.loss_mask)).sum() * token_weight(reduction, samples, groups, i, max_response_tokens)
+        loss = (each * torch.from_numpy(sample.loss_mask)).sum() * token_weight(
+            reduction, samples, groups, i, max_response_tokens
+        )
         loss.backward()
         total += float(loss.detach())
     gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -170,7 +205,9 @@ def naive_kl(estimator: str, policy: torch.Tensor, old: torch.Tensor, reference:
     """Each token's estimate of KL(π_θ ‖ π_ref) from log-probs, over probabilities r = π_ref/π_θ, as the papers write it."""
     r = reference.exp() / policy.exp()
     k3 = r - 1 - torch.log(r)
-    return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}[estimator]
+    return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}[
+        estimator
+    ]
 
 
 def file_weights(model) -> dict[str, torch.Tensor]:

@@ -28,7 +28,9 @@ def constant(prompts, completions, completion_ids, **columns):
 
 def mostly_dead(prompts, completions, completion_ids, answer, **columns):
     """0 for two prompts of three, whatever is answered; the others as ``parity``."""
-    return [float(len(ids) % 2) if int(right) % 3 == 0 else 0.0 for right, ids in zip(answer, completion_ids, strict=True)]
+    return [
+        float(len(ids) % 2) if int(right) % 3 == 0 else 0.0 for right, ids in zip(answer, completion_ids, strict=True)
+    ]
 
 
 def unsteady(prompts, completions, completion_ids, **columns):

@@ -55,14 +55,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: python tools/acceptance.py --only pp2 --markdown matrix.md --json matrix.json",
     )
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only cells whose name or feature contains it; =NAME for one")
+    parser.add_argument(
+        "--only", default="", metavar="SUBSTRING", help="only cells whose name or feature contains it; =NAME for one"
+    )
     parser.add_argument("--list", action="store_true", help="name the cells and stop")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds a cell may take (default 300)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="seconds a cell may take (default 300)"
+    )
     parser.add_argument("--max-processes", type=int, default=4, help="largest world on a host without GPUs (default 4)")
-    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write every cell's errors and tolerances there")
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="PATH", help="write every cell's errors and tolerances there"
+    )
     parser.add_argument("--markdown", type=pathlib.Path, metavar="PATH", help="write the support matrix there")
-    parser.add_argument("--inject", choices=FAULTS, metavar="FAULT", help=f"plant a fault, to see the cell fail. {faults}")
-    parser.add_argument("--cell", choices=[cell.name for cell in CELLS], metavar="NAME", help=argparse.SUPPRESS)  # a started process
+    parser.add_argument(
+        "--inject", choices=FAULTS, metavar="FAULT", help=f"plant a fault, to see the cell fail. {faults}"
+    )
+    parser.add_argument(
+        "--cell", choices=[cell.name for cell in CELLS], metavar="NAME", help=argparse.SUPPRESS
+    )  # a started process
     parser.add_argument("--out", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.inject and given.markdown:
@@ -89,7 +99,11 @@ def probe(script: str) -> tuple[str, str]:
 def reason_in(log: str) -> str:
     """The error of a log: the first "SomethingError: ..." that is not the launcher's."""
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in log.splitlines()]
-    errors = [line for line in lines if re.match(r"^[\w.]*(Error|Exception|Gradient|Interrupt)\b(:|$)", line) and "ChildFailed" not in line]
+    errors = [
+        line
+        for line in lines
+        if re.match(r"^[\w.]*(Error|Exception|Gradient|Interrupt)\b(:|$)", line) and "ChildFailed" not in line
+    ]
     found = errors[0] if errors else next((line for line in reversed(lines) if line), "no output")
     return re.sub(r"(?<![\w/])/[\w.+-]+(/[\w.+@-]+)+", "<path>", found)[:300]
 
@@ -107,7 +121,13 @@ def machine() -> dict:
             versions[package] = importlib.metadata.version(package)
     device = f"{gpus} x {name}" if gpus else f"{host_platform.machine()} CPU, {os.cpu_count()} cores"
     where = f"NCCL, {name}" if gpus else "gloo, CPU"
-    return {"gpus": gpus, "device": device, "where": where, "python": host_platform.python_version(), "versions": versions}
+    return {
+        "gpus": gpus,
+        "device": device,
+        "where": where,
+        "python": host_platform.python_version(),
+        "versions": versions,
+    }
 
 
 def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str]) -> str:
@@ -140,14 +160,27 @@ def end(process: subprocess.Popen) -> None:
 def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.Path) -> dict:
     """Starts the cell's processes and judges what they wrote."""
     out, log = folder / f"{cell.name}.json", folder / f"{cell.name}.log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(cell.world), __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(cell.world),
+        __file__,
+    ]
     command += ["--cell", cell.name, "--out", str(out), "--timeout", str(given.timeout)]
     command += ["--inject", given.inject] if given.inject else []
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(CUDA_ENVIRONMENT if host["gpus"] else {})}
     started, code = time.monotonic(), None
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
         try:
             code = process.wait(given.timeout)
@@ -178,7 +211,9 @@ def judge(cell: Cell, found: dict, *, cuda: bool) -> dict:
         "reason": says if failed else "",
         "nearest": says,
         # JSON has no NaN
-        "checks": {name: {"error": x if math.isfinite(x) else str(x), "allowed": allowed[name]} for name, x in errors.items()},
+        "checks": {
+            name: {"error": x if math.isfinite(x) else str(x), "allowed": allowed[name]} for name, x in errors.items()
+        },
     }
 
 
@@ -188,9 +223,14 @@ def run_all(given: argparse.Namespace, host: dict) -> list[dict]:
         for cell in given.cells:
             why = why_not(cell, host, given.max_processes, imports)
             outcome = {"status": NOT_RUN, "reason": why} if why else run_cell(cell, given, host, pathlib.Path(folder))
-            rows.append({"name": cell.name, "feature": cell.feature, "layout": cell.layout, "dtype": cell.dtype, **outcome})
+            rows.append(
+                {"name": cell.name, "feature": cell.feature, "layout": cell.layout, "dtype": cell.dtype, **outcome}
+            )
             seconds = f" ({outcome['seconds']:.0f} s)" if "seconds" in outcome else ""
-            print(f"{outcome['status']:>8}  {cell.name:<22} {outcome['reason'] or outcome['nearest']}{seconds}", flush=True)
+            print(
+                f"{outcome['status']:>8}  {cell.name:<22} {outcome['reason'] or outcome['nearest']}{seconds}",
+                flush=True,
+            )
     return rows
 
 
@@ -266,7 +306,13 @@ def main(arguments: list[str] | None = None) -> int:
     rows = run_all(given, host)
     print(tally(rows))
     if given.json:
-        result = {"command": command_line(given), "date": str(datetime.date.today()), "machine": host, "tally": tally(rows), "cells": rows}
+        result = {
+            "command": command_line(given),
+            "date": str(datetime.date.today()),
+            "machine": host,
+            "tally": tally(rows),
+            "cells": rows,
+        }
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(result, indent=1) + "\n")
     if given.markdown:

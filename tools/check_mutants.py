@@ -56,12 +56,19 @@ class Outcome:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog="example: python tools/check_mutants.py --only gspo-single-token plan-cap-one-too-large"
+        description=__doc__.split("\n")[0],
+        epilog="example: python tools/check_mutants.py --only gspo-single-token plan-cap-one-too-large",
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants alone (default: all; --list names them)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="these mutants alone (default: all; --list names them)"
+    )
     parser.add_argument("--list", action="store_true", help="name the mutants and run nothing")
-    parser.add_argument("--whole", action="store_true", help="run the whole of `make test` where a mutant's own tests pass")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds that a mutant's tests may take (default 300)")
+    parser.add_argument(
+        "--whole", action="store_true", help="run the whole of `make test` where a mutant's own tests pass"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="seconds that a mutant's tests may take (default 300)"
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write every row there")
     parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="also write the table there")
     return parser.parse_args(arguments)
@@ -98,9 +105,28 @@ def planted(folder: pathlib.Path, mutant: Mutant) -> Iterator[None]:
 
 
 def run_tests(folder: pathlib.Path, tests: Sequence[str], timeout_s: float, *, stop_at_first: bool = True) -> Outcome:
-    command = [sys.executable, "-m", "pytest", *tests, "-q", "-rfE", "--tb=no", "-m", MARKS, "-p", "no:cacheprovider", "--rootdir=."]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *tests,
+        "-q",
+        "-rfE",
+        "--tb=no",
+        "-m",
+        MARKS,
+        "-p",
+        "no:cacheprovider",
+        "--rootdir=.",
+    ]
     command += ["-x"] if stop_at_first else []
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "CUDA_VISIBLE_DEVICES": "",
+        "COLUMNS": "200",
+    }
     # Bytecode is found by a file's size and the second of its change: a fault of the same length, planted at once, could run as the last.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     started = time.monotonic()
@@ -115,7 +141,12 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], timeout_s: float, *, s
         said.seek(0)
         text = said.read()
     failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", text, flags=re.MULTILINE)
-    return Outcome(code=code, failed=tuple(failed), seconds=time.monotonic() - started, tail="\n".join(text.strip().splitlines()[-15:]))
+    return Outcome(
+        code=code,
+        failed=tuple(failed),
+        seconds=time.monotonic() - started,
+        tail="\n".join(text.strip().splitlines()[-15:]),
+    )
 
 
 def end(process: subprocess.Popen, grace_s: float = 30.0) -> None:
@@ -143,7 +174,19 @@ def require_sound(folder: pathlib.Path, mutants: Sequence[Mutant], timeout_s: fl
 def of_make_test(folder: pathlib.Path, tests: Sequence[str]) -> set[str]:
     """Returns those of the names, each a test with its parameters or without, of which `make test` runs a case."""
     files = sorted({test.partition("::")[0] for test in tests})
-    command = [sys.executable, "-m", "pytest", *files, "--collect-only", "-q", "-m", MARKS, "-p", "no:cacheprovider", "--rootdir=."]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *files,
+        "--collect-only",
+        "-q",
+        "-m",
+        MARKS,
+        "-p",
+        "no:cacheprovider",
+        "--rootdir=.",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     cases = [line for line in done.stdout.splitlines() if "::" in line]
@@ -173,11 +216,21 @@ def check(mutant: Mutant, folder: pathlib.Path, given: argparse.Namespace) -> di
         if judged["status"] == SURVIVED and given.whole:
             outcome = run_tests(folder, ["tests"], WHOLE_TIMEOUT_S)
             judged, seconds = judge(outcome, whole=True), seconds + outcome.seconds
-    return {**dataclasses.asdict(mutant), "area": mutant.area, "line_number": number, "seconds": round(seconds, 1), **judged}
+    return {
+        **dataclasses.asdict(mutant),
+        "area": mutant.area,
+        "line_number": number,
+        "seconds": round(seconds, 1),
+        **judged,
+    }
 
 
 def row_text(row: dict) -> str:
-    ends = {KILLED: f"by {row['by']}{' (of the whole suite)' if row['whole'] else ''}", SURVIVED: "", UNCLEAR: row["by"]}
+    ends = {
+        KILLED: f"by {row['by']}{' (of the whole suite)' if row['whole'] else ''}",
+        SURVIVED: "",
+        UNCLEAR: row["by"],
+    }
     return f"{row['name']:<34} {row['file']}:{row['line_number']:<5} {row['status']} {ends[row['status']]} in {row['seconds']:.0f} s"
 
 
@@ -188,7 +241,11 @@ def machine() -> str:
 
 def command_line(given: argparse.Namespace) -> str:
     """Repeats the command as typed, with the page of the tree for a page."""
-    words = ["python tools/check_mutants.py", *(["--only", *given.only] if given.only else []), *(["--whole"] if given.whole else [])]
+    words = [
+        "python tools/check_mutants.py",
+        *(["--only", *given.only] if given.only else []),
+        *(["--whole"] if given.whole else []),
+    ]
     words += [f"--timeout {given.timeout:g}"] if given.timeout != 300 else []
     return " ".join([*words, "--markdown docs/mutants.md"])
 
@@ -235,7 +292,9 @@ def run_all(mutants: Sequence[Mutant], root: pathlib.Path, given: argparse.Names
     return rows
 
 
-def main(arguments: Sequence[str] | None = None, *, mutants: Sequence[Mutant] = MUTANTS, root: pathlib.Path = ROOT) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, mutants: Sequence[Mutant] = MUTANTS, root: pathlib.Path = ROOT
+) -> int:
     given = parse(arguments)
     started = time.monotonic()
     try:
@@ -254,7 +313,9 @@ def main(arguments: Sequence[str] | None = None, *, mutants: Sequence[Mutant] = 
     killed = sum(row["status"] == KILLED for row in rows)
     print(f"{killed} of {len(rows)} killed; {machine()}; {seconds:.0f} s")
     if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "seconds": round(seconds, 1), "mutants": rows}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"machine": machine(), "seconds": round(seconds, 1), "mutants": rows}, indent=1) + "\n"
+        )
     if given.markdown:
         given.markdown.write_text(markdown(rows, seconds, given))
     return 0 if killed == len(rows) else EXIT_SURVIVED

@@ -48,33 +48,64 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     def cut(made: argparse.ArgumentParser) -> None:
         for option, what in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
-            made.add_argument(option, type=int, default=1, metavar="N", help=f"cut as {what}-parallel ranks of N would save it (default 1)")
+            made.add_argument(
+                option,
+                type=int,
+                default=1,
+                metavar="N",
+                help=f"cut as {what}-parallel ranks of N would save it (default 1)",
+            )
 
     into = command("import", "Hugging Face directory → Megatron checkpoint")
     into.add_argument("target", type=pathlib.Path, help="Megatron-LM folder to write to")
     cut(into)
-    into.add_argument("--iteration", type=int, metavar="N", help="write iter_N, N above 0 (default: release, which starts at 0)")
+    into.add_argument(
+        "--iteration", type=int, metavar="N", help="write iter_N, N above 0 (default: release, which starts at 0)"
+    )
     out = command("export", "Megatron checkpoint → Hugging Face directory")
     out.add_argument("target", type=pathlib.Path, help="directory to write")
-    out.add_argument("--hf", type=pathlib.Path, help="directory with the model's config and tokenizer (default: SOURCE/hf)")
+    out.add_argument(
+        "--hf", type=pathlib.Path, help="directory with the model's config and tokenizer (default: SOURCE/hf)"
+    )
     out.add_argument("--iteration", type=int, metavar="N", help="which of the folder's (default: the latest)")
-    out.add_argument("--max-shard-gb", type=float, default=5.0, metavar="X", help="size of a safetensors file, 10^9 bytes (default 5)")
+    out.add_argument(
+        "--max-shard-gb",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help="size of a safetensors file, 10^9 bytes (default 5)",
+    )
     for made in (into, out):
         made.add_argument("--overwrite", action="store_true", help="replace what is there")
-    back = command("roundtrip", "Hugging Face → Megatron → Hugging Face, compared bit by bit; writes nothing that stays")
-    cut(back)
-    back.add_argument("--work", type=pathlib.Path, metavar="DIR", help="where temporary files go, twice the model's size (default: TMPDIR)")
-    back.add_argument(
-        "--check-logits", action="store_true", help="compare log-probs on random tokens too, in float32, whole models in memory"
+    back = command(
+        "roundtrip", "Hugging Face → Megatron → Hugging Face, compared bit by bit; writes nothing that stays"
     )
-    back.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest difference of a log-prob (default 1e-4)")
+    cut(back)
+    back.add_argument(
+        "--work",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where temporary files go, twice the model's size (default: TMPDIR)",
+    )
+    back.add_argument(
+        "--check-logits",
+        action="store_true",
+        help="compare log-probs on random tokens too, in float32, whole models in memory",
+    )
+    back.add_argument(
+        "--tolerance", type=float, default=1e-4, metavar="X", help="largest difference of a log-prob (default 1e-4)"
+    )
     look = command("inspect", "say what a directory of either kind holds, and whether it can be converted")
-    look.add_argument("--hf", type=pathlib.Path, help="of a Megatron checkpoint: the model's config (default: SOURCE/hf)")
+    look.add_argument(
+        "--hf", type=pathlib.Path, help="of a Megatron checkpoint: the model's config (default: SOURCE/hf)"
+    )
     look.add_argument("--iteration", type=int, metavar="N", help="which of the folder's (default: the latest)")
     look.add_argument("--tensors", action="store_true", help="list every tensor")
     given = parser.parse_args(arguments)
     if given.command == "import" and given.iteration is not None and given.iteration < 1:
-        parser.error(f"--iteration {given.iteration} must be above 0, or Megatron-LM refuses it; leave it out for release")
+        parser.error(
+            f"--iteration {given.iteration} must be above 0, or Megatron-LM refuses it; leave it out for release"
+        )
     return given
 
 
@@ -107,7 +138,13 @@ def progress_bar(what: str, total_bytes: int, *, quiet: bool) -> Iterator[Callab
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn(what),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
@@ -116,7 +153,11 @@ def progress_bar(what: str, total_bytes: int, *, quiet: bool) -> Iterator[Callab
 def dtype_of(given: argparse.Namespace):
     import torch
 
-    return None if given.dtype is None else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[given.dtype]
+    return (
+        None
+        if given.dtype is None
+        else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[given.dtype]
+    )
 
 
 def import_command(given: argparse.Namespace) -> tuple[int, dict]:
@@ -130,9 +171,15 @@ def import_command(given: argparse.Namespace) -> tuple[int, dict]:
     started_s = time.monotonic()
     with progress_bar("import", num_bytes, quiet=given.quiet) as progress:
         path = import_folder(
-            given.source, shape, given.target, cut=cut, dtype=dtype_of(given), iteration=given.iteration, overwrite=given.overwrite,
+            given.source,
+            shape,
+            given.target,
+            cut=cut,
+            dtype=dtype_of(given),
+            iteration=given.iteration,
+            overwrite=given.overwrite,
             progress=progress,
-        )  # fmt: skip
+        )
     seconds = time.monotonic() - started_s
     print(f"wrote {path}: {shape.family}, {num_bytes / 1e9:.2f} GB of weights in {seconds:.1f} s")
     print(f"wrote {given.target / 'hf'}: config and tokenizer")
@@ -149,7 +196,9 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
     source = open_folder(given.source, given.iteration)
     hf = given.hf or source.hf
     if hf is None:
-        raise ConfigError(f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf")
+        raise ConfigError(
+            f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
+        )
     _, shape = read_model(hf)
     if (source.path / MANIFEST).exists():  # a training run's: its files are digested first
         verify(source.path)
@@ -158,11 +207,19 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
     started_s = time.monotonic()
     with progress_bar("export", num_bytes, quiet=given.quiet) as progress:
         names = export_folder(
-            source, shape, hf, given.target, dtype=dtype_of(given), shard_bytes=int(given.max_shard_gb * 1e9), overwrite=given.overwrite,
+            source,
+            shape,
+            hf,
+            given.target,
+            dtype=dtype_of(given),
+            shard_bytes=int(given.max_shard_gb * 1e9),
+            overwrite=given.overwrite,
             progress=progress,
-        )  # fmt: skip
+        )
     seconds = time.monotonic() - started_s
-    print(f"wrote {given.target}: {shape.family} from {source.path}, {len(planned)} tensors, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s")
+    print(
+        f"wrote {given.target}: {shape.family} from {source.path}, {len(planned)} tensors, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s"
+    )
     print(f"  {', '.join(names)}")
     return 0, {
         "wrote": str(given.target),
@@ -188,13 +245,19 @@ def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
         there = open_folder(megatron)
         export_folder(there, shape, there.hf, back)
         found = compare_folders(given.source, back, dtype_of(given), shape)
-        print("{equal} of {tensors} tensors and {equal_files} of {files} other files are equal, bit by bit".format(**found))
+        print(
+            "{equal} of {tensors} tensors and {equal_files} of {files} other files are equal, bit by bit".format(
+                **found
+            )
+        )
         for name in found["different"]:
             print(f"  different: {name}")
         equal = not found["different"]
         if given.check_logits:
             found |= check_logits(given.source, there, config)
-            print(f"log-probs of {found['logprob_tokens']} random tokens: largest difference to transformers {found['logprob_gap']:.2e}")
+            print(
+                f"log-probs of {found['logprob_tokens']} random tokens: largest difference to transformers {found['logprob_gap']:.2e}"
+            )
             equal = equal and found["logprob_gap"] <= given.tolerance
     print("equal" if equal else "NOT equal")
     return 0 if equal else 1, {"family": shape.family, "equal_all": equal, **found}
@@ -224,7 +287,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import megatron_rl.distributed.platform  # noqa: F401  (before anything of Megatron-Core)
     from megatron_rl.errors import CheckpointError, ConfigError
 
-    commands = {"import": import_command, "export": export_command, "roundtrip": roundtrip_command, "inspect": inspect_command}
+    commands = {
+        "import": import_command,
+        "export": export_command,
+        "roundtrip": roundtrip_command,
+        "inspect": inspect_command,
+    }
     from conversion.bridge import bridge_command, needs_bridge
 
     try:

@@ -61,14 +61,18 @@ class ModelSizes:
         return self.hidden // self.heads
 
 
-def make_model(family: str, sizes: ModelSizes, tokenizer_dir: str | pathlib.Path, out: str | pathlib.Path, seed: int) -> dict:
+def make_model(
+    family: str, sizes: ModelSizes, tokenizer_dir: str | pathlib.Path, out: str | pathlib.Path, seed: int
+) -> dict:
     """Write config, random float32 weights and tokenizer to ``out``; the vocabulary is exactly the tokenizer's.
 
     Returns what was made as JSON-able values. Raises ConfigError where the copied tokenizer does not come back equal.
     """
     # A path that is not a directory would be looked up on the Hugging Face hub.
     if not pathlib.Path(tokenizer_dir).is_dir():
-        raise ConfigError(f"--tokenizer {str(tokenizer_dir)!r} is not a directory; make one with tools/make_tokenizer.py")
+        raise ConfigError(
+            f"--tokenizer {str(tokenizer_dir)!r} is not a directory; make one with tools/make_tokenizer.py"
+        )
     config_class, model_class = FAMILIES[family]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     extra = {"head_dim": sizes.head_dim} if family != "qwen2" else {}  # Qwen2Config has no such field
@@ -108,7 +112,9 @@ def _check_tokenizer(tokenizer, out: str | pathlib.Path) -> None:
                 f"the tokenizer in {out} loads with another {what}: {after} instead of {before}; make it with tools/make_tokenizer.py"
             )
     if copied.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"the tokenizer in {out} loads with {len(copied)} tokens that are not the original {len(tokenizer)}")
+        raise ConfigError(
+            f"the tokenizer in {out} loads with {len(copied)} tokens that are not the original {len(tokenizer)}"
+        )
 
 
 def add_size_arguments(parser: argparse.ArgumentParser, defaults: ModelSizes) -> None:
@@ -130,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen2")
     add_size_arguments(parser, ModelSizes())
-    parser.add_argument("--tokenizer", required=True, help="directory of a tokenizer, as tools/make_tokenizer.py writes it")
+    parser.add_argument(
+        "--tokenizer", required=True, help="directory of a tokenizer, as tools/make_tokenizer.py writes it"
+    )
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed to this file")

@@ -35,7 +35,9 @@ def read_texts(paths: Sequence[str | pathlib.Path], columns: Sequence[str]) -> l
             for column in columns:
                 if not isinstance(row.get(column), str):
                     known = ", ".join(map(repr, row))
-                    raise ConfigError(f"--columns {column}: row {number} of {path} has no text there; its columns are {known}")
+                    raise ConfigError(
+                        f"--columns {column}: row {number} of {path} has no text there; its columns are {known}"
+                    )
                 texts.append(row[column])
     return texts
 
@@ -102,7 +104,9 @@ def make_characters(characters: str) -> Tokenizer:
 def save(tokenizer: Tokenizer, out: str | pathlib.Path) -> None:
     """Write a directory that AutoTokenizer loads without a network."""
     # clean_up_tokenization_spaces would turn " ." into "." on decoding, and break the round trip.
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
     wrapped.save_pretrained(out)
 
 
@@ -122,7 +126,9 @@ def check_roundtrip(directory: str | pathlib.Path, texts: Sequence[str]) -> int:
     return num_tokens
 
 
-def make_tokenizer(out: str | pathlib.Path, texts: Sequence[str], vocab_size: int | None, characters: str | None) -> dict:
+def make_tokenizer(
+    out: str | pathlib.Path, texts: Sequence[str], vocab_size: int | None, characters: str | None
+) -> dict:
     """Make, save and check a tokenizer: of ``characters`` where given, else BPE of ``vocab_size`` tokens.
 
     Returns what was made as JSON-able values. Raises ConfigError, see `train_bpe`, `make_characters`, `check_roundtrip`.
@@ -143,7 +149,9 @@ def make_tokenizer(out: str | pathlib.Path, texts: Sequence[str], vocab_size: in
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", default=[], metavar="JSONL", help="files to train on (BPE) and to check")
-    parser.add_argument("--columns", nargs="+", default=["prompt", "solution"], help="their columns (default: prompt solution)")
+    parser.add_argument(
+        "--columns", nargs="+", default=["prompt", "solution"], help="their columns (default: prompt solution)"
+    )
     parser.add_argument("--vocab-size", type=int, default=2048, help="tokens, special ones included (default: 2048)")
     parser.add_argument("--characters", help="make a character tokenizer of just these instead")
     parser.add_argument("--out", required=True, help="directory to write")

@@ -37,7 +37,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         own, extra = arguments[:cut], arguments[cut + 1 :]
     head, _, examples = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="serve_vllm.py", description=head, epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="serve_vllm.py",
+        description=head,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="the Hugging Face folder that the trainer's model.hf_path names")
     parser.add_argument("--replicas", type=int, default=1, help="number of servers (default 1)")
@@ -46,13 +49,23 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs per server (default 1)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
     parser.add_argument("--allow-no-key", action="store_true", help="open the servers to the network without a key")
-    parser.add_argument("--log-dir", type=pathlib.Path, default=pathlib.Path("vllm-logs"), help="folder of the log files")
-    parser.add_argument("--max-restarts", type=int, default=5, help="of all servers together within the window (default 5)")
+    parser.add_argument(
+        "--log-dir", type=pathlib.Path, default=pathlib.Path("vllm-logs"), help="folder of the log files"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=5, help="of all servers together within the window (default 5)"
+    )
     parser.add_argument("--restart-window-s", type=float, default=600.0, help="(default 600)")
-    parser.add_argument("--ready-s", type=float, default=900.0, help="from start to /health, more counts as a death (default 900)")
-    parser.add_argument("--sick-s", type=float, default=10.0, help="so long /health may refuse before a restart (default 10)")
+    parser.add_argument(
+        "--ready-s", type=float, default=900.0, help="from start to /health, more counts as a death (default 900)"
+    )
+    parser.add_argument(
+        "--sick-s", type=float, default=10.0, help="so long /health may refuse before a restart (default 10)"
+    )
     parser.add_argument("--grace-s", type=float, default=15.0, help="from SIGTERM to SIGKILL (default 15)")
-    parser.add_argument("--module", default=server_command.MODULE, help=f"what python -m runs (default {server_command.MODULE})")
+    parser.add_argument(
+        "--module", default=server_command.MODULE, help=f"what python -m runs (default {server_command.MODULE})"
+    )
     given = parser.parse_args(own)
     if given.replicas < 1 or given.tensor_parallel_size < 1 or given.max_restarts < 0:
         parser.error(
@@ -67,11 +80,17 @@ def say(text: str) -> None:
 
 def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.ServerSpec]:
     if given.api_key_env and not os.environ.get(given.api_key_env):
-        raise ConfigError(f"--api-key-env {given.api_key_env} names an environment variable that is empty or not set; export it first")
+        raise ConfigError(
+            f"--api-key-env {given.api_key_env} names an environment variable that is empty or not set; export it first"
+        )
     api_key = os.environ[given.api_key_env] if given.api_key_env else None
     supervisor.check_exposure(given.host, api_key, "--api-key-env", given.allow_no_key)
-    devices = supervisor.split_devices(supervisor.visible_devices(os.environ), given.replicas, given.tensor_parallel_size)
-    root = str(pathlib.Path(__file__).resolve().parents[1])  # the servers import megatron_rl.rollout.weight_sync.receiver
+    devices = supervisor.split_devices(
+        supervisor.visible_devices(os.environ), given.replicas, given.tensor_parallel_size
+    )
+    root = str(
+        pathlib.Path(__file__).resolve().parents[1]
+    )  # the servers import megatron_rl.rollout.weight_sync.receiver
     found = []
     for index, own_devices in enumerate(devices):
         environment, dropped = server_command.server_environment(os.environ, api_key=api_key, devices=own_devices)
@@ -81,9 +100,15 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
         if index == 0 and dropped:
             say(f"not passed on to the servers: {', '.join(dropped)}")
         command = server_command.server_command(
-            given.model, given.host, given.port + index, "--tensor-parallel-size", str(given.tensor_parallel_size), *extra,
-            python=sys.executable, module=given.module,
-        )  # fmt: skip
+            given.model,
+            given.host,
+            given.port + index,
+            "--tensor-parallel-size",
+            str(given.tensor_parallel_size),
+            *extra,
+            python=sys.executable,
+            module=given.module,
+        )
         found.append(
             supervisor.ServerSpec(
                 name=f"server {index}",
@@ -92,7 +117,7 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
                 host=given.host,
                 port=given.port + index,
                 log_path=given.log_dir.resolve() / f"server{index}.log",
-            )  # fmt: skip
+            )
         )
     return found
 
@@ -100,9 +125,12 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
 def main(arguments: list[str] | None = None) -> int:
     given, extra = parse(sys.argv[1:] if arguments is None else arguments)
     limits = supervisor.Limits(
-        restarts=given.max_restarts, window_s=given.restart_window_s, ready_s=given.ready_s, grace_s=given.grace_s,
+        restarts=given.max_restarts,
+        window_s=given.restart_window_s,
+        ready_s=given.ready_s,
+        grace_s=given.grace_s,
         sick_s=given.sick_s,
-    )  # fmt: skip
+    )
     try:
         return supervisor.Supervisor(specs_of(given, extra), limits, say).run()
     except ConfigError as error:

@@ -21,9 +21,12 @@ EXIT_CONFIG = 2
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog="example: simulate_cluster.py --config my.yaml --nodes 512 --svg pipeline.svg"
+        description=__doc__.split("\n")[0],
+        epilog="example: simulate_cluster.py --config my.yaml --nodes 512 --svg pipeline.svg",
     )
-    parser.add_argument("--config", help="YAML file; everything it leaves out has a default; with --from-run by default that run's")
+    parser.add_argument(
+        "--config", help="YAML file; everything it leaves out has a default; with --from-run by default that run's"
+    )
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     given = parser.parse_intermixed_args(arguments)

@@ -28,20 +28,43 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: torchrun --nproc_per_node 2 tools/verify_topology.py --config my.yaml parallel.tensor=2 --json topology.json",
     )
-    parser.add_argument("--config", help="your YAML; its model.hf_path names the model, of which only config.json is read")
+    parser.add_argument(
+        "--config", help="your YAML; its model.hf_path names the model, of which only config.json is read"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--layers-per-stage", type=int, default=1, metavar="N", help="decoder layers of each pipeline stage (default 1)")
     parser.add_argument(
-        "--keep", default="", metavar="LIST",
+        "--layers-per-stage", type=int, default=1, metavar="N", help="decoder layers of each pipeline stage (default 1)"
+    )
+    parser.add_argument(
+        "--keep",
+        default="",
+        metavar="LIST",
         help="real sizes to keep, comma-separated: hidden, ffn, vocabulary, experts; or all (default: none)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="float32", help="of model and reference (default float32)")
+    )
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="largest relative error (default 1e-5 in float32, 5e-2 in bfloat16)"
-    )  # fmt: skip
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything there, each tensor's error too")
-    parser.add_argument("--inject", choices=FAULT_NAMES, metavar="FAULT", help=f"plant a fault, to see it named: {', '.join(FAULT_NAMES)}")
-    parser.add_argument("--inject-layer", type=int, metavar="K", help="tp_all_reduce's layer, as in model.layers.K (default: the middle)")
+        "--dtype", choices=tuple(TOLERANCES), default="float32", help="of model and reference (default float32)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest relative error (default 1e-5 in float32, 5e-2 in bfloat16)",
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="also write everything there, each tensor's error too"
+    )
+    parser.add_argument(
+        "--inject",
+        choices=FAULT_NAMES,
+        metavar="FAULT",
+        help=f"plant a fault, to see it named: {', '.join(FAULT_NAMES)}",
+    )
+    parser.add_argument(
+        "--inject-layer",
+        type=int,
+        metavar="K",
+        help="tp_all_reduce's layer, as in model.layers.K (default: the middle)",
+    )
     given = parser.parse_intermixed_args(arguments)
     if given.layers_per_stage < 1:
         parser.error(f"--layers-per-stage {given.layers_per_stage} must be at least 1")
@@ -82,7 +105,9 @@ def prepare(given: argparse.Namespace) -> Thin:
     real = read_hf_config(config)
     hf_config = thin_hf_config(real, config, Size(layers_per_stage=given.layers_per_stage, keep=keep))
     work = make_work(config, hf_config.vocab_size, hf_config.max_position_embeddings, world)
-    return Thin(config=user_config(config, given.dtype, work, world), real=real, hf_config=hf_config, work=work, world=world)
+    return Thin(
+        config=user_config(config, given.dtype, work, world), real=real, hf_config=hf_config, work=work, world=world
+    )
 
 
 def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
@@ -110,9 +135,14 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     skips = not coupling_terms(thin.config)
     parallel, deadline_s = thin.config.parallel, thin.config.run.deadline_s
     place = topology.initialize(
-        tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
-        expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=deadline_s,
-    )  # fmt: skip
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        deadline_s=deadline_s,
+    )
     with open_watchdog(place, deadline_s) as watch:
         topology.destroy()  # Megatron's groups: each bench makes its own, over the world that stays
         work = share_logprobs(thin.work, work)
@@ -147,11 +177,18 @@ def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
     parallel, facts = thin.config.parallel, found.facts
     microbatches = max(facts["microbatches"])
     counts = {
-        "micro-batches": microbatches, "data-parallel replicas": len(found.traces), "tensor ranks": parallel.tensor,
-        "context ranks": parallel.context, "expert ranks": parallel.expert, "pipeline stages": parallel.pipeline, "processes": thin.world,
-    }  # fmt: skip
+        "micro-batches": microbatches,
+        "data-parallel replicas": len(found.traces),
+        "tensor ranks": parallel.tensor,
+        "context ranks": parallel.context,
+        "expert ranks": parallel.expert,
+        "pipeline stages": parallel.pipeline,
+        "processes": thin.world,
+    }
     terms = ", ".join(coupling_terms(thin.config))
-    verdict = judge(found, reference, given.tolerance, counts=counts, no_skip=f"{terms} makes skip another objective than dense")
+    verdict = judge(
+        found, reference, given.tolerance, counts=counts, no_skip=f"{terms} makes skip another objective than dense"
+    )
     host = machine()
     machine_line = f"{host['backend']}, {host['device']}"
     header = [
@@ -163,9 +200,12 @@ def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
     show(verdict, header, given.tolerance)
     if given.json:
         common = {
-            "topology": topology_facts(thin.config, thin.world), "machine": host, "model": model_line(thin.real, thin.hf_config),
-            "injected": given.inject, "measured": {name: value for name, value in facts.items() if name != "holders"},
-        }  # fmt: skip
+            "topology": topology_facts(thin.config, thin.world),
+            "machine": host,
+            "model": model_line(thin.real, thin.hf_config),
+            "injected": given.inject,
+            "measured": {name: value for name, value in facts.items() if name != "holders"},
+        }
         write_json(given.json, common, verdict, given.tolerance, verdict_line(verdict, given.tolerance))
     return verdict.passed
 
@@ -196,7 +236,11 @@ def run(given: argparse.Namespace) -> int:
         if is_main and given.json:
             from topology_check.report import machine, topology_facts, write_json
 
-            common = {"topology": topology_facts(thin.config, thin.world), "machine": machine(), "injected": given.inject}
+            common = {
+                "topology": topology_facts(thin.config, thin.world),
+                "machine": machine(),
+                "injected": given.inject,
+            }
             write_json(given.json, common, None, given.tolerance, said)
         if isinstance(error, LockstepError):
             dist.barrier()  # every rank has it, and is to say so

@@ -48,7 +48,9 @@ def generate(call_share: float, seed: int) -> list[dict]:
             {"role": "tool", "content": answer},
             {"role": "assistant", "content": answer},
         ]
-        made.append({"prompt": f"{a}*{b}=", "answer": answer, "solution": calls if number < call_share * len(rows) else answer})
+        made.append(
+            {"prompt": f"{a}*{b}=", "answer": answer, "solution": calls if number < call_share * len(rows) else answer}
+        )
     order.shuffle(made)
     return made
 
@@ -64,7 +66,9 @@ def prepare(options: argparse.Namespace) -> dict:
         raise ConfigError(f"--call-share {options.call_share} must be a share, from 0 to 1")
     rows = generate(options.call_share, options.seed)
     if not 1 <= options.test_rows < len(rows):
-        raise ConfigError(f"--test-rows {options.test_rows} must be at least 1 and leave a row of {len(rows)} to train on")
+        raise ConfigError(
+            f"--test-rows {options.test_rows} must be at least 1 and leave a row of {len(rows)} to train on"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     write_rows(options.out / "test.jsonl", rows[: options.test_rows])
     write_rows(options.out / "train.jsonl", rows[options.test_rows :])
@@ -82,7 +86,9 @@ def prepare(options: argparse.Namespace) -> dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
-    parser.add_argument("--call-share", type=float, default=0.3, help="of the solutions, those that call the calculator (default: 0.3)")
+    parser.add_argument(
+        "--call-share", type=float, default=0.3, help="of the solutions, those that call the calculator (default: 0.3)"
+    )
     parser.add_argument("--test-rows", type=int, default=128, help="rows held out in test.jsonl (default: 128)")
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2")
     add_size_arguments(parser, ModelSizes(max_position=96))

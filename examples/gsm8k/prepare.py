@@ -72,12 +72,20 @@ def prepare(options: argparse.Namespace) -> dict:
         for key in ("prompt", "solution")
     }
     lengths = {"longest_prompt_tokens": longest["prompt"], "longest_solution_tokens": longest["solution"] + 1}
-    return {"train_rows": len(train), "test_rows": len(test), **lengths, "tokenizer": tokenizer_report, "model": model_report}
+    return {
+        "train_rows": len(train),
+        "test_rows": len(test),
+        **lengths,
+        "tokenizer": tokenizer_report,
+        "model": model_report,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gsm8k", type=pathlib.Path, required=True, metavar="DIR", help="where train.jsonl and test.jsonl are")
+    parser.add_argument(
+        "--gsm8k", type=pathlib.Path, required=True, metavar="DIR", help="where train.jsonl and test.jsonl are"
+    )
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
     parser.add_argument("--vocab-size", type=int, default=2048, help="default: 2048")
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2")

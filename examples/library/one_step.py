@@ -14,7 +14,9 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.types import LossInputs, Sample
 
-backend = MegatronBackend(load_config(None, [f"model.hf_path={sys.argv[1]}", "train.samples_per_mini_batch=4", *sys.argv[2:]]))
+backend = MegatronBackend(
+    load_config(None, [f"model.hf_path={sys.argv[1]}", "train.samples_per_mini_batch=4", *sys.argv[2:]])
+)
 rank, world = backend.topology.rank, backend.topology.world_size
 
 # Two groups of four samples; this rank hands in every world-th. The second group's rewards are equal: it carries no signal.
@@ -22,7 +24,13 @@ rewards, groups = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), [0, 0, 0, 
 tokens = [np.array([5, 6, 7, 3 + i % 8, 2]) for i in range(8)]
 places = list(range(rank, 8, world))
 samples = [
-    Sample(sample_id=f"s{i}", prompt_tokens=3, token_ids=tokens[i], loss_mask=np.ones(2, bool), logprobs=np.zeros(2, np.float32))
+    Sample(
+        sample_id=f"s{i}",
+        prompt_tokens=3,
+        token_ids=tokens[i],
+        loss_mask=np.ones(2, bool),
+        logprobs=np.zeros(2, np.float32),
+    )
     for i in places
 ]
 batch = backend.gather(samples, [groups[i] for i in places], places)
@@ -39,6 +47,9 @@ for number, mini_batch in enumerate(plan.mini_batches):
     for _ in range(2):  # gradients add; they are reduced and finalized once, in optim_step
         backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[number])
     result = backend.optim_step(mini_batch.kind)
-    print(f"rank {rank}: {result.kind.value}, gradient norm {result.grad_norm:.4f}, {len(mini_batch.dropped)} samples dropped", flush=True)
+    print(
+        f"rank {rank}: {result.kind.value}, gradient norm {result.grad_norm:.4f}, {len(mini_batch.dropped)} samples dropped",
+        flush=True,
+    )
 print(f"rank {rank}: {sum(tensor.numel() for _, tensor in backend.export())} weights exported", flush=True)
 backend.close()

@@ -37,7 +37,9 @@ def generate(digits: int, operations: Sequence[str], seed: int) -> list[dict]:
     """
     unknown = [name for name in operations if name not in OPERATIONS]
     if unknown or not operations:
-        raise ConfigError(f"--operations {','.join(operations)!r} must be a comma-separated choice of {','.join(OPERATIONS)}")
+        raise ConfigError(
+            f"--operations {','.join(operations)!r} must be a comma-separated choice of {','.join(OPERATIONS)}"
+        )
     numbers = range(10**digits)
     rows = []
     for name in dict.fromkeys(operations):
@@ -58,7 +60,9 @@ def prepare(options: argparse.Namespace) -> dict:
     sizes = sizes_from(options)
     rows = generate(options.digits, options.operations.split(","), options.seed)
     if not 0 <= options.test_rows < len(rows):
-        raise ConfigError(f"--test-rows {options.test_rows} must be at least 0 and leave a row of {len(rows)} to train on")
+        raise ConfigError(
+            f"--test-rows {options.test_rows} must be at least 0 and leave a row of {len(rows)} to train on"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     test, train = rows[: options.test_rows], rows[options.test_rows :]
     write_rows(options.out / "train.jsonl", train)

@@ -108,7 +108,9 @@ def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple
         )
 
 
-def reduction_weights(reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int) -> np.ndarray:
+def reduction_weights(
+    reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int
+) -> np.ndarray:
     """[S] float64: the weight of each loss token of each sample, by semantics §1; 0 for samples that are not counted.
 
     counted: int64 indices of the samples that the denominators are taken over (the whole mini-batch, before the drop; its
@@ -144,19 +146,36 @@ def reduction_weights(reduction: str, facts: BatchFacts, counted: np.ndarray, *,
 
 
 def loss_inputs(
-    config: Config, facts: BatchFacts, mini_batch: StepPlan, advantages: Advantages, signal: np.ndarray, *,
-    old: np.ndarray | None = None, reference: np.ndarray | None = None, importance: np.ndarray | None = None, kl_coefficient: float = 0.0,
-) -> LossInputs:  # fmt: skip
+    config: Config,
+    facts: BatchFacts,
+    mini_batch: StepPlan,
+    advantages: Advantages,
+    signal: np.ndarray,
+    *,
+    old: np.ndarray | None = None,
+    reference: np.ndarray | None = None,
+    importance: np.ndarray | None = None,
+    kl_coefficient: float = 0.0,
+) -> LossInputs:
     """Folds the reduction's weights into the advantages, by the denominators of this mini-batch.
 
     signal bool [S]: ``loss.denominator=kept`` counts the members that have it, whoever else runs in their micro-batches · old, reference,
     importance [T] flat: see LossInputs.
     """
     members = mini_batch.members
-    counted = members if config.loss.denominator == "original" or config.skip.mode == "off" else members[signal[members]]
-    weights = reduction_weights(config.loss.reduction, facts, counted, max_response_tokens=config.rollout.max_response_tokens)
+    counted = (
+        members if config.loss.denominator == "original" or config.skip.mode == "off" else members[signal[members]]
+    )
+    weights = reduction_weights(
+        config.loss.reduction, facts, counted, max_response_tokens=config.rollout.max_response_tokens
+    )
     of_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
     return LossInputs(
-        advantages=advantages.of_sample * weights, weights=weights, old_logprobs=old, reference_logprobs=reference,
-        importance_weights=importance, token_advantages=of_token, kl_coefficient=kl_coefficient,
-    )  # fmt: skip
+        advantages=advantages.of_sample * weights,
+        weights=weights,
+        old_logprobs=old,
+        reference_logprobs=reference,
+        importance_weights=importance,
+        token_advantages=of_token,
+        kl_coefficient=kl_coefficient,
+    )

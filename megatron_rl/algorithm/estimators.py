@@ -109,7 +109,9 @@ def gdpo(
     return whitened(total, included, tokens, whiten, epsilon)
 
 
-def whitened(values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float) -> np.ndarray:
+def whitened(
+    values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float
+) -> np.ndarray:
     """values [S] over the batch, each sample weighted by its loss tokens (tokens [S]; None: 1 each), divided by std + ε.
 
     ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` takes it off first; ``none`` changes nothing.

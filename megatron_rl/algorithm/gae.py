@@ -33,7 +33,11 @@ def token_rewards(
 
     Example: total 1, mask (T, F, T, F), penalties (0.1, 9, 0.2, 9) → (−0.1, 0, 0.8, 0).
     """
-    _require_flat(response_tokens, loss_mask=loss_mask, **({} if token_penalties is None else {"token_penalties": token_penalties}))
+    _require_flat(
+        response_tokens,
+        loss_mask=loss_mask,
+        **({} if token_penalties is None else {"token_penalties": token_penalties}),
+    )
     places, counts = _loss_tokens(loss_mask, response_tokens)
     rewards = np.zeros(len(loss_mask))
     if token_penalties is not None:
@@ -44,9 +48,15 @@ def token_rewards(
 
 
 def generalised_advantages(
-    token_rewards: np.ndarray, values: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, *, gamma: float, lam: float,
+    token_rewards: np.ndarray,
+    values: np.ndarray,
+    loss_mask: np.ndarray,
+    response_tokens: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
     sample_ids: tuple[str, ...] = (),
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """(advantages [T], returns [T]), float64: Schulman et al. 2016, arXiv:1506.02438, eq. 16, as the recursion over loss tokens
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γ·λ·A_{t+1},   R_t = A_t + V_t
@@ -63,7 +73,13 @@ def generalised_advantages(
     places, counts = _loss_tokens(loss_mask, response_tokens)
     rewards = np.asarray(token_rewards, dtype=np.float64)[places]
     baseline = np.asarray(values, dtype=np.float64)[places]
-    _require_finite(rewards, counts, "reward", "mend the reward function or the KL in the reward, or use reward.on_error=drop", sample_ids)
+    _require_finite(
+        rewards,
+        counts,
+        "reward",
+        "mend the reward function or the KL in the reward, or use reward.on_error=drop",
+        sample_ids,
+    )
     _require_finite(baseline, counts, "value", "look for non-finite weights or activations of the critic", sample_ids)
     last = np.cumsum(counts) - 1
     following = np.append(baseline[1:], 0.0) if len(places) else baseline
@@ -112,12 +128,16 @@ def _require_flat(response_tokens: np.ndarray, **arrays: np.ndarray) -> None:
     total = int(np.sum(response_tokens))
     for name, array in arrays.items():
         if np.shape(array) != (total,):
-            raise ValueError(f"{name} has shape {np.shape(array)}, and response_tokens sum to {total}: it must be flat over them")
+            raise ValueError(
+                f"{name} has shape {np.shape(array)}, and response_tokens sum to {total}: it must be flat over them"
+            )
     if arrays["loss_mask"].dtype != np.bool_:
         raise ValueError(f"loss_mask is of {arrays['loss_mask'].dtype}, which would be read as places; pass it as bool")
 
 
-def _require_finite(numbers: np.ndarray, counts: np.ndarray, name: str, way_out: str, sample_ids: tuple[str, ...]) -> None:
+def _require_finite(
+    numbers: np.ndarray, counts: np.ndarray, name: str, way_out: str, sample_ids: tuple[str, ...]
+) -> None:
     bad = np.flatnonzero(~np.isfinite(numbers))
     if len(bad):
         sample = int(np.searchsorted(np.cumsum(counts), bad[0], side="right"))

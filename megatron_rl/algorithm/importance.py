@@ -67,7 +67,9 @@ def importance_weights(
             "look for non-finite log-probs of the engine or of the trainer"
         )
     mean = total / np.maximum(tokens, 1)
-    level = {"token": gap, "sequence": total[owner], "geometric": mean[owner], "none": np.zeros(len(owner))}[config.mode.split("_")[0]]
+    level = {"token": gap, "sequence": total[owner], "geometric": mean[owner], "none": np.zeros(len(owner))}[
+        config.mode.split("_")[0]
+    ]
     weights, capped = _bounded(level, config)
     keeps = counted
     if config.off_policy_delta is not None:
@@ -92,7 +94,9 @@ def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np
     return (advantages < 0) & (-mean_gap > delta)
 
 
-def correction_metrics(correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray) -> dict[str, float]:
+def correction_metrics(
+    correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray
+) -> dict[str, float]:
     """``correction/*`` over the loss tokens of the samples with signal by advantage [S]: what the weights were there to move.
 
     ``weight_mean`` counts masked tokens as 0. {} where there is no such token.

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 
-def kl_per_token(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, old_logprobs: torch.Tensor, *, estimator: str) -> torch.Tensor:
+def kl_per_token(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, old_logprobs: torch.Tensor, *, estimator: str
+) -> torch.Tensor:
     """[T] nats. With d = log π_ref − log π_θ (Schulman 2020, "Approximating KL divergence"):
 
     ``k1`` = −d · ``k2`` = d²/2 · ``k3`` = e^d − d − 1 · ``unbiased`` = (π_θ/π_old)·k3, the ratio carrying gradient

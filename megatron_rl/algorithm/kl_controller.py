@@ -28,9 +28,13 @@ class KLCoefficient:
         if self.target is None:
             return
         if not (self.target > 0 and math.isfinite(self.target)):
-            raise ValueError(f"the KL target is {self.target}; give a finite number of nats > 0, or None for a fixed coefficient")
+            raise ValueError(
+                f"the KL target is {self.target}; give a finite number of nats > 0, or None for a fixed coefficient"
+            )
         if self.value == 0:
-            raise ValueError("the KL coefficient is 0 and a target moves it by factors: it would stay 0; start above 0, or give no target")
+            raise ValueError(
+                "the KL coefficient is 0 and a target moves it by factors: it would stay 0; start above 0, or give no target"
+            )
         if self.horizon <= 0:
             raise ValueError(f"the KL horizon is {self.horizon} samples; give a number > 0")
 
@@ -44,7 +48,9 @@ class KLCoefficient:
         if self.target is None:
             return self
         if math.isnan(kl):
-            raise ValueError("the measured KL is NaN, and so would the coefficient be from here on; look for non-finite log-probs")
+            raise ValueError(
+                "the measured KL is NaN, and so would the coefficient be from here on; look for non-finite log-probs"
+            )
         if num_samples >= 5 * self.horizon:
             raise ValueError(
                 f"{num_samples} samples at once against a KL horizon of {self.horizon} can take the coefficient to 0 or below; "

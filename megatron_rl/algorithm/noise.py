@@ -23,7 +23,9 @@ import numpy as np
 _NORMAL = NormalDist()
 
 
-def with_noise(advantages: np.ndarray, signal: np.ndarray, sample_ids: Sequence[str], *, std: float, seed: int) -> np.ndarray:
+def with_noise(
+    advantages: np.ndarray, signal: np.ndarray, sample_ids: Sequence[str], *, std: float, seed: int
+) -> np.ndarray:
     """[S] float64: advantages [S], and ``std`` times a standard normal number added where ``signal`` [S] bool.
 
     The numbers of two machines may differ in the last bit (`standard_normal`): one rank's are to be everyone's.

@@ -39,12 +39,23 @@ class Objective:
     def trains_entropy(self) -> bool:
         return self.config.entropy_coefficient != 0
 
-    def policy(self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def policy(
+        self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-        behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro's quadratic is against μ (semantics §7)
+        behaviour = (
+            tokens.rollout_logprobs if config.policy == "dro" else old
+        )  # dro's quadratic is against μ (semantics §7)
         term = policy_term(
-            logprobs, behaviour, tokens.advantages, tokens.weights, tokens.sequences, tokens.num_sequences, config, self.whole
+            logprobs,
+            behaviour,
+            tokens.advantages,
+            tokens.weights,
+            tokens.sequences,
+            tokens.num_sequences,
+            config,
+            self.whole,
         )
         loss = term.loss.sum()
         kl = logprobs.new_zeros(())
@@ -58,7 +69,9 @@ class Objective:
             loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
         return loss, _sums(loss, logprobs, entropy, kl, term.clipped.sum(), term.ratio.detach().sum())
 
-    def supervised(self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def supervised(
+        self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         loss = cross_entropy(logprobs, tokens.weights)
         zero = logprobs.new_zeros(())
         return loss, _sums(loss, logprobs, entropy, zero, zero, zero)

@@ -65,7 +65,13 @@ def policy_term(
 
 
 def ppo(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float, dual_clip: float | None = None
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
 ) -> PolicyTerm:
     """−min(ρA, clip(ρ, low, high)·A), ρ = π_θ/π_old: Schulman et al. 2017, arXiv:1707.06347, eq. 7, the bounds apart (DAPO's clip-higher,
     arXiv:2503.14476, eq. 10); with a dual clip c, for A < 0 no more than −cA: Ye et al. 2019, arXiv:1912.09729, eq. 5.
@@ -76,9 +82,16 @@ def ppo(
 
 
 def gspo(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, sequences: torch.Tensor, num_sequences: int, *,
-    low: float, high: float, whole: CompleteSums = identity,
-) -> PolicyTerm:  # fmt: skip
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    sequences: torch.Tensor,
+    num_sequences: int,
+    *,
+    low: float,
+    high: float,
+    whole: CompleteSums = identity,
+) -> PolicyTerm:
     """−min(sA, clip(s, low, high)·A), s_t = sg[s]·π_θ(t)/sg[π_θ(t)] with s = (Π ρ_t)^(1/|y|) the sequence's geometric mean: GSPO-token,
     Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14.
 
@@ -91,7 +104,9 @@ def gspo(
     return _clipped(mean * (logprobs - logprobs.detach()).exp(), advantages, low, high, None)
 
 
-def cispo(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float) -> PolicyTerm:
+def cispo(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
+) -> PolicyTerm:
     """−sg[clip(ρ, low, high)]·A·log π_θ, so that no token loses its gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 
     Example: ρ = 1.5, A = 2, log π = −1, bounds 0 and 1.2 → −1.2·2·(−1) = 2.4, its gradient by log π −2.4.
@@ -111,7 +126,12 @@ def importance_sampling(logprobs: torch.Tensor, old_logprobs: torch.Tensor, adva
 
 
 def dro(
-    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor, *, beta: float
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    beta: float,
 ) -> PolicyTerm:
     """−A·log π_θ + w·β/2·(log π_θ − log μ)²: DRO, Richemond et al. 2024, arXiv:2405.19107, in the form whose gradient Kimi k1.5 gives
     (arXiv:2501.12599, § 2.3.2). The quadratic is not the advantage's, and trains at A = 0; it is against the engine's policy μ.
@@ -136,7 +156,9 @@ def _nowhere(ratio: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None) -> PolicyTerm:
+def _clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None
+) -> PolicyTerm:
     plain, bounded = ratio * advantages, ratio.clamp(low, high) * advantages
     objective = torch.minimum(plain, bounded)
     clipped = bounded < plain

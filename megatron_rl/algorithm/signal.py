@@ -27,7 +27,12 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "moe_router_force_load_balancing": (False, None),  # random routing, drawn batch by batch
     "moe_expert_capacity_factor": (None,),
     "moe_input_jitter_eps": (None, 0, 0.0),
-    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # sinkhorn balances over the batch
+    "moe_router_load_balancing_type": (
+        "none",
+        "aux_loss",
+        "seq_aux_loss",
+        "global_aux_loss",
+    ),  # sinkhorn balances over the batch
     "dsa_indexer_loss_coeff": (None, 0, 0.0),
     "qk_clip": (False, None),
     "attention_dropout": (0, 0.0),
@@ -71,7 +76,11 @@ def refuse_uncounted_losses(config: Config) -> None:
         value = config.megatron.transformer.get(field)
         if not (any(value) if isinstance(value, list | tuple) else value):
             continue
-        also = "; dropping samples would change it too, so skip.mode=exact could not hold either" if config.skip.mode == "exact" else ""
+        also = (
+            "; dropping samples would change it too, so skip.mode=exact could not hold either"
+            if config.skip.mode == "exact"
+            else ""
+        )
         raise ConfigError(
             f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{also}; remove it, or set it to its neutral "
             "value (0, false or null)"

@@ -30,7 +30,9 @@ def value_loss(
     Example: V = 1, V_old = 0, R = 2, w = 1, c = 0.5: max(1, 2.25)/2 = 1.125, clipped; R = −1: max(4, 2.25)/2 = 2, not clipped.
     """
     if clip is not None and not clip > 0:
-        raise ValueError(f"the value clip is {clip}, and must be above 0: the critic could not move; None switches clipping off")
+        raise ValueError(
+            f"the value clip is {clip}, and must be above 0: the critic could not move; None switches clipping off"
+        )
     error = (values - returns) ** 2
     if clip is None:
         return ValueTerm(loss=0.5 * (weights * error).sum(), clipped=torch.zeros_like(values, dtype=torch.bool))

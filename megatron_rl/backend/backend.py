@@ -54,10 +54,14 @@ class MegatronBackend(TrainableModel):
 
     sum_names = ("loss", "tokens", "entropy", "kl", "clipped", "ratio")
 
-    def __init__(self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1) -> None:
+    def __init__(
+        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
+    ) -> None:
         """See TrainableModel."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
-        loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss  # measured all the same
+        loss = (
+            dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss
+        )  # measured all the same
         self.objective = Objective(loss, self._sum_over_context)
         self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
         self._frozen_checksum: str | None = None
@@ -68,12 +72,20 @@ class MegatronBackend(TrainableModel):
             dist.all_reduce(sums, group=self.topology.context_group)
         return sums
 
-    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(
+        self, hidden: torch.Tensor, targets: torch.Tensor, *, train_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_logprob(
-            hidden, head_weight(self.chunks[-1].module), targets, temperature=self.config.rollout.temperature,
-            vocab_size=self.shape.vocab_size, tensor_rank=self.topology.tensor_rank, group=self.topology.tensor_group,
-            train_entropy=train_entropy, reduce_hidden_grad=not self.config.parallel.sequence_parallel,
-        )  # fmt: skip
+            hidden,
+            head_weight(self.chunks[-1].module),
+            targets,
+            temperature=self.config.rollout.temperature,
+            vocab_size=self.shape.vocab_size,
+            tensor_rank=self.topology.tensor_rank,
+            group=self.topology.tensor_group,
+            train_entropy=train_entropy,
+            reduce_hidden_grad=not self.config.parallel.sequence_parallel,
+        )
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
@@ -109,7 +121,10 @@ class MegatronBackend(TrainableModel):
 
     def gather_loss_mask(self, batch: Batch) -> np.ndarray:
         """Return [T] bool, flat over response tokens, on every rank: where a token carries loss."""
-        return batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask) > 0
+        return (
+            batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask)
+            > 0
+        )
 
     def forward_backward(
         self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
@@ -119,11 +134,15 @@ class MegatronBackend(TrainableModel):
         Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no gradient.
         """
         if self.chunks[0] is not self.optimizer.chunks[0]:
-            raise ValueError("forward_backward() within reference_weights() would train the reference, under reference.placement=device")
+            raise ValueError(
+                "forward_backward() within reference_weights() would train the reference, under reference.placement=device"
+            )
         objective = self.objective.supervised if supervised else self.objective.policy
 
         def loss(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return objective(microbatch, *self._logprobs(hidden, microbatch.targets, train_entropy=self.objective.trains_entropy))
+            return objective(
+                microbatch, *self._logprobs(hidden, microbatch.targets, train_entropy=self.objective.trains_entropy)
+            )
 
         self._accumulate(batch, mini_batch, inputs, fingerprint, loss)
 
@@ -145,7 +164,9 @@ class MegatronBackend(TrainableModel):
             raise ValueError("export_adapters() has nothing to export: every weight is trained; set lora.rank")
         self.schedule.gather_parameters()
         parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
-        yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes, entries=adapter_entries)
+        yield from export_weights(
+            parameters, self.shape, self.topology, bucket_bytes=bucket_bytes, entries=adapter_entries
+        )
 
     def frozen_checksum(self) -> str | None:
         """Of the weights beside the adapters, as they are exported; None where every weight is trained. They are read once."""

@@ -43,13 +43,22 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
                 f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a token is predicted "
                 "from the one before it"
             )
-    numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(len(rows), 10)
+    numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(
+        len(rows), 10
+    )
     shapes = numbers[:, 4:6]
     return BatchFacts(
-        sample_ids=tuple(row[5] for row in rows), groups=numbers[:, 0], prompt_tokens=numbers[:, 1], response_tokens=numbers[:, 2],
-        loss_tokens=numbers[:, 3], weight_versions=numbers[:, 6], owners=numbers[:, 7], owner_rows=numbers[:, 8], places=numbers[:, 9],
+        sample_ids=tuple(row[5] for row in rows),
+        groups=numbers[:, 0],
+        prompt_tokens=numbers[:, 1],
+        response_tokens=numbers[:, 2],
+        loss_tokens=numbers[:, 3],
+        weight_versions=numbers[:, 6],
+        owners=numbers[:, 7],
+        owner_rows=numbers[:, 8],
+        places=numbers[:, 9],
         routed_shapes=shapes if shapes.any() else None,
-    )  # fmt: skip
+    )
 
 
 def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
@@ -69,7 +78,9 @@ def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
 def _routed_fault(sample: Sample) -> str | None:
     """What is wrong with a sample's routed experts; None where they fit it, or where it has none."""
     routed, tokens = sample.routed_experts, len(sample.token_ids)
-    if routed is None or (routed.dtype == np.int16 and routed.ndim == 3 and len(routed) == tokens and 0 not in routed.shape):
+    if routed is None or (
+        routed.dtype == np.int16 and routed.ndim == 3 and len(routed) == tokens and 0 not in routed.shape
+    ):
         return None
     return (
         f"routed_experts of sample {sample.sample_id} is {routed.dtype} {list(routed.shape)}; it must be int16 [{tokens}, layers, top_k], "
@@ -86,7 +97,11 @@ def _row_words(facts: BatchFacts) -> np.ndarray:
 
 
 def _encode(sample: Sample) -> np.ndarray:
-    parts = [sample.token_ids.astype(np.int32), sample.loss_mask.astype(np.int32), sample.logprobs.astype(np.float32).view(np.int32)]
+    parts = [
+        sample.token_ids.astype(np.int32),
+        sample.loss_mask.astype(np.int32),
+        sample.logprobs.astype(np.float32).view(np.int32),
+    ]
     if sample.routed_experts is not None:
         flat = sample.routed_experts.reshape(-1)
         parts.append(np.concatenate([flat, np.zeros(flat.size % 2, dtype=np.int16)]).view(np.int32))
@@ -101,16 +116,28 @@ def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
         shape = (prompt + response, *facts.routed_shapes[index].tolist())
         experts = routed.view(np.int16)[: math.prod(shape)].reshape(shape)
     return Sample(
-        sample_id=facts.sample_ids[index], prompt_tokens=prompt, token_ids=tokens.astype(np.int64), loss_mask=mask.astype(bool),
-        logprobs=logprobs.view(np.float32), routed_experts=experts, weight_version=int(facts.weight_versions[index]),
-    )  # fmt: skip
+        sample_id=facts.sample_ids[index],
+        prompt_tokens=prompt,
+        token_ids=tokens.astype(np.int64),
+        loss_mask=mask.astype(bool),
+        logprobs=logprobs.view(np.float32),
+        routed_experts=experts,
+        weight_version=int(facts.weight_versions[index]),
+    )
 
 
-def exchange_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology) -> Mapping[int, Sample]:
+def exchange_rows(
+    facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology
+) -> Mapping[int, Sample]:
     """Every row that this rank needs, by sample index. A collective over the world; rows already here are not sent."""
     rank = topology.rank
-    outgoing = [wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)]
-    incoming = [needed[rank][facts.owners[needed[rank]] == peer] if peer != rank else needed[rank][:0] for peer in range(len(needed))]
+    outgoing = [
+        wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)
+    ]
+    incoming = [
+        needed[rank][facts.owners[needed[rank]] == peer] if peer != rank else needed[rank][:0]
+        for peer in range(len(needed))
+    ]
     sizes = _row_words(facts)
     send_sizes = [int(sizes[x].sum()) for x in outgoing]
     receive_sizes = [int(sizes[x].sum()) for x in incoming]
@@ -126,7 +153,9 @@ def exchange_rows(facts: BatchFacts, local: Sequence[Sample], needed: list[np.nd
     return held
 
 
-def gather_flat(facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]) -> np.ndarray:
+def gather_flat(
+    facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]
+) -> np.ndarray:
     """The owners' numbers of each response token, on every rank: float32, flat over the batch (facts.response_offsets)."""
     offsets = facts.response_offsets
     flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
@@ -143,12 +172,16 @@ def gather_scores(scores: Sequence[Score], places: Sequence[int], num_functions:
     def plain(value: float | None) -> float | str | None:
         return value if value is None or np.isfinite(value) else str(value)  # strict JSON has no inf
 
-    local = [[place, plain(s.total), [plain(x) for x in s.by_function]] for place, s in zip(places, scores, strict=True)]
+    local = [
+        [place, plain(s.total), [plain(x) for x in s.by_function]] for place, s in zip(places, scores, strict=True)
+    ]
     rows = sorted((row for part in gather_json(local) for row in part), key=lambda row: row[0])
 
     def number(value: float | str | None) -> float:
         return np.nan if value is None else float(value)
 
     totals = np.array([number(row[1]) for row in rows], dtype=np.float64)
-    by_function = np.array([[number(x) for x in row[2]] for row in rows], dtype=np.float64).reshape(len(rows), num_functions)
+    by_function = np.array([[number(x) for x in row[2]] for row in rows], dtype=np.float64).reshape(
+        len(rows), num_functions
+    )
     return totals, by_function

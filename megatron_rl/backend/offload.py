@@ -80,7 +80,9 @@ class Offload:
         self._zeroed: list[tuple[torch.UntypedStorage, int]] = []
         self._moved: list[_Moved] = []
 
-    def release(self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]) -> OffloadedBytes:
+    def release(
+        self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]
+    ) -> OffloadedBytes:
         """Releases the storages of ``zeros``, which hold nothing but zeros, and of ``state``, whose contents move to the host.
 
         A storage that a tensor of ``kept`` lives in stays, whatever else lives there. Where all is released already, nothing happens.
@@ -130,7 +132,12 @@ def _storages(tensors: Iterable[torch.Tensor], staying: set[int]) -> list[torch.
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if tensor.device.type == HOST.device_type and tensor.dim() and storage.nbytes() and storage.data_ptr() not in staying:
+        if (
+            tensor.device.type == HOST.device_type
+            and tensor.dim()
+            and storage.nbytes()
+            and storage.data_ptr() not in staying
+        ):
             found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
 

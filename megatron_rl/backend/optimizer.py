@@ -30,13 +30,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # i
 
 _SECTION = "it is set by optimizer.{}"
 REFUSED_OPTIMIZER_FIELDS = {
-    "lr": _SECTION.format("lr"), "min_lr": _SECTION.format("min_lr"), "weight_decay": _SECTION.format("weight_decay"),
-    "adam_beta1": _SECTION.format("betas"), "adam_beta2": _SECTION.format("betas"), "adam_eps": _SECTION.format("epsilon"),
-    "clip_grad": _SECTION.format("clip_grad"), "use_distributed_optimizer": _SECTION.format("distributed"),
-    "bf16": "it is set by model.dtype", "fp16": "fp16 needs a loss scale, which the token-sum seam does not apply; use bfloat16",
-    "params_dtype": "it is set by model.dtype", "optimizer": "ghost steps are defined for AdamW",
+    "lr": _SECTION.format("lr"),
+    "min_lr": _SECTION.format("min_lr"),
+    "weight_decay": _SECTION.format("weight_decay"),
+    "adam_beta1": _SECTION.format("betas"),
+    "adam_beta2": _SECTION.format("betas"),
+    "adam_eps": _SECTION.format("epsilon"),
+    "clip_grad": _SECTION.format("clip_grad"),
+    "use_distributed_optimizer": _SECTION.format("distributed"),
+    "bf16": "it is set by model.dtype",
+    "fp16": "fp16 needs a loss scale, which the token-sum seam does not apply; use bfloat16",
+    "params_dtype": "it is set by model.dtype",
+    "optimizer": "ghost steps are defined for AdamW",
     "overlap_param_gather_with_optimizer_step": "it starts a gather that a silent rank would never join",
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,11 @@ def _adam_class(name: str) -> type | None:
             from transformer_engine.pytorch.optimizers import FusedAdam
         else:
             from apex.optimizers import FusedAdam
-    except (ImportError, FileNotFoundError, AttributeError):  # the latter two: half-installed ones, which the doctor names
+    except (
+        ImportError,
+        FileNotFoundError,
+        AttributeError,
+    ):  # the latter two: half-installed ones, which the doctor names
         return None
     return FusedAdam
 
@@ -82,9 +93,16 @@ class Optimizer:
     """AdamW over this rank's chunks with its learning-rate schedule. ``total_steps`` is where the schedule's decay ends."""
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], config: Config, topology: Topology, *, total_steps: int,
-        lr: float | None = None, weight_decay: float | None = None, constant: bool = False,
-    ):  # fmt: skip
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        config: Config,
+        topology: Topology,
+        *,
+        total_steps: int,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        constant: bool = False,
+    ):
         settings = config.optimizer
         self.chunks = list(chunks)
         self.topology = topology
@@ -96,12 +114,18 @@ class Optimizer:
         self._offload = Offload()
         self._megatron = get_megatron_optimizer(megatron_config(config, lr, weight_decay), self.chunks)
         self.scheduler = OptimizerParamScheduler(
-            self._megatron, init_lr=lr / (settings.warmup_steps + 1), max_lr=lr, min_lr=min(settings.min_lr, lr),
+            self._megatron,
+            init_lr=lr / (settings.warmup_steps + 1),
+            max_lr=lr,
+            min_lr=min(settings.min_lr, lr),
             lr_warmup_steps=0 if constant else settings.warmup_steps,
             lr_decay_steps=max(settings.decay_steps or total_steps, settings.warmup_steps + 1, 1),
-            lr_decay_style="constant" if constant else settings.schedule, start_wd=weight_decay, end_wd=weight_decay,
-            wd_incr_steps=0, wd_incr_style="constant",
-        )  # fmt: skip
+            lr_decay_style="constant" if constant else settings.schedule,
+            start_wd=weight_decay,
+            end_wd=weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
 
     @property
     def megatron(self):
@@ -123,11 +147,14 @@ class Optimizer:
         gathered = [x.param_data for x in buffers if x.param_data is not None]
         inner = [x.optimizer for x in self._megatron.chained_optimizers if not x.is_stub_optimizer]
         masters = [p for each in inner for group in each.param_groups for p in group["params"]]
-        state = [x for each in inner for kept in each.state.values() for x in kept.values() if isinstance(x, torch.Tensor)]
+        state = [
+            x for each in inner for kept in each.state.values() for x in kept.values() if isinstance(x, torch.Tensor)
+        ]
         return self._offload.release(
-            zeros=[x.grad_data for x in buffers], state=[*masters, *state],
+            zeros=[x.grad_data for x in buffers],
+            state=[*masters, *state],
             kept=[*gathered, *(p for chunk in self.chunks for p in chunk.module.parameters())],
-        )  # fmt: skip
+        )
 
     def restore(self) -> None:
         """Undoes ``offload``: the same tensors with the same contents, gradients of zero. Not a collective."""
@@ -204,7 +231,9 @@ class Optimizer:
             parameters = optimizer.get_parameters()
             if parameters:
                 decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, max_norm=optimizer.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=optimizer.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
+                )
 
     def _any_rank(self, flag: bool) -> bool:
         value = torch.tensor([float(flag)], device=HOST.device)
@@ -218,9 +247,17 @@ def megatron_config(config: Config, lr: float, weight_decay: float) -> Optimizer
     bf16 = config.model.dtype == "bfloat16"
     given = resolve_fields(config.megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = dict(
-        optimizer="adam", lr=lr, min_lr=min(settings.min_lr, lr), weight_decay=weight_decay, adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1], adam_eps=settings.epsilon, clip_grad=settings.clip_grad, bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=settings.distributed,
+        optimizer="adam",
+        lr=lr,
+        min_lr=min(settings.min_lr, lr),
+        weight_decay=weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=settings.distributed,
         overlap_param_gather=bool(config.megatron.ddp.get("overlap_param_gather", False)),
-    )  # fmt: skip
+    )
     return OptimizerConfig(**{**fields, **given})

@@ -43,7 +43,9 @@ LossFunction = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, di
 
 def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topology) -> None:
     """Raises LockstepError on every rank, naming who differs and in what, where ranks are not about to run the same thing."""
-    digest = torch.tensor(list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)
+    digest = torch.tensor(
+        list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64
+    )
     low = digest.to(HOST.device)
     both = torch.cat([low, -low])
     dist.all_reduce(both, op=dist.ReduceOp.MIN)
@@ -140,9 +142,11 @@ class _Run:
         backward_s[tuple(np.array(backwards).T)] = _seconds(self.backward)
         lengths = [np.array(x.packed.lengths, dtype=np.float64) for x in packed]
         return StageLaps(
-            forward_s=forward_s, backward_s=backward_s, tokens=np.array([x.sum() for x in lengths]),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            tokens=np.array([x.sum() for x in lengths]),
             squares=np.array([(x**2).sum() for x in lengths]),
-        )  # fmt: skip
+        )
 
 
 class Schedule:
@@ -200,7 +204,9 @@ class Schedule:
         microbatch: PackedMicroBatch = next(iterator)
         place = next(i for i, chunk in enumerate(self.chunks) if chunk is model), microbatch
         with self._forward.lap():
-            output = model(microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed)
+            output = model(
+                microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed
+            )
         self._forwarded.append(place)
 
         def loss_sum(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:

@@ -84,9 +84,16 @@ class TrainableModel:
     reference = None
 
     def __init__(
-        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
-        value_head: bool = False, lora: LoraConfig | None = None, place: topology.Topology | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        *,
+        hf_config=None,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        total_steps: int = 1,
+        value_head: bool = False,
+        lora: LoraConfig | None = None,
+        place: topology.Topology | None = None,
+    ) -> None:
         """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given. total_steps: where the
         learning rate's decay ends. value_head: one number per token in place of the vocabulary (model/head.py). lora: adapters, beside
         weights that are frozen then (model/adapter.py); None, or a rank of None: every weight is trained. place: a grid that is there
@@ -129,9 +136,15 @@ class TrainableModel:
     def _join(self) -> topology.Topology:
         parallel = self.config.parallel
         return topology.initialize(
-            tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
-            expert=parallel.expert, expert_tensor=parallel.expert_tensor, deadline_s=self.config.run.deadline_s, seed=self.config.run.seed,
-        )  # fmt: skip
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            context=parallel.context,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            deadline_s=self.config.run.deadline_s,
+            seed=self.config.run.seed,
+        )
 
     def _ddp_fields(self) -> dict:
         """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be set."""
@@ -162,7 +175,13 @@ class TrainableModel:
         """A fresh AdamW over the same weights: moments and schedule at zero (between a supervised warm-up and RL)."""
         self.optimizer.refuse_offloaded("reset_optimizer()")
         self.optimizer = Optimizer(
-            self.chunks, self.config, self.topology, total_steps=total_steps, lr=lr, weight_decay=weight_decay, constant=constant
+            self.chunks,
+            self.config,
+            self.topology,
+            total_steps=total_steps,
+            lr=lr,
+            weight_decay=weight_decay,
+            constant=constant,
         )
         self.optimizer.zero_grad()
 
@@ -174,10 +193,14 @@ class TrainableModel:
         longest = int(facts.total_tokens.max(initial=0))
         if longest > self.shape.context_tokens:
             name = facts.sample_ids[int(facts.total_tokens.argmax())]
-            raise ValueError(f"sample {name} has {longest} tokens and the model's context is {self.shape.context_tokens}")
+            raise ValueError(
+                f"sample {name} has {longest} tokens and the model's context is {self.shape.context_tokens}"
+            )
         return Batch(facts=facts, local=samples)
 
-    def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None) -> BatchPlan:
+    def plan(
+        self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None
+    ) -> BatchPlan:
         """Not a collective. "logprob" and "values" take the batch whole; any other purpose splits it in mini-batches."""
         members = np.arange(batch.facts.num_samples) if samples is None else samples
         whole = purpose in ("logprob", "values")
@@ -185,7 +208,14 @@ class TrainableModel:
         merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"
         facts = batch.facts
         return plan_steps(
-            purpose, mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=merge, sample_ids=facts.sample_ids
+            purpose,
+            mini_batches,
+            facts.total_tokens,
+            signal,
+            self.rules,
+            drops=drops,
+            merge=merge,
+            sample_ids=facts.sample_ids,
         )
 
     def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
@@ -196,17 +226,27 @@ class TrainableModel:
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
         needed = batch_exchange.needed_rows(plan, self.topology)
-        return dataclasses.replace(batch, rows=batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology))
+        return dataclasses.replace(
+            batch, rows=batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
+        )
 
     def _pack(self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs | None) -> PackedAhead:
         place = self.topology
         context = ContextShard(rank=place.context_rank, size=place.context_size, group=place.context_group)
         pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
         pack = partial(
-            pack_microbatch, facts=batch.facts, rows=batch.rows, inputs=inputs, pad_multiple=self.rules.pad_multiple,
-            pad_token=max(pad, 0), needs_tokens=place.is_first_stage, needs_loss=place.is_last_stage, device=HOST.device,
-            context=context, for_transformer_engine=self.shape.layer_spec == "transformer_engine",
-        )  # fmt: skip
+            pack_microbatch,
+            facts=batch.facts,
+            rows=batch.rows,
+            inputs=inputs,
+            pad_multiple=self.rules.pad_multiple,
+            pad_token=max(pad, 0),
+            needs_tokens=place.is_first_stage,
+            needs_loss=place.is_last_stage,
+            device=HOST.device,
+            context=context,
+            for_transformer_engine=self.shape.layer_spec == "transformer_engine",
+        )
         return PackedAhead(list(mini_batch.microbatches(place.data_rank)), pack, self._packer, self._copies)
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -240,9 +280,13 @@ class TrainableModel:
         return flat.cpu().numpy(), reported
 
     def _accumulate(
-        self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs, fingerprint: bytes,
+        self,
+        batch: Batch,
+        mini_batch: StepPlan,
+        inputs: FlatInputs,
+        fingerprint: bytes,
         loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Adds the mini-batch's gradient to what is accumulated. loss: (micro-batch, hidden) → (scalar sum, float64 [len(sum_names)])."""
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
@@ -290,7 +334,11 @@ class TrainableModel:
         self.step_index += 1
         self.weight_version += int(outcome.applied)
         return StepResult(
-            kind=kind, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate, applied=outcome.applied, sums=sums
+            kind=kind,
+            grad_norm=outcome.grad_norm,
+            learning_rate=outcome.learning_rate,
+            applied=outcome.applied,
+            sums=sums,
         )
 
     def _reduce_sums(self) -> dict[str, float]:
@@ -340,10 +388,18 @@ class TrainableModel:
         """The accumulated gradient under Hugging Face names (of adapters under PEFT's: ``….q_proj.lora_A.weight``), whole, reduced. For
         tests and tools: it consumes the reduction, so ``optim_step`` must not follow; call ``zero_grad()``."""
         if self.config.optimizer.distributed and self.topology.data_size * self.topology.context_size > 1:
-            raise ValueError("gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only")
+            raise ValueError(
+                "gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only"
+            )
         self.optimizer._reduce_gradients()
-        gradients = [{name: p.main_grad for name, p in chunk.module.named_parameters() if p.requires_grad} for chunk in self.chunks]
-        return {name: x.clone() for name, x in export_weights(gradients, self.shape, self.topology, entries=self.trained_entries)}
+        gradients = [
+            {name: p.main_grad for name, p in chunk.module.named_parameters() if p.requires_grad}
+            for chunk in self.chunks
+        ]
+        return {
+            name: x.clone()
+            for name, x in export_weights(gradients, self.shape, self.topology, entries=self.trained_entries)
+        }
 
     def frozen_checksum(self) -> str | None:
         """Of the weights beside adapters; None where every weight is trained."""

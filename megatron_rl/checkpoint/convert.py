@@ -36,7 +36,12 @@ from megatron_rl.weights.export import HuggingFaceReader
 from megatron_rl.weights.mapping import EMBEDDING, Layout, Shape, adapter_name, hf_size, load_shard
 from megatron_rl.weights.shards import Planned, ShardWriter
 
-MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # of a GPTModel; the rest is an optimizer's, or another model's
+MODEL_KEYS = (
+    "embedding.",
+    "decoder.",
+    "output_layer.",
+    "mtp.",
+)  # of a GPTModel; the rest is an optimizer's, or another model's
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 
@@ -69,7 +74,9 @@ class Cut:
             split.append(("--ep", self.expert, "num_experts", shape.num_experts))
         for option, degree, name, count in split:
             if degree < 1 or count % degree or not count:
-                raise ConfigError(f"{option} {degree} does not divide {name}={count}; use a divisor (any topology loads any cut)")
+                raise ConfigError(
+                    f"{option} {degree} does not divide {name}={count}; use a divisor (any topology loads any cut)"
+                )
 
     def file_rank(self, stored: Stored, shape: Shape, tensor_rank: int) -> int:
         """The number in the name of the file that a tensor rank's shard goes to: tensor rank first, then expert rank, then stage."""
@@ -130,9 +137,15 @@ def import_size(shape: Shape, reader: HuggingFaceReader, dtype: torch.dtype | No
 
 
 def import_weights(
-    reader: HuggingFaceReader, shape: Shape, folder: pathlib.Path, *, cut: Cut, dtype: torch.dtype | None, iteration: int | None,
+    reader: HuggingFaceReader,
+    shape: Shape,
+    folder: pathlib.Path,
+    *,
+    cut: Cut,
+    dtype: torch.dtype | None,
+    iteration: int | None,
     progress: Progress,
-) -> int:  # fmt: skip
+) -> int:
     """Fills ``folder`` with a torch_dist checkpoint of the model's weights; returns the bytes of its tensors.
 
     shape: with ``padded_vocab_size`` a multiple of ``cut.tensor``. dtype: None for the files' own. Raises ConfigError where a tensor is
@@ -159,13 +172,20 @@ def import_weights(
 
 
 def _import_one(
-    stored: Stored, reader: HuggingFaceReader, shape: Shape, writer: TorchDistWriter, cut: Cut, dtype: torch.dtype | None
+    stored: Stored,
+    reader: HuggingFaceReader,
+    shape: Shape,
+    writer: TorchDistWriter,
+    cut: Cut,
+    dtype: torch.dtype | None,
 ) -> int:
     """Writes every tensor rank's shard of one Megatron tensor; returns their bytes."""
     entry = stored.entry
     for name in entry.hf:
         if reader.size(name) != hf_size(shape, name):
-            raise ConfigError(f"{name} in {reader.path} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
+            raise ConfigError(
+                f"{name} in {reader.path} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
+            )
     kinds = {reader.dtype(name) for name in entry.hf}
     if len(kinds) > 1 and dtype is None:
         raise ConfigError(
@@ -193,9 +213,16 @@ def _import_one(
 
 
 def import_folder(
-    source: pathlib.Path, shape: Shape, target: pathlib.Path, *, cut: Cut, dtype: torch.dtype | None = None, iteration: int | None = None,
-    overwrite: bool = False, progress: Progress = lambda _: None,
-) -> pathlib.Path:  # fmt: skip
+    source: pathlib.Path,
+    shape: Shape,
+    target: pathlib.Path,
+    *,
+    cut: Cut,
+    dtype: torch.dtype | None = None,
+    iteration: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda _: None,
+) -> pathlib.Path:
     """Hugging Face directory → Megatron-LM folder; returns the checkpoint's own folder. Other iterations there stay.
 
     The folder's ``hf/`` is replaced by this model's, and ``latest_checkpointed_iteration.txt`` names what was written.
@@ -227,7 +254,9 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
         for stored in layer:
             kind = check_sizes(stored, shape, reader)
             planned += [Planned(name=name, shape=hf_size(shape, name), dtype=dtype or kind) for name in stored.entry.hf]
-            known |= {place.key for place in stored.forms(shape)} | {x.key for x in find(stored, shape, reader.tensors, str(reader.folder))}
+            known |= {place.key for place in stored.forms(shape)} | {
+                x.key for x in find(stored, shape, reader.tensors, str(reader.folder))
+            }
     left = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and key not in known)
     if left:
         raise ConfigError(
@@ -238,9 +267,16 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
 
 
 def export_folder(
-    source: MegatronFolder, shape: Shape, hf: pathlib.Path, target: pathlib.Path, *, dtype: torch.dtype | None = None,
-    shard_bytes: int = 5 * 10**9, overwrite: bool = False, progress: Progress = lambda _: None,
-) -> list[str]:  # fmt: skip
+    source: MegatronFolder,
+    shape: Shape,
+    hf: pathlib.Path,
+    target: pathlib.Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    progress: Progress = lambda _: None,
+) -> list[str]:
     """Megatron-LM checkpoint → Hugging Face directory; returns the names of its files.
 
     hf: a directory with the model's config and tokenizer. Optimizer states and whatever else the checkpoint holds stay behind.

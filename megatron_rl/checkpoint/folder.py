@@ -107,9 +107,13 @@ def read_manifest(folder: pathlib.Path) -> dict:
         found, own = (content["format"], content["version"]), content.pop("sha256", None)
         damaged = own != _own_digest(content) and (own is not None or found == (FORMAT, VERSION))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged") from error
+        raise DamagedCheckpoint(
+            f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged"
+        ) from error
     if damaged:
-        raise DamagedCheckpoint(f"{path} is not what was written, by the SHA-256 that it ends with: the checkpoint is damaged")
+        raise DamagedCheckpoint(
+            f"{path} is not what was written, by the SHA-256 that it ends with: the checkpoint is damaged"
+        )
     if found != (FORMAT, VERSION):
         raise CheckpointError(
             f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this release reads {FORMAT!r} version {VERSION}; "
@@ -128,20 +132,30 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
     files = read_manifest(folder)["files"]
     present = set(_files_in(folder)) - {MANIFEST}
     if missing := sorted(files.keys() - present):
-        raise DamagedCheckpoint(f"{folder / missing[0]} is missing ({len(missing)} of {len(files)} files are): the checkpoint is damaged")
+        raise DamagedCheckpoint(
+            f"{folder / missing[0]} is missing ({len(missing)} of {len(files)} files are): the checkpoint is damaged"
+        )
     if added := sorted(present - files.keys()):
         raise DamagedCheckpoint(f"{folder / added[0]} is not in the manifest; remove it if it was put there by hand")
     for number, (name, wanted) in enumerate(sorted(files.items())):
         path = folder / name
         try:
             size = path.stat().st_size
-            found = digest(path)["sha256"] if size == wanted["bytes"] and number % share[1] == share[0] else wanted["sha256"]
+            found = (
+                digest(path)["sha256"]
+                if size == wanted["bytes"] and number % share[1] == share[0]
+                else wanted["sha256"]
+            )
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({error}): the checkpoint is damaged") from error
         if size != wanted["bytes"]:
-            raise DamagedCheckpoint(f"{path} has {size} bytes and its manifest says {wanted['bytes']}: the checkpoint is damaged")
+            raise DamagedCheckpoint(
+                f"{path} has {size} bytes and its manifest says {wanted['bytes']}: the checkpoint is damaged"
+            )
         if found != wanted["sha256"]:
-            raise DamagedCheckpoint(f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged")
+            raise DamagedCheckpoint(
+                f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged"
+            )
 
 
 def prune(root: pathlib.Path, keep_last: int | None) -> list[int]:

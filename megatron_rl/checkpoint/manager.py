@@ -36,7 +36,10 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.observability.metrics import set_aside
 
 log = logging.getLogger(__name__)
-APPENDED = ("metrics.jsonl", "trace.jsonl")  # in the run's folder; cut back to what they held when the checkpoint was taken
+APPENDED = (
+    "metrics.jsonl",
+    "trace.jsonl",
+)  # in the run's folder; cut back to what they held when the checkpoint was taken
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -115,7 +118,9 @@ class CheckpointManager:
         """
         seen, *others = gather_json([whole_checkpoints(self.root), whole_checkpoints(self.critic_root)])
         if any(theirs != seen for theirs in others):
-            raise CheckpointError(f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share")
+            raise CheckpointError(
+                f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share"
+            )
         iterations, of_critic = seen
         if not iterations or self.settings.resume == "never":
             if iterations and self.is_main:
@@ -131,7 +136,9 @@ class CheckpointManager:
                     self._verify(self.critic_root / folder.name)
             except DamagedCheckpoint as error:
                 if self.settings.on_damage == "fail":
-                    raise DamagedCheckpoint(f"{error}; remove that folder, or set checkpoint.on_damage=previous") from error
+                    raise DamagedCheckpoint(
+                        f"{error}; remove that folder, or set checkpoint.on_damage=previous"
+                    ) from error
                 log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
                 continue
             state = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -140,7 +147,9 @@ class CheckpointManager:
                 self.critic.check(self.critic_root / folder.name)
             self.resumes = True
             return ResumePoint(folder=folder, state=state)
-        raise CheckpointError(f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never")
+        raise CheckpointError(
+            f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never"
+        )
 
     @property
     def critic_root(self) -> pathlib.Path:
@@ -180,7 +189,11 @@ class CheckpointManager:
             held = path.stat().st_size if path.exists() else 0
             if held < size:
                 log.error(
-                    "%s has %d bytes and had %d when %s was taken: the record of the steps between is lost", path, held, size, found.folder
+                    "%s has %d bytes and had %d when %s was taken: the record of the steps between is lost",
+                    path,
+                    held,
+                    size,
+                    found.folder,
                 )
             elif held > size:
                 with path.open("r+b") as file:
@@ -197,7 +210,12 @@ class CheckpointManager:
         self._restore_random(state)
         for key, (before, now) in _changed(state["config"], config_to_dict(self.config)).items():
             log.warning("resumed with %s=%s; it was %s when the checkpoint was taken", key, now, before)
-        log.info("resumed from %s: %d rollouts trained, %d optimizer steps", found.folder, found.rollouts, self.backend.step_index)
+        log.info(
+            "resumed from %s: %d rollouts trained, %d optimizer steps",
+            found.folder,
+            found.rollouts,
+            self.backend.step_index,
+        )
         return RestoredRun(
             rollouts=found.rollouts,
             queue=state["feed"],
@@ -211,7 +229,9 @@ class CheckpointManager:
         place = self.backend.topology
         if len(state["random"]) != place.world_size:
             log.warning(
-                "the checkpoint's random states are of %d ranks and there are %d: left as they are", len(state["random"]), place.world_size
+                "the checkpoint's random states are of %d ranks and there are %d: left as they are",
+                len(state["random"]),
+                place.world_size,
             )
             return
         set_random_state(state["random"][place.rank])
@@ -248,17 +268,27 @@ class CheckpointManager:
         started = time.perf_counter()
         run = take_state()
         state = {
-            "feed": run.queue, "world_size": self.backend.topology.world_size, "rollouts": rollouts,
-            "model": model_state.identity(self.backend), "backend": model_state.numbers(self.backend),
-            "prompts": run.prompts, "trace_rollouts": run.trace_rollouts, "metrics": run.metrics,
-            "reference": run.reference, "bytes": self._appended(),
-            "random": gather_json(random_state()), "degrees": self.backend.topology.degrees, "config": config_to_dict(self.config),
-        }  # fmt: skip
+            "feed": run.queue,
+            "world_size": self.backend.topology.world_size,
+            "rollouts": rollouts,
+            "model": model_state.identity(self.backend),
+            "backend": model_state.numbers(self.backend),
+            "prompts": run.prompts,
+            "trace_rollouts": run.trace_rollouts,
+            "metrics": run.metrics,
+            "reference": run.reference,
+            "bytes": self._appended(),
+            "random": gather_json(random_state()),
+            "degrees": self.backend.topology.degrees,
+            "config": config_to_dict(self.config),
+        }
         try:
             own_files = {own_file(self.backend.topology.rank): run.queue_rows}
             if self.critic is not None:
                 self.pending.append(self.critic.save(self.critic_root, rollouts))
-            self.pending.append(model_state.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files))
+            self.pending.append(
+                model_state.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files)
+            )
         except CheckpointError as error:
             self._give_up()
             self._failed(error)
@@ -288,7 +318,9 @@ class CheckpointManager:
             for iteration in set(whole_checkpoints(self.critic_root)) - set(whole_checkpoints(self.root)):
                 remove(self.critic_root / name_of(iteration))
             self.waited_s += time.perf_counter() - started
-            log.info("checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, written_s)
+            log.info(
+                "checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, written_s
+            )
 
     def _give_up(self) -> None:
         """What is still being written belongs to a checkpoint that will not be."""
@@ -298,7 +330,9 @@ class CheckpointManager:
 
     def _failed(self, error: CheckpointError) -> None:
         if self.settings.on_error == "fail":
-            raise CheckpointError(f"{error}; the last good checkpoint stays, and checkpoint.on_error=continue goes on without") from error
+            raise CheckpointError(
+                f"{error}; the last good checkpoint stays, and checkpoint.on_error=continue goes on without"
+            ) from error
         log.error("%s; THE RUN GOES ON (checkpoint.on_error=continue), and the last good checkpoint stays", error)
 
 
@@ -311,9 +345,10 @@ def random_state() -> dict[str, object]:
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, object] = {
-        "torch": _text(torch.get_rng_state()), "python": [version, list(words), gauss],
+        "torch": _text(torch.get_rng_state()),
+        "python": [version, list(words), gauss],
         "numpy": [name, keys.tolist(), position, has_gauss, cached],
-    }  # fmt: skip
+    }
     if HOST.is_cuda:
         state["cuda"] = _text(torch.cuda.get_rng_state())
     return state

@@ -90,7 +90,9 @@ class Stored:
             yield Place(key=LAYERS + name, lead=self.lead, stack=stack)
             yield Place(key=f"{LAYERS}{self.layer}.{name}", lead=self.lead[1:], stack=stack[1:])
             if self.expert is not None:
-                yield Place(key=f"{LAYERS}{self.layer}.{name.replace('experts.experts.', f'experts.experts.{self.expert}.')}")
+                yield Place(
+                    key=f"{LAYERS}{self.layer}.{name.replace('experts.experts.', f'experts.experts.{self.expert}.')}"
+                )
 
 
 def stored_layers(shape: Shape) -> Iterator[list[Stored]]:
@@ -131,7 +133,12 @@ def extra_state_keys(shape: Shape) -> list[str]:
     A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec; Transformer Engine's list
     is read (it has more of them than are asked for, and those do no harm).
     """
-    modules = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention", "pre_mlp_layernorm"]
+    modules = [
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "self_attention.core_attention",
+        "pre_mlp_layernorm",
+    ]
     modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if shape.qk_norm else []
     modules += [] if shape.num_experts else ["mlp.linear_fc1", "mlp.linear_fc2"]
     layers, experts = shape.num_layers, shape.num_experts
@@ -156,7 +163,9 @@ def find(stored: Stored, shape: Shape, keys: Collection[str], where: str) -> lis
         if all(x.key in keys for x in halves):
             return halves
     asked = ", ".join(place.key for place in stored.forms(shape))
-    raise ConfigError(f"{where} has none of {asked}, of which {', '.join(stored.entry.hf)} is made; the config is another model's")
+    raise ConfigError(
+        f"{where} has none of {asked}, of which {', '.join(stored.entry.hf)} is made; the config is another model's"
+    )
 
 
 def check_sizes(stored: Stored, shape: Shape, reader: TorchDistReader) -> torch.dtype:
@@ -172,7 +181,9 @@ def check_sizes(stored: Stored, shape: Shape, reader: TorchDistReader) -> torch.
         found, asked = reader.size(place.key), (*place.stack, *wanted)
         pads = stored.entry.layout is Layout.ROWS and found[0] >= shape.vocab_size and found[1:] == asked[1:]
         if found != asked and not pads:
-            raise ConfigError(f"{place.key} in {reader.folder} has shape {found} and the config asks for {asked}; it is another model's")
+            raise ConfigError(
+                f"{place.key} in {reader.folder} has shape {found} and the config asks for {asked}; it is another model's"
+            )
     return reader.dtype(places[0].key)
 
 
@@ -212,12 +223,18 @@ def open_folder(folder: pathlib.Path, iteration: int | None = None) -> MegatronF
     elif (folder / LATEST).exists():
         text = (folder / LATEST).read_text().strip()
         if text != RELEASE and not text.isdigit():
-            raise ConfigError(f"{folder / LATEST} says {text!r}, neither a number nor {RELEASE!r}; name an iteration with --iteration")
+            raise ConfigError(
+                f"{folder / LATEST} says {text!r}, neither a number nor {RELEASE!r}; name an iteration with --iteration"
+            )
         name = RELEASE if text == RELEASE else iteration_name(int(text))
     else:
         raise ConfigError(f"{folder} has no {LATEST} and no metadata.json: it is no Megatron-LM checkpoint")
     if not (folder / name).is_dir():
-        there = sorted(x.name for x in folder.iterdir() if x.name.startswith("iter_") or x.name == RELEASE) if folder.is_dir() else []
+        there = (
+            sorted(x.name for x in folder.iterdir() if x.name.startswith("iter_") or x.name == RELEASE)
+            if folder.is_dir()
+            else []
+        )
         raise ConfigError(f"{folder} has no {name}; it holds {', '.join(there) or 'no checkpoint'}")
     hf = folder / HF_FOLDER
     return MegatronFolder(folder=folder, name=name, hf=hf if (hf / "config.json").exists() else None)

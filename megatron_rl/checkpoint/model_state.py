@@ -30,7 +30,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 REFERENCE = "reference."
 # what identity says where every weight is trained; also of a checkpoint from before there were adapters
 WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": [], "frozen_weights": None}
-OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")  # of a ModelShape, may differ between a save and a load
+OF_THE_RUN = (
+    "layer_spec",
+    "padded_vocab_size",
+    "context_tokens",
+    "value_head",
+)  # of a ModelShape, may differ between a save and a load
 
 
 def identity(backend: TrainableModel) -> dict[str, object]:
@@ -44,10 +49,13 @@ def identity(backend: TrainableModel) -> dict[str, object]:
 def numbers(backend: TrainableModel) -> dict[str, object]:
     """Counters and sums that decide later steps. AdamW's own step count is the scheduler's: both move with every applied step."""
     return {
-        "step_index": backend.step_index, "weight_version": backend.weight_version,
-        "optimizer_steps": int(backend.optimizer.scheduler.num_steps), "has_reference": _reference(backend) is not None,
-        "cost_sums": backend.fit.sums.tolist(), "distributed_optimizer": backend.config.optimizer.distributed,
-    }  # fmt: skip
+        "step_index": backend.step_index,
+        "weight_version": backend.weight_version,
+        "optimizer_steps": int(backend.optimizer.scheduler.num_steps),
+        "has_reference": _reference(backend) is not None,
+        "cost_sums": backend.fit.sums.tolist(),
+        "distributed_optimizer": backend.config.optimizer.distributed,
+    }
 
 
 def _reference(backend: TrainableModel) -> list[torch.Tensor] | None:
@@ -61,7 +69,11 @@ def _entries(backend: TrainableModel) -> list[ShardedBase]:
 
 
 def save(
-    backend: TrainableModel, root: pathlib.Path, iteration: int, texts: Mapping[str, str], own_files: Mapping[str, bytes] | None = None
+    backend: TrainableModel,
+    root: pathlib.Path,
+    iteration: int,
+    texts: Mapping[str, str],
+    own_files: Mapping[str, bytes] | None = None,
 ) -> PendingSave:
     """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be accumulated.
 
@@ -78,7 +90,9 @@ def save(
     return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main, own_files=own_files)
 
 
-def load(backend: TrainableModel, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]) -> None:
+def load(
+    backend: TrainableModel, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]
+) -> None:
     """Puts the backend where ``save`` found another of the same model, of any topology; a collective.
 
     kept: what ``numbers`` gave. model: the other's ``identity``. Raises CheckpointError where the models differ.
@@ -107,11 +121,16 @@ def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[st
     """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. To be called on every rank."""
     own, model = identity(backend), {**WITHOUT_LORA, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
-        said = ", ".join(f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here" for name, (theirs, ours) in different.items())
+        said = ", ".join(
+            f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here"
+            for name, (theirs, ours) in different.items()
+        )
         way = "the model.hf_path and model.dtype" if "frozen_weights" in different else "the model.hf_path"
         if "lora_rank" in different or set(different) <= {"lora_alpha", "lora_targets"}:
             way = "the lora.rank (null for 0), lora.alpha and lora.targets"
-        raise CheckpointError(f"{folder} is of another model: {said}; give {way} it was trained with, or another run folder")
+        raise CheckpointError(
+            f"{folder} is of another model: {said}; give {way} it was trained with, or another run folder"
+        )
 
 
 @torch.no_grad()

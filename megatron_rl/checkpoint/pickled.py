@@ -22,20 +22,41 @@ from megatron_rl.checkpoint.folder import DamagedCheckpoint
 
 ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
-}  # fmt: skip
-DTYPES = {"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"}
+}
+DTYPES = {
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+}
 OF_ERRORS = {  # what a rank sends in place of its answer
     "torch.distributed.checkpoint.api": {"CheckpointException"},
     "megatron.core.dist_checkpointing.core": {"CheckpointingException"},
     "traceback": {"StackSummary", "FrameSummary"},
-    "builtins": {name for name, found in vars(builtins).items() if isinstance(found, type) and issubclass(found, Exception)},
+    "builtins": {
+        name for name, found in vars(builtins).items() if isinstance(found, type) and issubclass(found, Exception)
+    },
     "_pickle": {"UnpicklingError"},
 }
 BETWEEN_RANKS = {
@@ -71,7 +92,17 @@ def check_pickle(path: pathlib.Path) -> object:
     try:
         with path.open("rb") as file:
             return MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, OSError, ValueError, IndexError, KeyError, TypeError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ImportError,
+        OSError,
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+    ) as error:
         raise DamagedCheckpoint(f"{path} is refused: {error}") from error
 
 
@@ -83,7 +114,11 @@ def guarded() -> Iterator[None]:
     and a ``.metadata`` of allowed classes alone could send a tensor there.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
-    with patch.object(on_disk, "pickle", loads), patch.object(between_ranks, "_unpickler", PlanUnpickler), patch.dict(os.environ):
+    with (
+        patch.object(on_disk, "pickle", loads),
+        patch.object(between_ranks, "_unpickler", PlanUnpickler),
+        patch.dict(os.environ),
+    ):
         os.environ.pop(FORCE_NOT, None)
         os.environ[FORCE] = "1"
         yield

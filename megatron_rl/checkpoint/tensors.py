@@ -83,7 +83,9 @@ def _whole_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterStat
     halves = isinstance(optimizer, Float16OptimizerWithFloat16Params)
     for parameter in [p for group in optimizer.float16_groups for p in group] if halves else []:
         yield parameter, _state(optimizer, parameter.main_param, parameter.dtype)
-    for parameter in [p for group in optimizer.fp32_from_fp32_groups for p in group] if halves else optimizer.get_parameters():
+    for parameter in (
+        [p for group in optimizer.fp32_from_fp32_groups for p in group] if halves else optimizer.get_parameters()
+    ):
         yield parameter, _state(optimizer, parameter, torch.float32)
 
 
@@ -129,7 +131,9 @@ def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[Sha
     return saved
 
 
-def _gathered(entry: ShardedBase, state: ParameterState, kind: str, number: int) -> tuple[torch.Tensor | None, tuple | int]:
+def _gathered(
+    entry: ShardedBase, state: ParameterState, kind: str, number: int
+) -> tuple[torch.Tensor | None, tuple | int]:
     """The parameter's whole state, on the rank that will write it (None on the others), and its replica id."""
     if state.group is None:
         return state.tensors[kind].detach().view(entry.data.shape), entry.replica_id
@@ -137,7 +141,9 @@ def _gathered(entry: ShardedBase, state: ParameterState, kind: str, number: int)
     whole = torch.zeros(entry.data.numel(), dtype=torch.float32, device=HOST.device)
     if kind in state.tensors:
         whole[state.local] = state.tensors[kind].detach().flatten().float()
-    dist.reduce(whole, dist.get_global_rank(group, owner), group=group)  # zeros elsewhere: a sum of one term is that term
+    dist.reduce(
+        whole, dist.get_global_rank(group, owner), group=group
+    )  # zeros elsewhere: a sum of one term is that term
     if group.rank() != owner:
         return None, ()
     return whole.view(entry.data.shape), (*entry.replica_id[:-1], 0)
@@ -157,7 +163,10 @@ def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix
     """Reads every entry's tensor, on the host, by ``id`` of its parameter; a collective."""
     found: dict[int, torch.Tensor] = {}
     for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
-        asked = [replace(x, key=prefix + x.key, data=torch.empty_like(x.data, device="cpu", requires_grad=False)) for x in batch]
+        asked = [
+            replace(x, key=prefix + x.key, data=torch.empty_like(x.data, device="cpu", requires_grad=False))
+            for x in batch
+        ]
         for entry, tensor in zip(batch, _read(asked, folder), strict=True):
             found[id(entry.data)] = tensor
     return found
@@ -194,7 +203,12 @@ def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
 def _read(asked: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
     try:
         with guarded():
-            loaded = dist_checkpointing.load({"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False)
-    except (CheckpointException, CheckpointingException) as error:  # the former is no Exception; both are raised on every rank
+            loaded = dist_checkpointing.load(
+                {"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False
+            )
+    except (
+        CheckpointException,
+        CheckpointingException,
+    ) as error:  # the former is no Exception; both are raised on every rank
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
     return [loaded["tensors"][i] for i in range(len(asked))]

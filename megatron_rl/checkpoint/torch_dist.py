@@ -75,13 +75,19 @@ class TorchDistReader:
         self.folder = folder
         for name in (CONFIG, METADATA):
             if not (folder / name).exists():
-                raise ConfigError(f"{folder} has no {name}: it is no complete torch_dist checkpoint; name a folder that has one")
+                raise ConfigError(
+                    f"{folder} has no {name}: it is no complete torch_dist checkpoint; name a folder that has one"
+                )
         self.backend = json.loads((folder / CONFIG).read_text())["sharded_backend"]
         if self.backend != "torch_dist":
-            raise ConfigError(f"{folder} was saved with sharded_backend={self.backend}; only torch_dist is read: save it with that")
+            raise ConfigError(
+                f"{folder} was saved with sharded_backend={self.backend}; only torch_dist is read: save it with that"
+            )
         metadata = check_pickle(folder / METADATA)
         entries = metadata.state_dict_metadata
-        self.tensors: dict[str, TensorStorageMetadata] = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)
+        }
         self.objects = sorted(k for k, v in entries.items() if isinstance(v, BytesStorageMetadata))
         self._places = {(x.fqn, x.offset and tuple(x.offset)): place for x, place in metadata.storage_data.items()}
         self._file: tuple[str, BinaryIO] | None = None
@@ -95,7 +101,9 @@ class TorchDistReader:
         """One torch.save of the folder: a chunk (contiguous), or an object."""
         place = self._places[key, offset]
         if vars(place).get("transform_descriptors"):
-            raise ConfigError(f"{key} in {self.folder} is stored through {place.transform_descriptors}, which is not read; save it without")
+            raise ConfigError(
+                f"{key} in {self.folder} is stored through {place.transform_descriptors}, which is not read; save it without"
+            )
         if self._file is None or self._file[0] != place.relative_path:
             self.close()
             self._file = (place.relative_path, (self.folder / place.relative_path).open("rb", buffering=0))
@@ -162,7 +170,9 @@ class TorchDistWriter:
         self.bytes_written += file.tell() - start
         return _StorageInfo(relative_path=name, offset=start, length=file.tell() - start)
 
-    def add_chunk(self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor) -> None:
+    def add_chunk(
+        self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor
+    ) -> None:
         """A chunk of the tensor ``keys[0]`` of ``size`` at ``offsets``, [its extent, of as many dimensions], into rank's file.
 
         keys: further ones are other names of the same bytes. Raises ConfigError where a tensor's chunks differ in dtype.
@@ -172,7 +182,8 @@ class TorchDistWriter:
             chunk = chunk.clone()  # torch.save writes a view's whole storage
         for key in keys:
             known = self._entries.setdefault(
-                key, TensorStorageMetadata(properties=TensorProperties(dtype=chunk.dtype), size=torch.Size(size), chunks=[])
+                key,
+                TensorStorageMetadata(properties=TensorProperties(dtype=chunk.dtype), size=torch.Size(size), chunks=[]),
             )
             if known.properties.dtype != chunk.dtype:
                 raise ConfigError(
@@ -197,7 +208,12 @@ class TorchDistWriter:
         torch.save(dict(common), self.folder / COMMON)
         with (self.folder / METADATA).open("wb") as file:
             pickle.dump(Metadata(state_dict_metadata=self._entries, storage_data=self._places), file)
-        backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+        backends = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
         (self.folder / CONFIG).write_text(json.dumps(backends))
 
     def abandon(self) -> None:

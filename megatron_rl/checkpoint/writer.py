@@ -33,7 +33,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
 
-COMMON = [(x, "save_common") for name, x in vars(common).items() if name == "TorchCommonSaveStrategy"]  # 0.19.2 writes no common.pt
+COMMON = [
+    (x, "save_common") for name, x in vars(common).items() if name == "TorchCommonSaveStrategy"
+]  # 0.19.2 writes no common.pt
 # 0.19.2 would have NVIDIA's resiliency package write; its own writer is still there.
 OURS = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save_config"))
@@ -43,9 +45,15 @@ class PendingSave:
     """One checkpoint on its way to disk. Making one and ``finish`` are collectives; the thread is this rank's alone."""
 
     def __init__(
-        self, root: pathlib.Path, iteration: int, entries: Sequence[ShardedBase], texts: dict[str, str], *, is_main: bool,
+        self,
+        root: pathlib.Path,
+        iteration: int,
+        entries: Sequence[ShardedBase],
+        texts: dict[str, str],
+        *,
+        is_main: bool,
         own_files: Mapping[str, bytes] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """texts: small files that the main rank adds, by name; own_files: that every rank adds, by names of its own. Raises CheckpointError
         on every rank where the folder cannot be made."""
         self.root, self.iteration, self.is_main = root, iteration, is_main
@@ -63,7 +71,9 @@ class PendingSave:
         raise_everywhere(raised)
         with _own_results() as results, guarded(), _kept_errors() as errors:
             state = {"tensors": dict(enumerate(entries))}
-            self.request = dist_checkpointing.save(state, str(self.folder), validate_access_integrity=True, async_sharded_save=True, **OURS)
+            self.request = dist_checkpointing.save(
+                state, str(self.folder), validate_access_integrity=True, async_sharded_save=True, **OURS
+            )
         self._raise_everywhere(errors)
         self.results = results
         self.buckets = [] if self.request.async_fn is None else _on_host(self.request.async_fn_args[1])
@@ -80,7 +90,9 @@ class PendingSave:
             for number, bucket in enumerate(self.buckets):
                 answers, count = queue.Queue(), queue.Queue()
                 count.put(number)
-                FileSystemWriterAsync.write_preloaded_data(self.transforms, number, bucket, answers, count, use_fsync=True)
+                FileSystemWriterAsync.write_preloaded_data(
+                    self.transforms, number, bucket, answers, count, use_fsync=True
+                )
                 _, answer = answers.get_nowait()
                 if isinstance(answer, Exception):
                     raise answer
@@ -138,7 +150,11 @@ class PendingSave:
 
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
         """Raises CheckpointError on every rank where one of them has met an error, and removes the unfinished folder; a collective."""
-        said = f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}" if errors else ""
+        said = (
+            f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}"
+            if errors
+            else ""
+        )
         try:
             raise_everywhere(CheckpointError(said) if errors else None)
         except CheckpointError:
@@ -163,7 +179,9 @@ def _cause(error: BaseException, root: pathlib.Path) -> str:
 def _own_results():
     """The writer's queue of results, ours: Megatron-Core asks for one by this name when it builds the writer, and its own is that of a
     manager in another process."""
-    (name,) = [x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)]  # 0.16.1, 0.19.2
+    (name,) = [
+        x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)
+    ]  # 0.16.1, 0.19.2
     results, kept = queue.Queue(), getattr(filesystem_async, name)
     setattr(filesystem_async, name, lambda *_: results)
     try:
@@ -196,7 +214,9 @@ def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
     """Copies of what is to be written: the run goes on changing the tensors."""
     staged = []
     for file_name, storage_key, (raw, tensors) in buckets:
-        staged.append((file_name, storage_key, (raw, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors])))
+        staged.append(
+            (file_name, storage_key, (raw, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors]))
+        )
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return staged

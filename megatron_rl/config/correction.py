@@ -8,8 +8,14 @@ from megatron_rl.config.checks import at_least, choose
 from megatron_rl.errors import ConfigError
 
 CORRECTIONS = (
-    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask",
-)  # fmt: skip
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,9 @@ class CorrectionConfig:
             return
         asked = [f"correction.mode={self.mode}"] * (self.mode != "none")
         asked += [f"correction.off_policy_delta={self.off_policy_delta}"] * (self.off_policy_delta is not None)
-        back = ["correction.mode=none"] * (self.mode != "none") + ["correction.off_policy_delta=null"] * (self.off_policy_delta is not None)
+        back = ["correction.mode=none"] * (self.mode != "none") + ["correction.off_policy_delta=null"] * (
+            self.off_policy_delta is not None
+        )
         raise ConfigError(
             f"correction.old_logprobs=rollout takes the engine's log-probs for the trainer's, so that log π_old − log μ is 0 and "
             f"{' and '.join(asked)} would correct nothing; either set correction.old_logprobs=recompute, or {' and '.join(back)}"

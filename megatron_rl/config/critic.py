@@ -54,7 +54,9 @@ class CriticConfig:
                 "give critic.hf_path"
             )
         if self.init == "policy" and self.hf_path is not None:
-            raise ConfigError(f"critic.init=policy takes the policy's weights, and critic.hf_path={self.hf_path!r} names others; set one")
+            raise ConfigError(
+                f"critic.init=policy takes the policy's weights, and critic.hf_path={self.hf_path!r} names others; set one"
+            )
 
 
 def critic_config(config):
@@ -65,10 +67,12 @@ def critic_config(config):
     size = given.samples_per_mini_batch or config.train.samples_per_mini_batch
     named = {"hf_path": given.hf_path, "init": "pretrained"} if given.hf_path is not None else {}
     return dataclasses.replace(
-        config, **sections, model=dataclasses.replace(config.model, **named),
+        config,
+        **sections,
+        model=dataclasses.replace(config.model, **named),
         train=dataclasses.replace(config.train, samples_per_mini_batch=size),
         skip=dataclasses.replace(config.skip, steps="match", ghost="dense"),
-    )  # fmt: skip
+    )
 
 
 def _changed(config, section: str, fields: dict[str, Any]):
@@ -79,4 +83,6 @@ def _changed(config, section: str, fields: dict[str, Any]):
             raise ConfigError(f"critic.optimizer.lr={value!r} is set by critic.lr={config.critic.lr}; set that alone")
         if name not in known:
             raise ConfigError(f"critic.{section}.{name}={value!r} is not known; {section} has {', '.join(known)}")
-    return dataclasses.replace(before, **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return dataclasses.replace(
+        before, **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    )

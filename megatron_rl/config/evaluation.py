@@ -44,7 +44,9 @@ class EvalConfig:
             )
         for name in self.named_sets:
             if not name or "/" in name:
-                raise ConfigError(f"{name!r} cannot name an evaluation set: metrics are called eval/<name>/...; use a name without '/'")
+                raise ConfigError(
+                    f"{name!r} cannot name an evaluation set: metrics are called eval/<name>/...; use a name without '/'"
+                )
 
     @property
     def named_sets(self) -> dict[str, str]:

@@ -36,10 +36,14 @@ def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
     known = {f.name: f for f in dataclasses.fields(cls)}
     for key, value in tree.items():
         if f"{prefix}{key}" in RENAMED:
-            raise ConfigError(f"config key {prefix}{key} (value {value!r}) is called {RENAMED[f'{prefix}{key}']} now; rename it")
+            raise ConfigError(
+                f"config key {prefix}{key} (value {value!r}) is called {RENAMED[f'{prefix}{key}']} now; rename it"
+            )
         if key not in known:
             nearest = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
-            raise ConfigError(f"unknown config key {prefix}{key} (value {value!r}); the nearest known key is {prefix}{nearest[0]}")
+            raise ConfigError(
+                f"unknown config key {prefix}{key} (value {value!r}); the nearest known key is {prefix}{nearest[0]}"
+            )
         section = known[key].default_factory
         if dataclasses.is_dataclass(section) and isinstance(section, type):
             if not isinstance(value, dict):

@@ -21,7 +21,9 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         known = [*built_in, *also]
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(f"{what} is not known; {hint}the built-ins are {', '.join(known)}; your own is written {form}")
+        raise ConfigError(
+            f"{what} is not known; {hint}the built-ins are {', '.join(known)}; your own is written {form}"
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

@@ -31,4 +31,6 @@ class LoraConfig:
         if len(set(self.targets)) != len(self.targets):
             raise ConfigError(f"lora.targets={list(self.targets)} names a layer twice; name each once")
         if not self.targets:
-            raise ConfigError("lora.targets=[] puts adapters nowhere; name a layer, or set lora.rank=null to train every weight")
+            raise ConfigError(
+                "lora.targets=[] puts adapters nowhere; name a layer, or set lora.rank=null to train every weight"
+            )

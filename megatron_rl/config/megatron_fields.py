@@ -28,7 +28,9 @@ def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refused: M
             raise ConfigError(f"{section}.{name}={value!r} is refused: {refused[name]}; remove it")
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}")
+            raise ConfigError(
+                f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}"
+            )
         resolved[name] = _typed(value, hints[name], f"{section}.{name}")
     return resolved
 

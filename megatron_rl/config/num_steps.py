@@ -10,7 +10,9 @@ def steps_per_rollout(config: Config) -> int:
     """Optimizer steps of a whole rollout, ghosts included."""
     samples = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
     per_epoch = (
-        1 if config.skip.steps == "merge" and config.skip.mode != "off" else -(-samples // (config.train.samples_per_mini_batch or samples))
+        1
+        if config.skip.steps == "merge" and config.skip.mode != "off"
+        else -(-samples // (config.train.samples_per_mini_batch or samples))
     )
     return config.train.epochs_per_rollout * per_epoch
 
@@ -25,7 +27,9 @@ def critic_steps_per_rollout(config: Config) -> int:
 def total_rl_steps(config: Config, num_prompts: int) -> int:
     """Optimizer steps of the RL phase, ghosts included; at least, where it ends with the data: prompts that are asked again add some."""
     given = config.train
-    rollouts = given.num_rollouts if given.epochs is None else -(-given.epochs * num_prompts // given.prompts_per_rollout)
+    rollouts = (
+        given.num_rollouts if given.epochs is None else -(-given.epochs * num_prompts // given.prompts_per_rollout)
+    )
     return rollouts * steps_per_rollout(config)
 
 

@@ -85,6 +85,8 @@ class LossConfig:
         at_least("loss.clip_high", self.clip_high, 0.0)
         at_least("loss.kl_coefficient", self.kl_coefficient, 0.0)
         if self.dual_clip is not None and self.policy != "ppo":
-            raise ConfigError(f"loss.dual_clip={self.dual_clip} belongs to loss.policy=ppo and the policy is {self.policy}; set it to null")
+            raise ConfigError(
+                f"loss.dual_clip={self.dual_clip} belongs to loss.policy=ppo and the policy is {self.policy}; set it to null"
+            )
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ConfigError(f"loss.dual_clip={self.dual_clip} must be above 1 (3 is usual), or null")

@@ -10,12 +10,19 @@ from megatron_rl.config.checks import at_least, choose
 from megatron_rl.errors import ConfigError
 
 OWNED_ARGUMENTS = {
-    "model": "model.hf_path", "tokenizer": "model.tokenizer_path", "skip_tokenizer_init": "token ids travel, never texts",
-    "dtype": "model.dtype", "tensor_parallel_size": "rollout.tensor_parallel", "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "logprobs_mode": "log-probs are at the sampling temperature", "worker_extension_cls": "it takes the weights",
-    "weight_transfer_config": "weight_sync.channel", "enable_sleep_mode": "rollout.sleep", "generation_config": "rollout.temperature",
+    "model": "model.hf_path",
+    "tokenizer": "model.tokenizer_path",
+    "skip_tokenizer_init": "token ids travel, never texts",
+    "dtype": "model.dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "logprobs_mode": "log-probs are at the sampling temperature",
+    "worker_extension_cls": "it takes the weights",
+    "weight_transfer_config": "weight_sync.channel",
+    "enable_sleep_mode": "rollout.sleep",
+    "generation_config": "rollout.temperature",
     "load_format": "weights come by weight_sync",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,9 @@ class ProducerConfig:
         at_least("rollout.producer.min_groups", self.min_groups, 1)
         at_least("rollout.producer.max_staleness_steps", self.max_staleness_steps, 0)
         if self.mode == "prefetch" and self.prefetch_rollouts == 0:
-            raise ConfigError("rollout.producer.prefetch_rollouts=0 fetches nothing ahead; set it to 1 or more, or rollout.producer.mode=sync")
+            raise ConfigError(
+                "rollout.producer.prefetch_rollouts=0 fetches nothing ahead; set it to 1 or more, or rollout.producer.mode=sync"
+            )
         if self.mode == "streaming" and self.min_groups is None:
             raise ConfigError(
                 "rollout.producer.mode=streaming scores a rollout in parts, and rollout.producer.min_groups=null is one part; set it, "
@@ -104,7 +113,14 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         choose("rollout.engine", self.engine, ("transformers", "vllm"))
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
-        for name in ("samples_per_prompt", "max_response_tokens", "max_batch_samples", "num_engines", "tensor_parallel", "max_requests"):
+        for name in (
+            "samples_per_prompt",
+            "max_response_tokens",
+            "max_batch_samples",
+            "num_engines",
+            "tensor_parallel",
+            "max_requests",
+        ):
             at_least(f"rollout.{name}", self.__getattribute__(name), 1)
         at_least("rollout.temperature", self.temperature, 0.0, exclusive=True)
         for name in ("start_s", "request_s"):
@@ -119,11 +135,15 @@ class RolloutConfig:
         self._check_servers()
         for name in self.vllm:
             if name in OWNED_ARGUMENTS:
-                raise ConfigError(f"rollout.vllm.{name}={self.vllm[name]!r} may not be set there: {OWNED_ARGUMENTS[name]} decides it")
+                raise ConfigError(
+                    f"rollout.vllm.{name}={self.vllm[name]!r} may not be set there: {OWNED_ARGUMENTS[name]} decides it"
+                )
 
     def _check_servers(self) -> None:
         if self.servers and self.engine != "vllm":
-            raise ConfigError(f"rollout.servers={list(self.servers)} belong to rollout.engine=vllm and the engine is {self.engine}")
+            raise ConfigError(
+                f"rollout.servers={list(self.servers)} belong to rollout.engine=vllm and the engine is {self.engine}"
+            )
         for server in self.servers:
             parts = urlsplit(server)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):

@@ -83,7 +83,9 @@ class ParallelConfig:
                 f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline is 1; raise that one"
             )
         if self.sequence_parallel and self.tensor == 1:
-            raise ConfigError("parallel.sequence_parallel=true needs parallel.tensor >= 2 and it is 1; raise it or turn it off")
+            raise ConfigError(
+                "parallel.sequence_parallel=true needs parallel.tensor >= 2 and it is 1; raise it or turn it off"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,9 @@ class RemoteCritic:
         self.held: Batch | None = None
         self.ask("build", total_steps=total_steps)
 
-    def ask(self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object) -> tuple[dict, dict[str, np.ndarray]]:
+    def ask(
+        self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object
+    ) -> tuple[dict, dict[str, np.ndarray]]:
         """(the answer, its arrays). arrays: made on the first rank alone. Every rank reads the answer for itself, so that no collective's
         deadline bounds what the critic's ranks are at: they say that they are alive."""
         self.number += 1
@@ -101,7 +103,9 @@ def batch_arrays(batch: Batch, rows: Mapping[int, Sample]) -> dict[str, np.ndarr
     facts = batch.facts
     ordered = [rows[i] for i in range(facts.num_samples)]
     return {
-        "groups": facts.groups, "prompt_tokens": facts.prompt_tokens, "response_tokens": facts.response_tokens,
+        "groups": facts.groups,
+        "prompt_tokens": facts.prompt_tokens,
+        "response_tokens": facts.response_tokens,
         "token_ids": np.concatenate([row.token_ids for row in ordered]).astype(np.int32),
         "loss_mask": np.concatenate([row.loss_mask for row in ordered]),
-    }  # fmt: skip
+    }

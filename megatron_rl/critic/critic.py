@@ -66,16 +66,23 @@ class Critic(TrainableModel):
     sum_names = ("loss", "tokens", "clipped", "value", "return", "return_squared", "error_squared")
 
     def __init__(
-        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1,
+        self,
+        config: Config,
+        *,
+        hf_config=None,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        total_steps: int = 1,
         alone: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainableModel. alone: these ranks hold
         no policy, whose grid it could share."""
         own = critic_config(config)
         self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
         place = topology.current() if self.grid is None and not alone else None
         with self._here():
-            super().__init__(own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=place)
+            super().__init__(
+                own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=place
+            )
 
     def _here(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.grid is None else self.grid.active()
@@ -121,10 +128,14 @@ class Critic(TrainableModel):
                 results.append(self.optim_step(mini_batch.kind))
         return critic_metrics(results)
 
-    def accumulate(self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes) -> None:
+    def accumulate(
+        self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes
+    ) -> None:
         """Adds a mini-batch's gradient; its rows must be here. Denominators are counted over its members."""
         given = self.config.rollout.max_response_tokens
-        weights = reduction_weights(self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=given)
+        weights = reduction_weights(
+            self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=given
+        )
         inputs = ValueInputs(weights=weights, returns=returns, old_values=old_values)
         self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
 

@@ -57,7 +57,9 @@ def policy_ranks(config: Config) -> int:
     """Of a job with a separate critic, the ranks that hold the policy. Raises ConfigError where none is left."""
     world = int(os.environ["WORLD_SIZE"])
     if config.critic.ranks >= world:
-        raise ConfigError(f"critic.ranks={config.critic.ranks} of {world} ranks leave the policy none; start more, or lower it")
+        raise ConfigError(
+            f"critic.ranks={config.critic.ranks} of {world} ranks leave the policy none; start more, or lower it"
+        )
     return world - config.critic.ranks
 
 
@@ -66,13 +68,19 @@ def holds_critic(config: Config) -> bool:
     if not is_separate(config):
         return False
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise ConfigError("critic.placement=separate needs several ranks; start them with torchrun or srun, or set critic.placement=shared")
+        raise ConfigError(
+            "critic.placement=separate needs several ranks; start them with torchrun or srun, or set critic.placement=shared"
+        )
     return int(os.environ["RANK"]) >= policy_ranks(config)
 
 
 def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_size: int) -> int:
     """Of this node's ranks, those that hold the policy. Not a collective."""
-    return local_world_size if not is_separate(config) else min(local_world_size, policy_ranks(config) - (rank - local_rank))
+    return (
+        local_world_size
+        if not is_separate(config)
+        else min(local_world_size, policy_ranks(config) - (rank - local_rank))
+    )
 
 
 class PolicyCriticLink:
@@ -84,7 +92,9 @@ class PolicyCriticLink:
         store, rank, world = next(dist.rendezvous("env://", timeout=bound))
         first, count = (policy_ranks(config), config.critic.ranks) if of_critic else (0, policy_ranks(config))
         name = "critic" if of_critic else "policy"
-        dist.init_process_group(HOST.backend, store=dist.PrefixStore(name, store), rank=rank - first, world_size=count, timeout=bound)
+        dist.init_process_group(
+            HOST.backend, store=dist.PrefixStore(name, store), rank=rank - first, world_size=count, timeout=bound
+        )
         self.is_first = rank == first
         self.store = dist.PrefixStore("bridge", store)
         self.is_told_to_leave = False  # by a signal: the policy's ranks say when, if they live
@@ -128,7 +138,9 @@ class PolicyCriticLink:
                     heard, since = now, time.monotonic()
             patience_s = min(self.deadline_s, 3 * BEAT_S) if self.is_told_to_leave else self.deadline_s
             if time.monotonic() - since >= patience_s:
-                raise PeerError(f"the {self.other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); see their log")
+                raise PeerError(
+                    f"the {self.other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); see their log"
+                )
 
     def say_failed(self, reason: str) -> None:
         """Ends the waits of both worlds. Not a collective; nothing where the job's store is gone, which ends them as well."""

@@ -57,7 +57,9 @@ class Service:
             answer, found = self._answer(asked, arrays)
         except Exception as met:  # noqa: BLE001 (told at once, since peers may be in a collective that nothing ends; raised below)
             error = met
-            log.error("the critic's rank %d failed on %r: %s: %s", dist.get_rank(), asked["request"], type(met).__name__, met)
+            log.error(
+                "the critic's rank %d failed on %r: %s: %s", dist.get_rank(), asked["request"], type(met).__name__, met
+            )
             self.bridge.say_failed(f"{asked['request']!r} met {type(met).__name__}: {met}")
         collectives.raise_on_all_ranks(error)
         told = any(collectives.gather_json(self.bridge.is_told_to_leave))
@@ -83,7 +85,9 @@ class Service:
                 self.preempted = asked["preempted"]
                 self.critic.close()
             case other:
-                raise ValueError(f"{other!r} is asked for, and this release does not know it; start all ranks from one release")
+                raise ValueError(
+                    f"{other!r} is asked for, and this release does not know it; start all ranks from one release"
+                )
         return {}, {}
 
     def _checkpoint(self, request: str, asked: Mapping) -> dict:
@@ -112,9 +116,12 @@ class Service:
         mine = range(place.rank, len(sample_ids), place.world_size)
         samples = [
             Sample(
-                sample_id=sample_ids[i], prompt_tokens=int(arrays["prompt_tokens"][i]), token_ids=tokens[i], loss_mask=masks[i],
+                sample_id=sample_ids[i],
+                prompt_tokens=int(arrays["prompt_tokens"][i]),
+                token_ids=tokens[i],
+                loss_mask=masks[i],
                 logprobs=np.zeros(len(masks[i]), dtype=np.float32),
             )
             for i in mine
-        ]  # fmt: skip
+        ]
         return self.critic.gather(samples, [int(arrays["groups"][i]) for i in mine], list(mine))

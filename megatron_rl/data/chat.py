@@ -18,19 +18,31 @@ _TURN = "the-text-of-this-turn"  # stands in for one; what a template writes beh
 def check_messages(value: object, where: str) -> list[Message]:
     """A list of at least one ``{"role": ..., "content": ...}``, both texts. Raises ConfigError; where: begins its message."""
     if not isinstance(value, list | tuple) or not value:
-        raise ConfigError(f'{where} is {value!r:.80}; it must be a text, or a list of messages {{"role": ..., "content": ...}}')
+        raise ConfigError(
+            f'{where} is {value!r:.80}; it must be a text, or a list of messages {{"role": ..., "content": ...}}'
+        )
     for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ConfigError(f'{where}: message {number} is {message!r:.80}; it must be {{"role": ..., "content": ...}}, both texts')
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise ConfigError(
+                f'{where}: message {number} is {message!r:.80}; it must be {{"role": ..., "content": ...}}, both texts'
+            )
         if message["role"] not in ROLES:
-            raise ConfigError(f"{where}: message {number} has role {message['role']!r}; choose one of {', '.join(ROLES)}")
+            raise ConfigError(
+                f"{where}: message {number} has role {message['role']!r}; choose one of {', '.join(ROLES)}"
+            )
     return list(value)
 
 
 def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_generation_prompt: bool) -> str:
     """By the tokenizer's chat template. Raises ConfigError where the template refuses the messages; where: begins its message."""
     try:
-        return tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False)
+        return tokenizer.apply_chat_template(
+            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False
+        )
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
@@ -64,7 +76,9 @@ class Observations:
                 raise ConfigError("an observation of messages needs data.template=chat; give a text, or set that")
             return self._encode(observation)
         text = isinstance(observation, str)
-        messages = [{"role": self._role, "content": observation}] if text else check_messages(observation, "an observation")
+        messages = (
+            [{"role": self._role, "content": observation}] if text else check_messages(observation, "an observation")
+        )
         behind = self._behind_turn(messages)
         found, end = self._encode(behind), self._encode(os.path.commonprefix([behind, self._end]))
         if stop_id in end:
@@ -79,7 +93,9 @@ class Observations:
         rendered = render_chat(self._tokenizer, conversation, where, add_generation_prompt=bool(messages))
         _, found, behind = rendered.rpartition(_TURN)
         if not found:
-            raise ConfigError("the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does")
+            raise ConfigError(
+                "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does"
+            )
         return behind
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -54,7 +54,9 @@ def _parse_line(line: bytes, where: str) -> dict:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error.msg} (column {error.colno}); every line is one JSON object") from None
+        raise ConfigError(
+            f"{where}: not valid JSON: {error.msg} (column {error.colno}); every line is one JSON object"
+        ) from None
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: a JSON {type(row).__name__}, not an object; every line is one {{"prompt": ...}}')
     return row
@@ -93,10 +95,17 @@ class PromptDataset:
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, object]], tokenizer, data: DataConfig, seed: int, context_tokens: int | None = None
+        self,
+        rows: Sequence[Mapping[str, object]],
+        tokenizer,
+        data: DataConfig,
+        seed: int,
+        context_tokens: int | None = None,
     ) -> None:
         if data.template == "chat" and tokenizer.chat_template is None:
-            raise ConfigError("data.template='chat' and the tokenizer has no chat template; use a text with {prompt} in it")
+            raise ConfigError(
+                "data.template='chat' and the tokenizer has no chat template; use a text with {prompt} in it"
+            )
         self.num_dropped = 0
         self._rows = rows
         self._tokenizer = tokenizer
@@ -114,7 +123,9 @@ class PromptDataset:
             )
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
         self._cursors = {"prompts": 0, "solutions": 0}
-        self._returned: deque[tuple[int, int, int]] = deque()  # (row, epoch, attempt), in the order in which they were put back
+        self._returned: deque[tuple[int, int, int]] = (
+            deque()
+        )  # (row, epoch, attempt), in the order in which they were put back
         self._order_of: tuple[int, np.ndarray] | None = None
         self._solutions_checked = False
 
@@ -189,7 +200,9 @@ class PromptDataset:
                 continue
             if waiting:
                 text = "".join(other["content"] for other in waiting)
-                between = said.token_ids(waiting if self._data.template == "chat" else text, self._tokenizer.eos_token_id)
+                between = said.token_ids(
+                    waiting if self._data.template == "chat" else text, self._tokenizer.eos_token_id
+                )
                 token_ids, mask, waiting = [*token_ids, *between], [*mask, *[False] * len(between)], []
             turn = self._turn(message["content"])
             token_ids, mask = [*token_ids, *turn], [*mask, *[True] * len(turn)]
@@ -243,7 +256,9 @@ class PromptDataset:
         if self._data.answer_key in columns:
             columns["answer"] = columns[self._data.answer_key]
         token_ids = tuple(self._token_ids[row].tolist())
-        return Prompt(prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt)
+        return Prompt(
+            prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt
+        )
 
     def _column(self, row: int, key: str, setting: str, *, messages: bool) -> str | list[Message]:
         """A column that must be there and be text, or may be ``messages``."""
@@ -287,14 +302,18 @@ class PromptDataset:
         for row in row_numbers:
             if renamed and self._data.answer_key not in self._rows[row]:
                 known = ", ".join(map(repr, self._rows[row])) or "none"
-                raise ConfigError(f"row {row} has no column {self._data.answer_key!r} (data.answer_key); its columns are {known}")
+                raise ConfigError(
+                    f"row {row} has no column {self._data.answer_key!r} (data.answer_key); its columns are {known}"
+                )
         # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them all), a
         # second <bos> would be off-distribution, and a tokenizer that appends <eos> would end the prompt before the answer.
         encoded = self._tokenizer([self._render(row) for row in row_numbers], add_special_tokens=False).input_ids
         limit, limit_name = self._limit()
         for row, token_ids in zip(row_numbers, encoded, strict=True):
             if not token_ids:
-                raise ConfigError(f"row {row}: column {self._data.prompt_key!r} gives a prompt of 0 tokens; fill or remove it")
+                raise ConfigError(
+                    f"row {row}: column {self._data.prompt_key!r} gives a prompt of 0 tokens; fill or remove it"
+                )
             if len(token_ids) <= limit:
                 self._token_ids[row] = np.asarray(token_ids, dtype=np.int32)
             elif self._data.on_long_prompt == "drop":
@@ -310,7 +329,9 @@ class PromptDataset:
         if self._solutions_checked:
             return
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError("the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json")
+            raise ConfigError(
+                "the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json"
+            )
         for row in self._kept:
             key = self._data.solution_key
             given = self._column(int(row), key, "data.solution_key", messages=True)

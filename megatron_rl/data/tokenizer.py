@@ -18,5 +18,7 @@ def load_tokenizer(config: Config):
             f"no tokenizer can be loaded from {path!r} ({str(error).splitlines()[0]}); name one by model.tokenizer_path"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {path!r} has no eos_token, so no completion would end; add one to its tokenizer_config.json")
+        raise ConfigError(
+            f"the tokenizer of {path!r} has no eos_token, so no completion would end; add one to its tokenizer_config.json"
+        )
     return tokenizer

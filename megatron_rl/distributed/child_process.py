@@ -10,17 +10,36 @@ from collections.abc import Mapping
 
 # What torchrun and SLURM tell a rank would make its child join the trainer's world.
 RANK_VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
-    "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
-)  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMPI_COMM_WORLD_SIZE",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+)
 PR_SET_PDEATHSIG = 1
 _ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """``given`` without the trainer's world, and with this package on PYTHONPATH."""
-    kept = {name: value for name, value in given.items() if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")}
-    kept["PYTHONPATH"] = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), *filter(None, [given.get("PYTHONPATH")])])
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+    kept["PYTHONPATH"] = os.pathsep.join(
+        [str(pathlib.Path(__file__).parents[2]), *filter(None, [given.get("PYTHONPATH")])]
+    )
     return kept
 
 

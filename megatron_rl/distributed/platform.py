@@ -20,7 +20,14 @@ import torch.utils._device as torch_device
 
 from megatron_rl.distributed.versions import check_megatron_core
 
-BF16_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+BF16_PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+}
 
 
 _largest_taken = [0]  # of the peaks that were reset
@@ -101,9 +108,24 @@ class _NoStream:
 
 
 _FACTORIES = (
-    "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "randint", "randn",
-    "randperm", "tensor", "zeros", "zeros_like", "as_tensor",
-)  # fmt: skip
+    "arange",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
+    "as_tensor",
+)
 
 
 def _on_cpu(factory):
@@ -150,7 +172,9 @@ def _reduce_scatter_uneven(reduce_scatter):
     def scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
         if len({x.shape for x in input_list}) == 1:
             return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-        assert op == torch.distributed.ReduceOp.SUM and not async_op, "Megatron-Core (0.16.1, 0.19.2) adds uneven parts synchronously"
+        assert op == torch.distributed.ReduceOp.SUM and not async_op, (
+            "Megatron-Core (0.16.1, 0.19.2) adds uneven parts synchronously"
+        )
         parts = [torch.empty_like(output) for _ in input_list]
         _exchange_parts(parts, input_list, group)
         output.copy_(torch.stack(parts).sum(0))
@@ -273,6 +297,10 @@ def transformer_engine_importable() -> bool:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, FileNotFoundError, AttributeError):  # half-installed ones raise the latter two; the doctor names them
+    except (
+        ImportError,
+        FileNotFoundError,
+        AttributeError,
+    ):  # half-installed ones raise the latter two; the doctor names them
         return False
     return True

@@ -119,10 +119,16 @@ def initialize(
             os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
             init_method = "tcp://127.0.0.1:0"
             dist.init_process_group(
-                HOST.backend, init_method=init_method, rank=0, world_size=1, timeout=datetime.timedelta(seconds=deadline_s)
+                HOST.backend,
+                init_method=init_method,
+                rank=0,
+                world_size=1,
+                timeout=datetime.timedelta(seconds=deadline_s),
             )
         else:
-            dist.init_process_group(HOST.backend, init_method=init_method, timeout=datetime.timedelta(seconds=deadline_s))
+            dist.init_process_group(
+                HOST.backend, init_method=init_method, timeout=datetime.timedelta(seconds=deadline_s)
+            )
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
     expert_tensor = expert_tensor or tensor
@@ -151,7 +157,11 @@ def initialize(
 def _record() -> dict[str, object]:
     """All that parallel_state remembers of the grid of ranks (0.16.1 and 0.19.2: module globals that begin with an underscore)."""
     code = (types.FunctionType, types.ModuleType, type)
-    return {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and not k.startswith("__") and not isinstance(v, code)}
+    return {
+        k: v
+        for k, v in vars(parallel_state).items()
+        if k.startswith("_") and not k.startswith("__") and not isinstance(v, code)
+    }
 
 
 def _no_grid() -> dict[str, object]:

@@ -32,7 +32,15 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.distributed.watchdog_server import ANSWER_S, BETWEEN, SETTLE_S, Cause, JsonConnection, RankState, WatchdogServer
+from megatron_rl.distributed.watchdog_server import (
+    ANSWER_S,
+    BETWEEN,
+    SETTLE_S,
+    Cause,
+    JsonConnection,
+    RankState,
+    WatchdogServer,
+)
 from megatron_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -48,7 +56,14 @@ END_S = 5.0  # after the cause, the main thread has this long to end by itself
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
 WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
-KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, RewardError)  # they name the cause already
+KNOWN_EVERYWHERE = (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    LockstepError,
+    NonFiniteGradient,
+    RewardError,
+)  # they name the cause already
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -118,7 +133,9 @@ class Watchdog:
                 raise PeerError(self._cause.text) from error
             keeper = f"{self._keeper.who}, which keeps the watch, did not say why in {ASK_S:g} s"
             raise PeerError(f"a collective failed on {self.who}, in {self._stage!r}, and {keeper}: {said}") from error
-        error.add_note(f"{self.who} raised it; it had been in {self._stage!r} for {time.monotonic() - self._since:.1f} s")
+        error.add_note(
+            f"{self.who} raised it; it had been in {self._stage!r} for {time.monotonic() - self._since:.1f} s"
+        )
         self._line.send(**{"is": "raised", "error": f"{type(error).__name__}: {error}"[:2000]})
 
     def leave(self) -> None:
@@ -136,7 +153,9 @@ class Watchdog:
             if messages is None:
                 self._learn(self._keeper.gone())
             for message in messages or []:
-                if message["is"] == "bye" and self._cause is None:  # rank 0 is done; after a cause this rank must still end
+                if (
+                    message["is"] == "bye" and self._cause is None
+                ):  # rank 0 is done; after a cause this rank must still end
                     return
                 self._hear(message)
             if self._cause is not None and end_at is None:
@@ -163,8 +182,9 @@ class Watchdog:
         at, _ = where_is(self._main)
         print(
             f"megatron_rl: {self._cause.text}\n{self.who} had not ended {END_S:g} s later, at {at}, and is ended here",
-            file=sys.__stderr__, flush=True,
-        )  # fmt: skip
+            file=sys.__stderr__,
+            flush=True,
+        )
         os._exit(1)
 
 
@@ -183,7 +203,9 @@ def _connect(addresses: list[str], port: int, who: str, deadline_s: float) -> so
             return socket.create_connection((address, port), timeout=min(deadline_s, 10.0))
         except OSError as error:
             met.append(f"{address}:{port} ({error})")
-    raise PeerError(f"{who} cannot reach the watch of rank 0 at {', '.join(met)}; the hosts must reach one another's ports")
+    raise PeerError(
+        f"{who} cannot reach the watch of rank 0 at {', '.join(met)}; the hosts must reach one another's ports"
+    )
 
 
 @contextlib.contextmanager

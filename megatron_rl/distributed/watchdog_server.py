@@ -197,7 +197,9 @@ class WatchdogServer:
             case "stage":
                 peer.stage, peer.number, peer.since = message["stage"], message["number"], time.monotonic()
             case "raised":
-                self._announce(Cause(rank=peer.rank, text=f"{peer.who} raised {message['error']}; it had been {peer.doing()}"))
+                self._announce(
+                    Cause(rank=peer.rank, text=f"{peer.who} raised {message['error']}; it had been {peer.doing()}")
+                )
             case "lost":
                 peer.lost = message["error"]
                 self._failed_at = self._failed_at or time.monotonic()

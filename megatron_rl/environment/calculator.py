@@ -80,7 +80,11 @@ class Calculator:
     """
 
     def __init__(
-        self, opening: str = "<calc>", closing: str = "</calc>", observation: str = "{result}", answer_key: str = "answer"
+        self,
+        opening: str = "<calc>",
+        closing: str = "</calc>",
+        observation: str = "{result}",
+        answer_key: str = "answer",
     ) -> None:
         if not opening or not closing or "{result}" not in observation:
             raise ConfigError(
@@ -95,7 +99,9 @@ class Calculator:
         given = prompt.columns.get(self.answer_key)
         self.answer = last_number(str(given))
         if self.answer is None:
-            raise ValueError(f"column {self.answer_key!r} of prompt {prompt.prompt_id} is {given!r:.80}, and the calculator needs a number")
+            raise ValueError(
+                f"column {self.answer_key!r} of prompt {prompt.prompt_id} is {given!r:.80}, and the calculator needs a number"
+            )
 
     def step(self, action: str) -> Step:
         before, found, _ = action.rpartition(self.closing)

@@ -76,7 +76,9 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     name = config.name
     made_by = resolve(name, BUILT_IN, what=f"environment.name={name!r}", form="module:Class")
     if not callable(made_by):
-        raise ConfigError(f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes environments")
+        raise ConfigError(
+            f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes environments"
+        )
     try:
         inspect.signature(made_by).bind(**config.arguments)
     except TypeError as error:
@@ -87,5 +89,7 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     if inspect.isclass(made_by):
         missing = [method for method in ("reset", "step") if not hasattr(made_by, method)]
         if missing:
-            raise ConfigError(f"environment.name={name!r} has no method {missing[0]!r}; an environment has reset(prompt) and step(action)")
+            raise ConfigError(
+                f"environment.name={name!r} has no method {missing[0]!r}; an environment has reset(prompt) and step(action)"
+            )
     return lambda: made_by(**config.arguments)

@@ -109,13 +109,18 @@ class StepPool:
         for ticket in [x for x in self._running if x.ends_at <= now]:
             frame = sys._current_frames().get(ticket.thread.ident)
             stood = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
-            ticket.error, ticket.ended = Overdue(f"it took longer than environment.deadline_s={self.deadline_s:g} s, at\n{stood}"), True
+            ticket.error, ticket.ended = (
+                Overdue(f"it took longer than environment.deadline_s={self.deadline_s:g} s, at\n{stood}"),
+                True,
+            )
             self._running.discard(ticket)
             self._num_threads -= 1
             self._overdue += 1
             log.warning("a step of an environment hangs; its thread is given up")
         if self._overdue >= PATIENCE * self.num_threads:
-            self._give_up_waiting(Overdue(f"{self._overdue} steps in a row took longer than {self.deadline_s:g} s; it was not tried"))
+            self._give_up_waiting(
+                Overdue(f"{self._overdue} steps in a row took longer than {self.deadline_s:g} s; it was not tried")
+            )
         self._staff()
 
     def _give_up_waiting(self, error: Exception) -> None:

@@ -124,9 +124,13 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For Megatron-Core's ``dist_checkpointing``: under global shapes, so that another layout loads them."""
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, self.split, sharded_offsets, tp_group=self.tp_group,
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            self.split,
+            sharded_offsets,
+            tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
+        )
 
 
 def _adds(adapter: Adapter):
@@ -138,7 +142,9 @@ def _adds(adapter: Adapter):
     return hook
 
 
-def put_adapters(chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig, topology: Topology, seed: int) -> ModelShape:
+def put_adapters(
+    chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig, topology: Topology, seed: int
+) -> ModelShape:
     """Freezes this rank's chunks and puts adapters beside their linear layers; the shape of what they are now.
 
     A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every layout starts with the
@@ -204,7 +210,9 @@ class _Start:
 
 
 @torch.no_grad()
-def fill_adapters(chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader) -> None:
+def fill_adapters(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
+) -> None:
     """Overwrites this rank's adapters by a reader's tensors (PEFT's names without ``base_model.model.``). Not a collective.
 
     Raises ConfigError where a tensor has another shape.
@@ -212,11 +220,17 @@ def fill_adapters(chunks: Sequence[torch.nn.Module], shape: ModelShape, topology
     stages = topology.pipeline_size * topology.virtual_size
     for number, chunk in enumerate(chunks):
         parameters = dict(chunk.named_parameters())
-        for entry in adapter_entries(shape, number * topology.pipeline_size + topology.pipeline_rank, stages, topology.expert_size):
+        for entry in adapter_entries(
+            shape, number * topology.pipeline_size + topology.pipeline_rank, stages, topology.expert_size
+        ):
             (name,) = entry.hf
             if reader.size(name) != hf_size(shape, name):
-                raise ConfigError(f"{name} has shape {reader.size(name)} and lora.rank={shape.lora_rank} asks for {hf_size(shape, name)}")
-            parameters[entry.megatron].copy_(load_shard(entry, shape, reader.read, topology.tensor_rank, topology.tensor_size))
+                raise ConfigError(
+                    f"{name} has shape {reader.size(name)} and lora.rank={shape.lora_rank} asks for {hf_size(shape, name)}"
+                )
+            parameters[entry.megatron].copy_(
+                load_shard(entry, shape, reader.read, topology.tensor_rank, topology.tensor_size)
+            )
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
@@ -233,7 +247,9 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """
     found = adapters_of(chunks)
     if not found:
-        raise ValueError("adapters_off() leaves the frozen model, and every weight of this one is trained; set lora.rank")
+        raise ValueError(
+            "adapters_off() leaves the frozen model, and every weight of this one is trained; set lora.rank"
+        )
     before = [adapter.enabled for adapter in found]
     try:
         for adapter in found:

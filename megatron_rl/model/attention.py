@@ -77,7 +77,9 @@ def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndar
     parts, start = [], 0
     for length in lengths:
         if length % (2 * size):
-            raise ValueError(f"a sequence of {length} tokens does not split in 2 x {size} chunks; pad it to a multiple of {2 * size}")
+            raise ValueError(
+                f"a sequence of {length} tokens does not split in 2 x {size} chunks; pad it to a multiple of {2 * size}"
+            )
         chunk = length // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
             parts.append(start + np.arange(number * chunk, (number + 1) * chunk))
@@ -86,7 +88,11 @@ def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndar
 
 
 def pack(
-    lengths: tuple[int, ...], device: torch.device, context: ContextShard = WHOLE, *, for_transformer_engine: bool = False
+    lengths: tuple[int, ...],
+    device: torch.device,
+    context: ContextShard = WHOLE,
+    *,
+    for_transformer_engine: bool = False,
 ) -> PackedSequences:
     """Packed-sequence parameters for sequences laid one after the other.
 
@@ -95,18 +101,27 @@ def pack(
 
     Example: lengths (2, 3) make cu_seqlens [0, 2, 5] and one bucket [[0, 1, 1], [2, 3, 4]].
     """
-    buckets, scatter = _whole_buckets(lengths) if context.size == 1 else _split_buckets(lengths, context.rank, context.size)
+    buckets, scatter = (
+        _whole_buckets(lengths) if context.size == 1 else _split_buckets(lengths, context.rank, context.size)
+    )
     places = np.concatenate([np.arange(n) for n in lengths])[context_positions(lengths, context.rank, context.size)]
     fields = {}
     if for_transformer_engine:
         bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
         cu_seqlens = send(bounds, device)
-        fields = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+        fields = dict(
+            cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        )
     return PackedSequences(
-        qkv_format="thd", lengths=lengths, position_ids=send(torch.from_numpy(places), device),
-        buckets=tuple(_on(x, device) for x in buckets), scatter=send(scatter, device), context=context, **fields,
-    )  # fmt: skip
+        qkv_format="thd",
+        lengths=lengths,
+        position_ids=send(torch.from_numpy(places), device),
+        buckets=tuple(_on(x, device) for x in buckets),
+        scatter=send(scatter, device),
+        context=context,
+        **fields,
+    )
 
 
 def _on(bucket: Bucket, device: torch.device) -> Bucket:
@@ -157,7 +172,9 @@ def _split_buckets(lengths: tuple[int, ...], rank: int, ranks: int) -> tuple[lis
         for half, number in enumerate((rank, 2 * ranks - 1 - rank)):
             queries, inside = _rows(local_start[group] + half * chunk[group], chunk[group])
             keys, _ = _rows(start[group], (number + 1) * chunk[group])
-            place = number * chunk[group][:, None] + torch.arange(queries.shape[1])[None]  # a pad's query sees all: nobody reads it
+            place = (
+                number * chunk[group][:, None] + torch.arange(queries.shape[1])[None]
+            )  # a pad's query sees all: nobody reads it
             mask = torch.arange(keys.shape[1])[None, None] <= place[:, :, None]
             scatter[queries[inside]] = offset + torch.arange(queries.numel()).view_as(queries)[inside]
             buckets.append(Bucket(queries=queries, keys=gathered_at[keys], mask=mask[:, None]))
@@ -192,11 +209,17 @@ class TorchAttention(torch.nn.Module):
         super().__init__()
         self.softmax_scale = softmax_scale
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_):
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
+    ):
         if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError(f"TorchAttention takes PackedSequences as packed_seq_params, not {type(packed_seq_params).__name__}")
+            raise TypeError(
+                f"TorchAttention takes PackedSequences as packed_seq_params, not {type(packed_seq_params).__name__}"
+            )
         if packed_seq_params.context.size > 1:
-            key, value = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group).unbind(1)
+            key, value = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group).unbind(
+                1
+            )
         outputs = [self._attend(query, key, value, bucket) for bucket in packed_seq_params.buckets]
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return packed.index_select(0, packed_seq_params.scatter)
@@ -209,7 +232,12 @@ class TorchAttention(torch.nn.Module):
 
         at = bucket.queries if bucket.keys is None else bucket.keys
         out = F.scaled_dot_product_attention(
-            rows(query, bucket.queries), rows(key, at), rows(value, at), attn_mask=bucket.mask, is_causal=bucket.mask is None,
-            scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+            rows(query, bucket.queries),
+            rows(key, at),
+            rows(value, at),
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
         return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)

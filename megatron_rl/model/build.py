@@ -53,22 +53,67 @@ _SHAPE = "it comes from the Hugging Face config in model.hf_path"
 _SECTION = "it is set by {}"
 _FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 REFUSED_TRANSFORMER_FIELDS = {
-    **dict.fromkeys(("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _SEAM),
+    **dict.fromkeys(
+        ("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+        _SEAM,
+    ),
     **dict.fromkeys(("grad_scale_func", "variable_seq_lengths", "deallocate_pipeline_outputs", "timers"), _SEAM),
     **dict.fromkeys(
-        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization",
-         "layernorm_epsilon", "qk_layernorm", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias"), _SHAPE),
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "normalization",
+            "layernorm_epsilon",
+            "qk_layernorm",
+            "gated_linear_unit",
+            "activation_func",
+            "add_bias_linear",
+            "add_qkv_bias",
+        ),
+        _SHAPE,
+    ),
     **dict.fromkeys(
-        ("rotary_interleaved", "layernorm_zero_centered_gamma", "window_size", "softmax_scale", "softmax_type", "multi_latent_attention",
-         "attention_output_gate", "qk_l2_norm", "apply_residual_connection_post_layernorm", "activation_func_clamp_value",
-         "glu_linear_offset", "no_rope_freq", "experimental_attention_variant", "heterogeneous_block_specs"), _SHAPE),
+        (
+            "rotary_interleaved",
+            "layernorm_zero_centered_gamma",
+            "window_size",
+            "softmax_scale",
+            "softmax_type",
+            "multi_latent_attention",
+            "attention_output_gate",
+            "qk_l2_norm",
+            "apply_residual_connection_post_layernorm",
+            "activation_func_clamp_value",
+            "glu_linear_offset",
+            "no_rope_freq",
+            "experimental_attention_variant",
+            "heterogeneous_block_specs",
+        ),
+        _SHAPE,
+    ),
     **dict.fromkeys(
-        ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
-         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-        "weights/mapping.py splits the layers evenly over the stages"),
+        (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "pipeline_model_parallel_layout",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        ),
+        "weights/mapping.py splits the layers evenly over the stages",
+    ),
     **dict.fromkeys(
-        ("defer_embedding_wgrad_compute", "num_microbatches_with_partial_activation_checkpoints", "hybrid_context_parallel",
-         "overlap_moe_expert_parallel_comm"), "it needs a schedule or a finalize that backend/schedule.py does not run"),
+        (
+            "defer_embedding_wgrad_compute",
+            "num_microbatches_with_partial_activation_checkpoints",
+            "hybrid_context_parallel",
+            "overlap_moe_expert_parallel_comm",
+        ),
+        "it needs a schedule or a finalize that backend/schedule.py does not run",
+    ),
     "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
     "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
     "virtual_pipeline_model_parallel_size": _SECTION.format("parallel.virtual_pipeline"),
@@ -79,15 +124,35 @@ REFUSED_TRANSFORMER_FIELDS = {
     "expert_model_parallel_size": _SECTION.format("parallel.expert"),
     "expert_tensor_parallel_size": _SECTION.format("parallel.expert_tensor"),
     **dict.fromkeys(
-        ("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-         "moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_num_groups",
-         "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_latent_size"), _SHAPE),
+        (
+            "num_moe_experts",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "moe_router_score_function",
+            "moe_router_pre_softmax",
+            "moe_layer_freq",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_topk_limited_devices",
+            "moe_router_topk_scaling_factor",
+            "moe_latent_size",
+        ),
+        _SHAPE,
+    ),
     **{
         name: "model.layer_spec decides how experts lie in memory, and weights/mapping.py knows its two ways"
-        for name in ("moe_grouped_gemm", "moe_extended_tp", "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight",
-                     "moe_mlp_glu_interleave_size")
-        if name in _FIELDS},  # 0.16.1 and 0.19.2 do not have the same ones
-}  # fmt: skip
+        for name in (
+            "moe_grouped_gemm",
+            "moe_extended_tp",
+            "moe_use_legacy_grouped_gemm",
+            "moe_single_grouped_weight",
+            "moe_mlp_glu_interleave_size",
+        )
+        if name in _FIELDS
+    },  # 0.16.1 and 0.19.2 do not have the same ones
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,19 +235,29 @@ def _check_expressible(hf_config: Any) -> None:
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
     if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
-        raise ConfigError("a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too")
+        raise ConfigError(
+            "a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too"
+        )
     if family in ("qwen3", "qwen3_moe") and hf_config.attention_bias:
-        raise ConfigError(f"a {family} model with attention_bias is not supported: its output projection carries a bias too")
+        raise ConfigError(
+            f"a {family} model with attention_bias is not supported: its output projection carries a bias too"
+        )
     if family.startswith("qwen") and hf_config.use_sliding_window:
         raise ConfigError(f"use_sliding_window=true of {family} is not supported; only full attention is")
-    if family == "mistral" and hf_config.sliding_window is not None and hf_config.sliding_window < hf_config.max_position_embeddings:
+    if (
+        family == "mistral"
+        and hf_config.sliding_window is not None
+        and hf_config.sliding_window < hf_config.max_position_embeddings
+    ):
         raise ConfigError(
             f"sliding_window={hf_config.sliding_window} of mistral is below max_position_embeddings={hf_config.max_position_embeddings}, "
             "and only full attention is supported; within the window the two are equal, so lower max_position_embeddings to it in "
             "config.json if no sequence is longer"
         )
     if family == "mixtral" and hf_config.sliding_window is not None:
-        raise ConfigError(f"sliding_window={hf_config.sliding_window} of mixtral is not supported; only full attention (null) is")
+        raise ConfigError(
+            f"sliding_window={hf_config.sliding_window} of mixtral is not supported; only full attention (null) is"
+        )
     if family == "mixtral" and hf_config.router_jitter_noise:
         raise ConfigError(
             f"router_jitter_noise={hf_config.router_jitter_noise} of mixtral is not supported: it draws noise per batch; set it to 0.0"
@@ -197,7 +272,10 @@ def _check_expressible(hf_config: Any) -> None:
 def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, topology: Topology) -> None:
     """ConfigError where a degree of parallelism does not divide what it splits."""
     name, experts = hf_config.name_or_path or hf_config.model_type, hf_config.model_type in MIXTURES
-    split = [("parallel.tensor", topology.tensor_size, x, hf_config.to_dict()[x]) for x in ("num_attention_heads", "num_key_value_heads")]
+    split = [
+        ("parallel.tensor", topology.tensor_size, x, hf_config.to_dict()[x])
+        for x in ("num_attention_heads", "num_key_value_heads")
+    ]
     if experts:
         split += [
             ("parallel.expert_tensor", topology.expert_tensor_size, ffn_name, ffn),
@@ -206,14 +284,20 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
     else:
         split += [("parallel.tensor", topology.tensor_size, ffn_name, ffn)]
     stages = topology.pipeline_size * topology.virtual_size
-    split += [("parallel.pipeline x parallel.virtual_pipeline", stages, "num_hidden_layers", hf_config.num_hidden_layers)]
+    split += [
+        ("parallel.pipeline x parallel.virtual_pipeline", stages, "num_hidden_layers", hf_config.num_hidden_layers)
+    ]
     for key, degree, what, count in split:
         if count % degree:
             raise ConfigError(f"{key}={degree} does not divide {what}={count} of {name}; use a divisor")
     if not experts and topology.expert_size > 1:
-        raise ConfigError(f"parallel.expert={topology.expert_size} splits experts and {name} has none; set parallel.expert=1")
+        raise ConfigError(
+            f"parallel.expert={topology.expert_size} splits experts and {name} has none; set parallel.expert=1"
+        )
     if not experts and config.parallel.expert_tensor not in (None, topology.tensor_size):
-        raise ConfigError(f"parallel.expert_tensor={config.parallel.expert_tensor} splits experts and {name} has none; leave it null")
+        raise ConfigError(
+            f"parallel.expert_tensor={config.parallel.expert_tensor} splits experts and {name} has none; leave it null"
+        )
     if experts and topology.tensor_size > 1 and not config.parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tensor={topology.tensor_size} with experts needs parallel.sequence_parallel=true, or Megatron-Core would send each "
@@ -245,18 +329,28 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
     _check_expressible(hf_config)
     family, heads, vocab = hf_config.model_type, hf_config.num_attention_heads, hf_config.vocab_size
     mixture = family in MIXTURES
-    head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads  # absent in qwen2's config, None in some llamas'
+    head_dim = (
+        hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads
+    )  # absent in qwen2's config, None in some llamas'
     return ModelShape(
-        family=family, num_layers=hf_config.num_hidden_layers, hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.to_dict()[_ffn_name(family)], num_heads=heads,
-        num_kv_heads=hf_config.num_key_value_heads, head_dim=head_dim, vocab_size=vocab,
+        family=family,
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        ffn_hidden_size=hf_config.to_dict()[_ffn_name(family)],
+        num_heads=heads,
+        num_kv_heads=hf_config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
         padded_vocab_size=-(-vocab // vocab_multiple) * vocab_multiple,
-        context_tokens=hf_config.max_position_embeddings, tied_embeddings=bool(hf_config.tie_word_embeddings),
-        qkv_bias=family == "qwen2", qk_norm=family in ("qwen3", "qwen3_moe"),
+        context_tokens=hf_config.max_position_embeddings,
+        tied_embeddings=bool(hf_config.tie_word_embeddings),
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         num_experts=hf_config.num_local_experts if mixture else 0,
         experts_per_token=hf_config.num_experts_per_tok if mixture else 0,
-        router_pre_softmax=family == "qwen3_moe" and not hf_config.norm_topk_prob, layer_spec=layer_spec,
-    )  # fmt: skip
+        router_pre_softmax=family == "qwen3_moe" and not hf_config.norm_topk_prob,
+        layer_spec=layer_spec,
+    )
 
 
 def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
@@ -279,31 +373,57 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
 
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
     """Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
-    given = resolve_fields(config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
+    given = resolve_fields(
+        config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS
+    )
     # 0, false and null say that there is none of it (algorithm/signal.py refuses the rest); Megatron-Core says so by its default alone
     given = {name: value for name, value in given.items() if name not in UNCOUNTED_FIELDS or value}
     for name in ("attention_dropout", "hidden_dropout"):
         if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
-            raise ConfigError(f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU")
+            raise ConfigError(
+                f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU"
+            )
     dtype = DTYPES[config.model.dtype]
     fields: dict[str, Any] = dict(
-        num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size, kv_channels=shape.head_dim,
-        num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm,
-        tensor_model_parallel_size=topology.tensor_size, pipeline_model_parallel_size=topology.pipeline_size,
-        expert_model_parallel_size=topology.expert_size, expert_tensor_parallel_size=topology.expert_tensor_size,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        kv_channels=shape.head_dim,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        tensor_model_parallel_size=topology.tensor_size,
+        pipeline_model_parallel_size=topology.pipeline_size,
+        expert_model_parallel_size=topology.expert_size,
+        expert_tensor_parallel_size=topology.expert_tensor_size,
         context_parallel_size=topology.context_size,
-        sequence_parallel=config.parallel.sequence_parallel, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
-        attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=not HOST.is_cuda, perform_initialization=False,
-        gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        calculate_per_token_loss=True, variable_seq_lengths=True,
+        sequence_parallel=config.parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=not HOST.is_cuda,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
         virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
-        overlap_p2p_comm=topology.virtual_size > 1, batch_p2p_comm=topology.virtual_size == 1,
+        overlap_p2p_comm=topology.virtual_size > 1,
+        batch_p2p_comm=topology.virtual_size == 1,
         **_mixture_fields(shape),
-    )  # fmt: skip
+    )
     fields.update(given)
     try:
         return TransformerConfig(**fields)
@@ -316,13 +436,21 @@ def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
     if not shape.num_experts:
         return {}
     return dict(
-        num_moe_experts=shape.num_experts, moe_ffn_hidden_size=shape.ffn_hidden_size, moe_router_topk=shape.experts_per_token,
-        moe_router_score_function="softmax", moe_router_pre_softmax=shape.router_pre_softmax, moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, moe_grouped_gemm=shape.layer_spec == "transformer_engine",
-    )  # fmt: skip
+        num_moe_experts=shape.num_experts,
+        moe_ffn_hidden_size=shape.ffn_hidden_size,
+        moe_router_topk=shape.experts_per_token,
+        moe_router_score_function="softmax",
+        moe_router_pre_softmax=shape.router_pre_softmax,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+        moe_grouped_gemm=shape.layer_spec == "transformer_engine",
+    )
 
 
-def build_model(config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False) -> tuple[list[GPTModel], ModelShape]:
+def build_model(
+    config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False
+) -> tuple[list[GPTModel], ModelShape]:
     """This rank's chunks of the model (one, or ``parallel.virtual_pipeline`` under the interleaved schedule).
 
     Weights are not yet loaded: they hold no meaning until weights/export loads them.
@@ -366,10 +494,21 @@ def build_model(config: Config, hf_config: Any, topology: Topology, *, value_hea
 def _mark_tensor_parallel(model: GPTModel) -> None:
     """Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks a weight as split inside its initialisation, which we skip. Without
     the mark the gradient norm counts tensor rank 0's shards alone, and clipping scales by a wrong norm."""
-    dimensions = {tensor_parallel.ColumnParallelLinear: 0, tensor_parallel.VocabParallelEmbedding: 0, tensor_parallel.RowParallelLinear: 1}
+    dimensions = {
+        tensor_parallel.ColumnParallelLinear: 0,
+        tensor_parallel.VocabParallelEmbedding: 0,
+        tensor_parallel.RowParallelLinear: 1,
+    }
     for module in model.modules():
-        for kind, dimension in dimensions.items():  # a tied output layer on the embedding's stage has no weight of its own
-            if isinstance(module, kind) and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+        for (
+            kind,
+            dimension,
+        ) in dimensions.items():  # a tied output layer on the embedding's stage has no weight of its own
+            if (
+                isinstance(module, kind)
+                and module.weight is not None
+                and not hasattr(module.weight, "tensor_model_parallel")
+            ):
                 tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
 
 

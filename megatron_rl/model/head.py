@@ -22,7 +22,9 @@ def hand_out_hidden(model: GPTModel) -> None:
 
     def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None):
         if layer.sequence_parallel:  # the gradients of all tensor ranks' columns are summed on the way back
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=layer.tp_group
+            )
         return hidden, None
 
     layer.forward = forward
@@ -40,7 +42,9 @@ class ValueHead(torch.nn.Module):
         self.sequence_parallel, self.group = layer.sequence_parallel, layer.tp_group
         self.weight = torch.nn.Parameter(layer.weight.new_zeros(1, layer.weight.shape[1]))
 
-    def forward(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ):
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         return hidden, None
@@ -58,4 +62,8 @@ def values_of(hidden: torch.Tensor, model: GPTModel) -> torch.Tensor:
 
 def head_weight(model: GPTModel) -> torch.Tensor:
     """[V/TP, H] this tensor rank's rows of the output matrix: the embedding's where the two are tied on this stage."""
-    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )

@@ -131,7 +131,9 @@ class _Head:
         mine = (local >= 0) & (local < self.num_valid)
         return torch.where(mine, local, 0), mine
 
-    def scaled_logits(self, hidden: torch.Tensor, weight: torch.Tensor, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def scaled_logits(
+        self, hidden: torch.Tensor, weight: torch.Tensor, product: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
         """One chunk's logits over the temperature, in ``x``. The product is rounded to hidden's dtype, as the output layer's is."""
         logits = torch.mm(hidden, weight[: self.num_valid].t(), out=product[: hidden.shape[0]])
         x = logits if product is x else x[: hidden.shape[0]].copy_(logits)
@@ -145,7 +147,9 @@ class _LinearLogProb(torch.autograd.Function):
         tokens = hidden.shape[0]
         column, mine = head.own(targets)
         peak = hidden.new_empty(tokens, dtype=precise)
-        stats = hidden.new_empty((3, tokens), dtype=precise)  # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
+        stats = hidden.new_empty(
+            (3, tokens), dtype=precise
+        )  # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
         x_buffer, e_buffer = head.buffer(hidden, precise), head.buffer(hidden, precise)
         product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
         for rows in head.slices(tokens):
@@ -257,7 +261,12 @@ def linear_logprob(
     start, num_valid = _columns(weight.shape[0], tensor_rank, vocab_size)
     parallel = group is not None and dist.get_world_size(group) > 1
     head = _Head(
-        temperature=temperature, start=start, num_valid=num_valid, group=group if parallel else None, train_entropy=train_entropy,
-        reduce_hidden_grad=reduce_hidden_grad, chunk_tokens=chunk_tokens,
-    )  # fmt: skip
+        temperature=temperature,
+        start=start,
+        num_valid=num_valid,
+        group=group if parallel else None,
+        train_entropy=train_entropy,
+        reduce_hidden_grad=reduce_hidden_grad,
+        chunk_tokens=chunk_tokens,
+    )
     return _LinearLogProb.apply(hidden, weight, targets, head)

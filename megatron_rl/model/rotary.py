@@ -21,7 +21,9 @@ class PackedRotary(torch.nn.Module):
         super().__init__()
         self.inv_freq = inv_freq
 
-    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config, packed: PackedSequences):
+    def get_rotary_seq_len(
+        self, inference_context, transformer, transformer_input, transformer_config, packed: PackedSequences
+    ):
         """The positions of the tokens at hand, where Megatron-Core's own answers with a length: only ``forward`` reads it."""
         return packed.position_ids
 

@@ -63,7 +63,9 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
     metrics = {"train/loss": float(sums["loss"])} if "loss" in sums else {}
     measured = [name for name in (*_PER_TOKEN, *MAXIMA) if name in sums]
     if measured and "tokens" not in sums:
-        raise ValueError(f"the step's sums hold {measured[0]} and no tokens, so there is nothing to divide by; add sums['tokens']")
+        raise ValueError(
+            f"the step's sums hold {measured[0]} and no tokens, so there is nothing to divide by; add sums['tokens']"
+        )
     if not measured or sums["tokens"] == 0:
         return metrics
     for name in measured:
@@ -94,7 +96,9 @@ def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) 
     over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
-        raise ValueError(f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample")
+        raise ValueError(
+            f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample"
+        )
     tokens_S = facts.total_tokens
     members = mini_batch.members
     tokens_dense = int(tokens_S[members].sum())
@@ -127,7 +131,9 @@ def _plain(key: str, value: object) -> object:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
-    raise TypeError(f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value")
+    raise TypeError(
+        f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value"
+    )
 
 
 def set_aside(path: pathlib.Path) -> None:
@@ -144,7 +150,9 @@ def _open_tensorboard(run_dir: pathlib.Path, last_step: int | None):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError("metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off") from error
+        raise ConfigError(
+            "metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off"
+        ) from error
     if last_step is not None:
         return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=last_step + 1)
     if (run_dir / "tensorboard").exists():
@@ -159,7 +167,9 @@ def _open_wandb(run_dir: pathlib.Path, project: str, total_steps: int):
         raise ConfigError(
             f"metrics.wandb_project={project!r} and wandb cannot be imported; pip install wandb, or set it to null"
         ) from error
-    return wandb.init(project=project, dir=str(run_dir), name=run_dir.resolve().name, config={"total_steps": total_steps})
+    return wandb.init(
+        project=project, dir=str(run_dir), name=run_dir.resolve().name, config={"total_steps": total_steps}
+    )
 
 
 class MetricsWriter:
@@ -171,9 +181,13 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run_dir: str | pathlib.Path, metrics_config: MetricsConfig, total_steps: int, is_main: bool,
+        self,
+        run_dir: str | pathlib.Path,
+        metrics_config: MetricsConfig,
+        total_steps: int,
+        is_main: bool,
         resumed: Mapping[str, int | None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._is_main = is_main
         self._num_ghost_steps: int = resumed["ghost_steps"] if resumed else 0
         self._last_step: int | None = resumed["last_step"] if resumed else None
@@ -206,7 +220,9 @@ class MetricsWriter:
             raise ValueError(f"a metrics row lacks {', '.join(missing)}; every row has {', '.join(ROW_KEYS)}")
         plain = {key: _plain(key, value) for key, value in row.items()}
         if self._last_step is not None and plain["step"] <= self._last_step:
-            raise ValueError(f"metrics row with step={plain['step']} after step={self._last_step}; count steps once, over all phases")
+            raise ValueError(
+                f"metrics row with step={plain['step']} after step={self._last_step}; count steps once, over all phases"
+            )
         self._last_step = plain["step"]
         self._num_ghost_steps += plain["step_kind"] != StepKind.REAL.value
         plain["skip/ghost_steps"] = self._num_ghost_steps
@@ -281,7 +297,9 @@ def read_metrics(path: str | pathlib.Path) -> list[Row]:
         try:
             row = _parse_line(line)
             if rows and row["step"] <= rows[-1]["step"]:
-                raise ValueError(f"step={row['step']} after step={rows[-1]['step']}; a file holds the rising steps of one run")
+                raise ValueError(
+                    f"step={row['step']} after step={rows[-1]['step']}; a file holds the rising steps of one run"
+                )
             rows.append(row)
         except ValueError as error:
             if number == len(lines):
@@ -353,4 +371,6 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds < 59.5 else "1 min 00 s"
     whole = round(seconds)
-    return f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return (
+        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    )

@@ -29,7 +29,12 @@ class ProgressBar:
     """
 
     def __init__(
-        self, total_steps: int, enabled: bool, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        enabled: bool,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total_steps, self._enabled, self._clock = total_steps, enabled, clock
         self._console = console or Console()
@@ -63,10 +68,14 @@ class ProgressBar:
             if key in row:
                 self._latest[key] = row[key]
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._num_steps, description=str(row["phase"]), facts=" · ".join(self._facts()))
+            self._bar.update(
+                self._task, completed=self._num_steps, description=str(row["phase"]), facts=" · ".join(self._facts())
+            )
         elif self._num_steps in (1, self._total_steps) or now_s - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now_s
-            line = " | ".join([f"{row['phase']} step {row['step']} ({self._num_steps}/{self._total_steps})", *self._facts()])
+            line = " | ".join(
+                [f"{row['phase']} step {row['step']} ({self._num_steps}/{self._total_steps})", *self._facts()]
+            )
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _facts(self) -> list[str]:

@@ -127,9 +127,15 @@ def _draw(figure: Figure, rows: Sequence[Row], frame: Frame) -> str | None:
     if not drawn or (figure.nonzero and not any(np.nan_to_num(s.values).any() for s in drawn)):
         return None
     svg = line_plot(
-        figure.title, drawn, frame,
-        unit=figure.unit, from_zero=figure.from_zero, share=figure.share, spiky=figure.spiky, filled=figure.filled,
-    )  # fmt: skip
+        figure.title,
+        drawn,
+        frame,
+        unit=figure.unit,
+        from_zero=figure.from_zero,
+        share=figure.share,
+        spiky=figure.spiky,
+        filled=figure.filled,
+    )
     return _card(figure.title, figure.subtitle, drawn, len(frame.ghost_steps) > 0, svg)
 
 
@@ -146,7 +152,9 @@ def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
     colors = [TIME_PARTS.index(part) + 1 for part in parts]
     if rest.sum() > 0.01 * total.values.sum():
         names, values, colors = [*names, "other"], [*values, rest], [*colors, OTHER_COLOR]
-    stack = [Series(label=n, steps=total.steps, values=v, color=c) for n, v, c in zip(names, values, colors, strict=True)]
+    stack = [
+        Series(label=n, steps=total.steps, values=v, color=c) for n, v, c in zip(names, values, colors, strict=True)
+    ]
     svg = stacked_plot(TIME_TITLE, stack, total, frame, unit="s")
     return _card(TIME_TITLE, "seconds per optimizer step, by stage", stack, len(frame.ghost_steps) > 0, svg)
 
@@ -167,7 +175,11 @@ def _eval_series(rows: Sequence[Row], keys: Sequence[str]) -> list[Series]:
     for key in keys:
         new = _series(rows, key, key.rpartition("/")[2], EVAL_COLORS[len(drawn) % len(EVAL_COLORS)])
         old = drawn[0] if drawn and new.label == "pass@1" else None
-        if old is not None and np.array_equal(old.steps, new.steps) and np.allclose(old.values, new.values, equal_nan=True):
+        if (
+            old is not None
+            and np.array_equal(old.steps, new.steps)
+            and np.allclose(old.values, new.values, equal_nan=True)
+        ):
             drawn[0] = replace(old, label=f"{old.label} = {new.label}")
         elif np.isfinite(new.values).any():
             drawn.append(new)
@@ -181,7 +193,11 @@ def _draw_evals(rows: Sequence[Row], frame: Frame) -> list[str]:
         if any(np.isfinite(s.values).sum() >= 2 for s in drawn):
             title, values = f"Evaluation: {name}", np.concatenate([s.values[np.isfinite(s.values)] for s in drawn])
             svg = line_plot(title, drawn, frame, share=bool(values.min() >= 0 and values.max() <= 1))
-            what = "mean@1, greedy, on held-out prompts" if [s.label for s in drawn] == ["mean@1"] else "on held-out prompts"
+            what = (
+                "mean@1, greedy, on held-out prompts"
+                if [s.label for s in drawn] == ["mean@1"]
+                else "on held-out prompts"
+            )
             cards.append(_card(title, what, drawn, len(frame.ghost_steps) > 0, svg))
     return cards
 
@@ -189,7 +205,12 @@ def _draw_evals(rows: Sequence[Row], frame: Frame) -> list[str]:
 def _plots(rows: Sequence[Row]) -> str:
     frame = _frame(rows)
     cards = {figure.title: _draw(figure, rows, frame) for figure in FIGURES}
-    ordered = [cards["Reward"], *_draw_evals(rows, frame), cards["Zero-advantage ratio"], cards["Tokens: executed and dense"]]
+    ordered = [
+        cards["Reward"],
+        *_draw_evals(rows, frame),
+        cards["Zero-advantage ratio"],
+        cards["Tokens: executed and dense"],
+    ]
     cards[TIME_TITLE] = _draw_times(rows, frame)
     ordered += [cards[TIME_TITLE]] + [cards[figure.title] for figure in FIGURES[3:]]
     missing = [title for title in (*(f.title for f in FIGURES if f.required), TIME_TITLE) if cards[title] is None]
@@ -217,7 +238,11 @@ def _tiles(rows: Sequence[Row]) -> str:
             kind = key.rpartition("/")[2]
             series = _series(rows, key, kind, 1)
             before = f"{series.values[0]:.3f}" if len(series.steps) > 1 else ""
-            when = f"steps {series.steps[0]} and {series.steps[-1]}, {kind}" if before else f"step {series.steps[-1]}, {kind}"
+            when = (
+                f"steps {series.steps[0]} and {series.steps[-1]}, {kind}"
+                if before
+                else f"step {series.steps[-1]}, {kind}"
+            )
             tiles.append(_tile(f"Evaluation: {name}", f"{series.values[-1]:.3f}", when, before=before))
     if summary.zero_advantage_ratio is not None:
         start, end = (f"{100 * value:.0f} %" for value in summary.zero_advantage_ratio)
@@ -235,7 +260,17 @@ def _tiles(rows: Sequence[Row]) -> str:
 
 
 def _phase_table(rows: Sequence[Row]) -> str:
-    head = ("phase", "steps", "real", "ghost", "reward, first", "reward, last", "executed of dense", "median step", "time")
+    head = (
+        "phase",
+        "steps",
+        "real",
+        "ghost",
+        "reward, first",
+        "reward, last",
+        "executed of dense",
+        "median step",
+        "time",
+    )
     lines = []
     for phase, part in _phases(rows):
         # summarize() sets the warm-up apart; here each phase is looked at by itself.

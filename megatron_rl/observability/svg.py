@@ -163,7 +163,9 @@ def _scenery(frame: Frame, axis: Axis) -> str:
     half_step = 0.5 * (RIGHT - LEFT) / (frame.last_step - frame.first_step + 1)
     for first, last in frame.shaded:
         start, stop = float(frame.x(first)) - half_step, float(frame.x(last)) + half_step
-        parts.append(f'<rect class="shade" x="{start:.1f}" y="{TOP}" width="{stop - start:.1f}" height="{BOTTOM - TOP}"/>')
+        parts.append(
+            f'<rect class="shade" x="{start:.1f}" y="{TOP}" width="{stop - start:.1f}" height="{BOTTOM - TOP}"/>'
+        )
         if stop - start > 60:
             parts.append(f'<text class="shade-label" x="{start + 6:.1f}" y="{TOP + 13}">warm-up</text>')
     for tick in axis.ticks:
@@ -200,7 +202,9 @@ def _tips(frame: Frame, series: Sequence[Series], unit: str) -> str:
     edges = np.concatenate([[LEFT], (x[1:] + x[:-1]) / 2, [RIGHT]])
     parts = []
     for i, step in enumerate(steps):
-        said = [f"{s.label}: {short(t[step])} {unit}".rstrip() for s, t in zip(series, tables, strict=True) if step in t]
+        said = [
+            f"{s.label}: {short(t[step])} {unit}".rstrip() for s, t in zip(series, tables, strict=True) if step in t
+        ]
         tip = html.escape("\n".join([f"step {step}", *said]))
         rect = f'x="{edges[i]:.1f}" y="{TOP}" width="{edges[i + 1] - edges[i]:.1f}" height="{BOTTOM - TOP}"'
         parts.append(f'<rect class="tip" {rect}><title>{tip}</title></rect>')
@@ -217,8 +221,17 @@ def _all_finite(series: Sequence[Series]) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def line_plot(title: str, series: Sequence[Series], frame: Frame, *, unit: str = "", from_zero: bool = False, share: bool = False,
-              spiky: bool = False, filled: bool = False) -> str:  # fmt: skip
+def line_plot(
+    title: str,
+    series: Sequence[Series],
+    frame: Frame,
+    *,
+    unit: str = "",
+    from_zero: bool = False,
+    share: bool = False,
+    spiky: bool = False,
+    filled: bool = False,
+) -> str:
     """Lines: the running mean over the faint raw values; with few points, the points themselves.
 
     share: the axis is 0 to 1. spiky: the axis is logarithmic where the largest value is above 20 medians.
@@ -239,11 +252,15 @@ def line_plot(title: str, series: Sequence[Series], frame: Frame, *, unit: str =
         smooth = _smooth(frame, s)
         if filled:
             known = np.isfinite(smooth)
-            parts.append(_area(frame, axis, s.steps[known], np.full(known.sum(), axis.low), smooth[known], f"tint c{s.color}"))
+            parts.append(
+                _area(frame, axis, s.steps[known], np.full(known.sum(), axis.low), smooth[known], f"tint c{s.color}")
+            )
         if len(s.values) < FEW_POINTS:
             parts.append(_line(frame, axis, s, s.values, "line"))
             for x, y in zip(np.atleast_1d(frame.x(s.steps)), axis.y(s.values), strict=True):
-                parts.append(f'<circle class="dot c{s.color}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' if math.isfinite(y) else "")
+                parts.append(
+                    f'<circle class="dot c{s.color}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' if math.isfinite(y) else ""
+                )
         else:
             parts += [_line(frame, axis, s, s.values, "raw"), _line(frame, axis, s, smooth, "line")]
     return _svg(title, "".join(parts) + _ghosts(frame) + _tips(frame, series, unit))
@@ -266,7 +283,9 @@ def stacked_plot(title: str, series: Sequence[Series], total: Series, frame: Fra
     """
     layers = np.cumsum([_smooth(frame, s) for s in series], axis=0)
     finite = total.values[np.isfinite(total.values)]
-    axis = linear_axis(np.asarray([layers[-1].max(), np.percentile(finite, 99) if len(finite) else 0.0]), from_zero=True)
+    axis = linear_axis(
+        np.asarray([layers[-1].max(), np.percentile(finite, 99) if len(finite) else 0.0]), from_zero=True
+    )
     foot, parts = np.zeros(len(total.steps)), [_scenery(frame, axis)]
     for s, top in zip(series, layers, strict=True):
         parts.append(_area(frame, axis, s.steps, foot, top, f"layer c{s.color}"))

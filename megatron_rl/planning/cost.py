@@ -70,7 +70,14 @@ class CostModel:
         """
         if tokens <= 0 or len(self.stages) == 1:
             return 1
-        return int(self.count_seconds(np.arange(1, min(int(tokens), most, MOST_MICROBATCHES) + 1), tokens, squares, longest).argmin()) + 1
+        return (
+            int(
+                self.count_seconds(
+                    np.arange(1, min(int(tokens), most, MOST_MICROBATCHES) + 1), tokens, squares, longest
+                ).argmin()
+            )
+            + 1
+        )
 
     def count_seconds(self, counts: np.ndarray, tokens: float, squares: float, longest: float = 0.0) -> np.ndarray:
         """[C] seconds of a rank that runs ``counts`` [C] equal micro-batches, but for one that holds the longest sample."""
@@ -106,7 +113,13 @@ def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> 
 
 
 def prior(
-    *, stages: int, virtual: int, overhead_tokens: float, square_share: float, head_layers: float, layers_per_stage: float
+    *,
+    stages: int,
+    virtual: int,
+    overhead_tokens: float,
+    square_share: float,
+    head_layers: float,
+    layers_per_stage: float,
 ) -> CostModel:
     """What is assumed before anything was measured, in tokens of a stage without the LM head.
 
@@ -144,7 +157,9 @@ class CostFit:
     def add(self, step: np.ndarray) -> None:
         """One step's sums over all ranks, float64 [stages, NUM_SUMS]."""
         if step.shape != self.sums.shape:
-            raise ValueError(f"a step's sums have shape {step.shape} and {self.sums.shape} are needed: one row per pipeline stage")
+            raise ValueError(
+                f"a step's sums have shape {step.shape} and {self.sums.shape} are needed: one row per pipeline stage"
+            )
         if step.any():  # a ghost step measures nothing, and forgets nothing
             self.sums = self.forget * self.sums + step
 

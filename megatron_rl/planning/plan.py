@@ -101,16 +101,24 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
     stages = degrees.pipeline_size
     cost = prior(
-        stages=stages, virtual=degrees.virtual_size, overhead_tokens=config.plan.microbatch_overhead_tokens,
-        square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers / stages,
-    )  # fmt: skip
+        stages=stages,
+        virtual=degrees.virtual_size,
+        overhead_tokens=config.plan.microbatch_overhead_tokens,
+        square_share=sizes.square_share,
+        head_layers=sizes.head_layers,
+        layers_per_stage=sizes.num_layers / stages,
+    )
     return PlanRules(
-        data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch,
-        samples_per_microbatch=config.plan.samples_per_microbatch, repack=config.plan.repack,
+        data_size=degrees.data_size,
+        cost=cost,
+        max_tokens=config.plan.max_tokens_per_microbatch,
+        samples_per_microbatch=config.plan.samples_per_microbatch,
+        repack=config.plan.repack,
         pad_multiple=chunks * (degrees.tensor_size if config.parallel.sequence_parallel else 1),
-        microbatch_multiple=stages if degrees.virtual_size > 1 else 1, lockstep_ranks=degrees.lockstep_replicas,
+        microbatch_multiple=stages if degrees.virtual_size > 1 else 1,
+        lockstep_ranks=degrees.lockstep_replicas,
         on_long_sample=config.plan.on_long_sample,
-    )  # fmt: skip
+    )
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
@@ -152,7 +160,9 @@ def plan_steps(
     return BatchPlan(purpose=purpose, mini_batches=planned)
 
 
-def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules, sample_ids: Sequence[str]) -> None:
+def _refuse_long_samples(
+    mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules, sample_ids: Sequence[str]
+) -> None:
     """Looks at the members before the drop: the dense run and the one that skips fail alike."""
     if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
         return
@@ -168,7 +178,9 @@ def _refuse_long_samples(mini_batches: list[np.ndarray], padded: np.ndarray, rul
         )
 
 
-def _plan_mini_batch(members: np.ndarray, lengths: _Lengths, signal: np.ndarray, rules: PlanRules, *, drops: bool) -> StepPlan:
+def _plan_mini_batch(
+    members: np.ndarray, lengths: _Lengths, signal: np.ndarray, rules: PlanRules, *, drops: bool
+) -> StepPlan:
     live = members[signal[members]] if drops else members
     dense = cut(members, lengths, rules)
     if len(live) == len(members):
@@ -247,7 +259,10 @@ def _pack_block(shares: list[np.ndarray], lengths: _Lengths, rules: PlanRules) -
     packed = [_pack(share, lengths, rules, count) for share in shares]
     while (reached := _rounded_up(max(len(x) for x in packed), rules)) > count:
         count = reached
-        packed = [x if len(x) == min(count, len(s)) else _pack(s, lengths, rules, count) for x, s in zip(packed, shares, strict=True)]
+        packed = [
+            x if len(x) == min(count, len(s)) else _pack(s, lengths, rules, count)
+            for x, s in zip(packed, shares, strict=True)
+        ]
     return packed
 
 

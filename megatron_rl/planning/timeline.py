@@ -137,7 +137,13 @@ def simulate(
         assert moved or not waiting, "the schedule waits for itself"  # _check_group refuses the orders that would
     shape = (stages, microbatches)
     arrays = [np.array(x, dtype=np.float64).reshape(shape) for x in (starts[0], ends[0], starts[1], ends[1])]
-    return Timeline(pipeline=pipeline, forward_start=arrays[0], forward_end=arrays[1], backward_start=arrays[2], backward_end=arrays[3])
+    return Timeline(
+        pipeline=pipeline,
+        forward_start=arrays[0],
+        forward_end=arrays[1],
+        backward_start=arrays[2],
+        backward_end=arrays[3],
+    )
 
 
 def _arrival(stage: int, microbatch: int, backward: bool, ends: tuple, stages: int, transfer_s: float) -> float:

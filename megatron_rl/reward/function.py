@@ -44,19 +44,27 @@ class _WrongReturn(Exception):
 
 def resolve(name: str) -> RewardFunction:
     """The callable behind a built-in name or ``module:function``. Raises ConfigError with the nearest way out."""
-    function = import_path.resolve(name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(ENVIRONMENT,))
+    function = import_path.resolve(
+        name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(ENVIRONMENT,)
+    )
     _check_callable(name, function)
     return function
 
 
 def _check_callable(name: str, function: object) -> None:
     if inspect.isclass(function):
-        raise ConfigError(f"reward function {name!r} is a class; name an instance of it, made at the top level of the module")
+        raise ConfigError(
+            f"reward function {name!r} is a class; name an instance of it, made at the top level of the module"
+        )
     if not callable(function):
-        raise ConfigError(f"reward function {name!r} is a {type(function).__name__}, which cannot be called; name a function")
+        raise ConfigError(
+            f"reward function {name!r} is a {type(function).__name__}, which cannot be called; name a function"
+        )
     called = function if inspect.isroutine(function) else type(function).__call__
     if inspect.isasyncgenfunction(called):
-        raise ConfigError(f"reward function {name!r} is an async generator; return the list of values instead of yielding them")
+        raise ConfigError(
+            f"reward function {name!r} is an async generator; return the list of values instead of yielding them"
+        )
 
 
 def check_signature(name: str, function: RewardFunction, columns: Sequence[str]) -> None:

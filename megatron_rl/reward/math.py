@@ -48,7 +48,9 @@ def math_verify(
 def _score(completion: str, gold: str) -> float:
     gold_values = _parse_gold(gold.rpartition(_FINAL_ANSWER)[2].strip())
     if not gold_values:
-        raise ValueError(f"gold answer {gold!r} is nothing that math-verify can parse; mend the dataset's answer column")
+        raise ValueError(
+            f"gold answer {gold!r} is nothing that math-verify can parse; mend the dataset's answer column"
+        )
     values = _parse(completion.rpartition(_FINAL_ANSWER)[2], "completion")
     return float(any(_equal(gold_value, value) for gold_value in gold_values for value in values))
 
@@ -75,7 +77,9 @@ def _equal(gold_value: object, value: object) -> bool:
         return verify(gold_value, value, timeout_seconds=COMPARE_TIMEOUT_S, raise_on_error=True)
     except TimeoutException:
         # Without the values: str() of what sympy could not compare in time can itself take forever.
-        raise TimeoutError(f"comparing the completion's answer with the gold answer took over {COMPARE_TIMEOUT_S} s") from None
+        raise TimeoutError(
+            f"comparing the completion's answer with the gold answer took over {COMPARE_TIMEOUT_S} s"
+        ) from None
     except Exception:
         # sympy refuses comparisons in many ways (sets with numbers, NaN): what it cannot compare is not equal.
         logger.debug("math-verify could not compare a completion's answer with the gold answer", exc_info=True)

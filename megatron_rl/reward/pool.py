@@ -85,8 +85,11 @@ class Pool:
             self.most_samples = max(1, slow // 2)
             log.warning(
                 "%d samples together took over reward.deadline_s=%g and none of them did alone: tasks hold at most %d from here on; "
-                "a longer deadline, or a faster function, keeps them whole", slow, self.deadline_s, self.most_samples,
-            )  # fmt: skip
+                "a longer deadline, or a faster function, keeps them whole",
+                slow,
+                self.deadline_s,
+                self.most_samples,
+            )
         return work
 
     def close(self) -> None:
@@ -131,7 +134,9 @@ class Pool:
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         for worker in self._workers:
             if worker.idle and (task := work.next()) is not None:
-                worker.give(task, next(self._ids), _message(task, self.functions[task.function], work.rollouts, columns))
+                worker.give(
+                    task, next(self._ids), _message(task, self.functions[task.function], work.rollouts, columns)
+                )
                 self._selector.modify(worker.socket, worker.events, worker)
 
     def _wait(self, work: TaskQueue | None, until: float | None = None) -> None:
@@ -187,14 +192,18 @@ class Pool:
         if task is None:
             self._not_started(f"was not ready after {START_S:g} s")
             return
-        log.warning("reward worker %d did not answer in %g s; it was killed and is replaced", worker.pid, self.deadline_s)
+        log.warning(
+            "reward worker %d did not answer in %g s; it was killed and is replaced", worker.pid, self.deadline_s
+        )
         said = f"it took over {self.deadline_s:g} s (reward.deadline_s) and its worker was killed"
         work.failed(task, Failure.OVERDUE, f"{said}; it stood at:\n{stacks}" if stacks else said)
 
     def _not_started(self, what: str) -> None:
         self._failed_starts += 1
         if self._failed_starts >= STARTS:
-            raise RewardError(f"a reward worker {what}, {STARTS} times in a row; read what it wrote, or set reward.num_workers to 0")
+            raise RewardError(
+                f"a reward worker {what}, {STARTS} times in a row; read what it wrote, or set reward.num_workers to 0"
+            )
 
     def _end(self, worker: WorkerProcess) -> str:
         self._workers.remove(worker)

@@ -64,10 +64,14 @@ class Reward:
     def __init__(self, config: RewardConfig) -> None:
         """Raises ConfigError for no function, a repeated one, or one that does not resolve where it is to run."""
         if not config.functions:
-            raise ConfigError(f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own module:function")
+            raise ConfigError(
+                f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own module:function"
+            )
         repeated = sorted({name for name in config.functions if config.functions.count(name) > 1})
         if repeated:
-            raise ConfigError(f"reward.functions names {repeated[0]!r} more than once; name it once and raise its reward.weights")
+            raise ConfigError(
+                f"reward.functions names {repeated[0]!r} more than once; name it once and raise its reward.weights"
+            )
         self.names = tuple(config.functions)
         self.last_errors: tuple[RewardFailure, ...] = ()
         self._weights = tuple(config.resolved_weights)
@@ -139,7 +143,9 @@ class Reward:
     def _combine(self, by_function: tuple[float | None, ...], failed: bool) -> Score:
         if failed:
             return Score(total=0.0 if self._on_error == "zero" else None, by_function=by_function)
-        applied = [weight * value for weight, value in zip(self._weights, by_function, strict=True) if value is not None]
+        applied = [
+            weight * value for weight, value in zip(self._weights, by_function, strict=True) if value is not None
+        ]
         return Score(total=sum(applied) if applied else None, by_function=by_function)
 
     def _failures(self, name: str, answers: _Answers, rollouts: Sequence[Rollout]) -> list[RewardFailure]:

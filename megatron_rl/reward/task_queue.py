@@ -52,7 +52,9 @@ class TaskQueue:
         self.outcomes: list[list[Outcome | None]] = [[None] * len(rollouts) for _ in range(num_functions)]
         self.splits: list[Split] = []
         self._left = num_functions * len(rollouts)
-        groups = [list(places) for _, places in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))]
+        groups = [
+            list(places) for _, places in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))
+        ]
         self._waiting = deque(
             Task(function=function, samples=group[start : start + (most_samples or len(group))])
             for group in groups
@@ -83,7 +85,7 @@ class TaskQueue:
             # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
             self._waiting.extendleft(
                 Task(function=task.function, samples=[place], split=split) for place in reversed(task.samples)
-            )  # fmt: skip
+            )
         elif failure is Failure.DIED and task.deaths == 0:
             self._waiting.appendleft(Task(function=task.function, samples=task.samples, split=task.split, deaths=1))
         else:

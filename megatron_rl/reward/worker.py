@@ -26,7 +26,11 @@ def answer(task: dict, function: RewardFunction) -> dict:
     """What the pool is told of a task."""
     size = len(task["completions"])
     columns = {key: [value] * size for key, value in task["columns"].items()}
-    fixed = {"prompts": [task["prompt"]] * size, "completions": task["completions"], "completion_ids": task["completion_ids"]}
+    fixed = {
+        "prompts": [task["prompt"]] * size,
+        "completions": task["completions"],
+        "completion_ids": task["completion_ids"],
+    }
     try:
         check_signature(task["function"], function, list(columns))
     except ConfigError as error:
@@ -37,7 +41,11 @@ def answer(task: dict, function: RewardFunction) -> dict:
         error = formatted_traceback()  # of the function's own making: nobody interrupts a worker
     if error is not None:
         return {"id": task["id"], "error": error}
-    return {"id": task["id"], "values": [outcome.value for outcome in outcomes], "errors": [outcome.error for outcome in outcomes]}
+    return {
+        "id": task["id"],
+        "values": [outcome.value for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
 
 
 def resolve_all(names: list[str]) -> dict[str, RewardFunction]:

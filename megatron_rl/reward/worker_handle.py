@@ -47,9 +47,11 @@ class WorkerProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.reward.worker", *map(str, descriptors), str(os.getpid())],
-                env=environment(os.environ), pass_fds=descriptors, stdin=subprocess.DEVNULL,
+                env=environment(os.environ),
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first; and its children are killed with it
-            )  # fmt: skip
+            )
         ours.setblocking(False)
         self.socket = ours
         path = [folder or os.getcwd() for folder in sys.path]  # a function is found where this process would find it
@@ -116,7 +118,9 @@ class WorkerProcess:
             try:
                 code = self._process.wait(REAP_S)
             except subprocess.TimeoutExpired:
-                log.warning("reward worker %d was killed and is still there after %g s: the kernel holds it", self.pid, REAP_S)
+                log.warning(
+                    "reward worker %d was killed and is still there after %g s: the kernel holds it", self.pid, REAP_S
+                )
         self._stacks.close()
         return _how(code)
 

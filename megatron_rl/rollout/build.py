@@ -77,7 +77,9 @@ def shares_device(config: Config, device: torch.device) -> bool:
     rollout = config.rollout
     own_engines = rollout.engine == "vllm" and not rollout.servers
     if rollout.sleep == "always" and not (own_engines and device.type == "cuda"):
-        raise ConfigError("rollout.sleep=always needs a GPU that the trainer shares with engines of its own; use rollout.sleep=auto")
+        raise ConfigError(
+            "rollout.sleep=always needs a GPU that the trainer shares with engines of its own; use rollout.sleep=auto"
+        )
     return own_engines and device.type == "cuda" and rollout.sleep != "never"
 
 
@@ -93,23 +95,43 @@ def refuse_sharing(config: Config, shared: bool) -> None:
 
 
 def build_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, seat: RankLocation, place: EngineRole, device: torch.device, dtype: torch.dtype,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seat: RankLocation,
+    place: EngineRole,
+    device: torch.device,
+    dtype: torch.dtype,
     vocab_size: int,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """Starts it, and does not wait. Raises ConfigError."""
     rollout = config.rollout
     if rollout.engine == "transformers":
-        return TransformersEngine(config.model.hf_path, tokenizer, rollout, seed=config.run.seed, dtype=dtype, device=device)
+        return TransformersEngine(
+            config.model.hf_path, tokenizer, rollout, seed=config.run.seed, dtype=dtype, device=device
+        )
     replicas = _servers(config) if rollout.servers else [_process(config, seat, device)] if place.starts else []
     given = config.weight_sync
     sync = WeightSender(
-        channel=_channel(config, device), bucket_bytes=given.bucket_bytes // 2, deadline_s=given.deadline_s, device=device,
+        channel=_channel(config, device),
+        bucket_bytes=given.bucket_bytes // 2,
+        deadline_s=given.deadline_s,
+        device=device,
         address=_own_address(rollout.servers),
-    )  # fmt: skip
+    )
     return VllmEngine(
-        replicas, sync, tokenizer, rollout, seed=config.run.seed, stop_ids=stop_tokens(config.model.hf_path, tokenizer, vocab_size),
-        vocab_size=vocab_size, longest=_longest(config), drives=place.drives, rank=seat.rank, in_flight=given.in_flight,
-    )  # fmt: skip
+        replicas,
+        sync,
+        tokenizer,
+        rollout,
+        seed=config.run.seed,
+        stop_ids=stop_tokens(config.model.hf_path, tokenizer, vocab_size),
+        vocab_size=vocab_size,
+        longest=_longest(config),
+        drives=place.drives,
+        rank=seat.rank,
+        in_flight=given.in_flight,
+    )
 
 
 def _longest(config: Config) -> int:
@@ -167,7 +189,9 @@ def _process(config: Config, seat: RankLocation, device: torch.device) -> Proces
         names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         devices = names[seat.local_rank : seat.local_rank + config.rollout.tensor_parallel]
     else:
-        engines_here = max(1, (config.rollout.num_engines or seat.world_size) * seat.local_world_size // seat.world_size)
+        engines_here = max(
+            1, (config.rollout.num_engines or seat.world_size) * seat.local_world_size // seat.world_size
+        )
         threads = max(1, usable_cores() // engines_here)
     log_path = config.run.path / "engines" / f"vllm_{seat.rank}.log"
     return ProcessReplica(engine_arguments(config, device), engine_environment(os.environ, devices, threads), log_path)
@@ -176,7 +200,8 @@ def _process(config: Config, seat: RankLocation, device: torch.device) -> Proces
 def _servers(config: Config) -> list[ServerReplica]:
     given = config.rollout
     return [
-        ServerReplica(url, deadline_s=given.request_s, api_key_env=given.api_key_env, model=config.model.hf_path) for url in given.servers
+        ServerReplica(url, deadline_s=given.request_s, api_key_env=given.api_key_env, model=config.model.hf_path)
+        for url in given.servers
     ]
 
 
@@ -200,7 +225,9 @@ def _own_address(servers: Sequence[str]) -> str:
     for server in servers:
         parts = urlsplit(server)
         if parts.hostname not in LOOPBACK:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+            with socket.socket(
+                socket.AF_INET, socket.SOCK_DGRAM
+            ) as probe:  # connecting a datagram socket sends nothing
                 probe.connect((parts.hostname, parts.port or 80))
                 return probe.getsockname()[0]
     return "127.0.0.1"

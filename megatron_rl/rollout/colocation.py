@@ -28,7 +28,11 @@ class ColocatedDevice:
     """
 
     def __init__(
-        self, engine: Engine, offload: Callable[[], object] | None, restore: Callable[[], None] | None, ended: Callable[[DeviceOwner], None]
+        self,
+        engine: Engine,
+        offload: Callable[[], object] | None,
+        restore: Callable[[], None] | None,
+        ended: Callable[[DeviceOwner], None],
     ) -> None:
         self.engine, self.offload, self.restore, self.ended = engine, offload, restore, ended
         self.turn = DeviceOwner.TRAINER

@@ -12,7 +12,9 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt, Rollout
 
-OnFinished = Callable[[int, list[Rollout]], None]  # a prompt's position in the call, and its whole group by sample_index
+OnFinished = Callable[
+    [int, list[Rollout]], None
+]  # a prompt's position in the call, and its whole group by sample_index
 NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_weights
 
 
@@ -70,9 +72,14 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
-        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        *,
+        temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:
         """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
         temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's samples are all the same.
@@ -112,7 +119,11 @@ def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version
 
 
 def token_bounds(
-    prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None, max_response_tokens: int, longest: int
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    max_tokens: Sequence[int] | None,
+    max_response_tokens: int,
+    longest: int,
 ) -> list[int]:
     """[len(prompts)] the most tokens that each prompt's samples may have: ``max_tokens``, or ``rollout.max_response_tokens`` each.
 
@@ -129,7 +140,9 @@ def token_bounds(
         )
     for prompt, bound in zip(prompts, bounds, strict=True):
         if not prompt.token_ids:
-            raise ConfigError(f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template")
+            raise ConfigError(
+                f"prompt {prompt.prompt_id!r} has 0 tokens (text {prompt.text!r}); drop the row or set data.template"
+            )
         num_tokens = len(prompt.token_ids) + bound
         if num_tokens > longest:
             named = "rollout.max_response_tokens" if max_tokens is None else "max_tokens"

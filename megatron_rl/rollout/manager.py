@@ -24,7 +24,10 @@ from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
 
 log = logging.getLogger(__name__)
-WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}  # nats per token in the mean; float32's is a hundred times what two right ones show
+WARN_GAP = {
+    "float32": 1e-3,
+    "bfloat16": 0.05,
+}  # nats per token in the mean; float32's is a hundred times what two right ones show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +48,23 @@ class RolloutManager:
     """
 
     def __init__(
-        self, engine: Engine, score: Callable[[Sequence[Rollout]], list[Score]] | None, config: Config, *,
-        export: Callable[[], Iterator[tuple[str, torch.Tensor]]], version: Callable[[], int], share: tuple[int, int] | None,
-        offload: Callable[[], object] | None = None, restore: Callable[[], None] | None = None, score_apart: bool = False,
-    ):  # fmt: skip
+        self,
+        engine: Engine,
+        score: Callable[[Sequence[Rollout]], list[Score]] | None,
+        config: Config,
+        *,
+        export: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        version: Callable[[], int],
+        share: tuple[int, int] | None,
+        offload: Callable[[], object] | None = None,
+        restore: Callable[[], None] | None = None,
+        score_apart: bool = False,
+    ):
         self.engine, self.config = engine, config
         given = config.rollout.producer
-        self.producer = RolloutWorker(engine, score, given, apart=score_apart, share=share, deadline_s=config.run.deadline_s)
+        self.producer = RolloutWorker(
+            engine, score, given, apart=score_apart, share=share, deadline_s=config.run.deadline_s
+        )
         self.in_background = given.ahead > 0 or given.mode == "streaming"
         self.jobs: list[RolloutJob] = []  # started, and not collected whole
         self.sent_version = NO_WEIGHTS  # the same on every rank, whatever became of an engine since
@@ -61,7 +74,14 @@ class RolloutManager:
         self.turns = self.samples = 0  # of the jobs finished since ``take_metrics``
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
         self.last_end = time.perf_counter()
-        self.totals = {"tokens": 0.0, "generation_s": 0.0, "waited_s": 0.0, "syncs": 0, "sync_s": 0.0, "sync_bytes": 0.0}
+        self.totals = {
+            "tokens": 0.0,
+            "generation_s": 0.0,
+            "waited_s": 0.0,
+            "syncs": 0,
+            "sync_s": 0.0,
+            "sync_bytes": 0.0,
+        }
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -95,7 +115,9 @@ class RolloutManager:
                 return
             told = "; ".join(f"{name}: {why}" for name, why in failed.items())
             log.warning("sync of weight version %d failed (attempt %d of %d): %s", version, attempt, attempts, told)
-        raise EngineError(f"weight version {version} did not arrive in {attempts} attempts (weight_sync.attempts): {told}")
+        raise EngineError(
+            f"weight version {version} did not arrive in {attempts} attempts (weight_sync.attempts): {told}"
+        )
 
     def _recover(self, lost: Sequence[str]) -> None:
         unreached: list[str] = []
@@ -127,7 +149,9 @@ class RolloutManager:
 
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
-    def job(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> RolloutJob:
+    def job(
+        self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
+    ) -> RolloutJob:
         """This rank's share of prompts that are named by place on every rank. Not a collective, and nothing is generated yet."""
         places = sorted(prompts)
         mine = [places[k] for k in self.producer.places(len(places))]
@@ -186,10 +210,11 @@ class RolloutManager:
         if self.config.environment.name is not None:
             self.metrics["rollout/turns_mean"] = self.turns / max(1, self.samples)
         self.metrics |= {
-            "rollout/tokens": float(tokens), "perf/rollout_generation_s": seconds,
+            "rollout/tokens": float(tokens),
+            "perf/rollout_generation_s": seconds,
             "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
             "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self.last_end, 1e-9)),
-        }  # fmt: skip
+        }
 
     def _generate_here(self, job: RolloutJob) -> None:
         self._together(self.device.to_engine)
@@ -224,7 +249,9 @@ class RolloutManager:
             if job.lost is not None:
                 self.producer.start(job)
 
-    def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None) -> RolloutJob:
+    def produce(
+        self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
+    ) -> RolloutJob:
         """This rank's share of scored rollouts by the current weights, at once; what is under way ends before.
 
         temperature: an evaluation's (0: greedy), which stands in no rollout's measures; None: of rollouts, ``rollout.temperature``.
@@ -251,7 +278,9 @@ class RolloutManager:
         return taken
 
     def _note_memory(self, ended: DeviceOwner) -> None:
-        phase = {DeviceOwner.TRAINER: "update", DeviceOwner.WEIGHTS: "weight_sync", DeviceOwner.ENGINE: "rollout"}[ended]
+        phase = {DeviceOwner.TRAINER: "update", DeviceOwner.WEIGHTS: "weight_sync", DeviceOwner.ENGINE: "rollout"}[
+            ended
+        ]
         self.metrics[f"perf/{phase}_peak_memory_bytes"] = float(HOST.take_peak_memory_bytes())
 
     def summary(self, run_s: float) -> str:
@@ -279,7 +308,9 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     if not sums.get("tokens"):
         return
     mean, highest = sums["logprob_gap_abs"] / sums["tokens"], sums["logprob_gap_max"]
-    found = f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
+    found = (
+        f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
+    )
     if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
             f"{found}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, another tokenizer, dtype or "
@@ -288,4 +319,9 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     default = WARN_GAP[dtype] if fresh else math.inf
     limit = default if rollout.warn_logprob_gap is None else rollout.warn_logprob_gap
     if mean > limit:
-        log.warning("%s, above rollout.warn_logprob_gap=%g%s", found, limit, "" if fresh else "; its weights are older than the trainer's")
+        log.warning(
+            "%s, above rollout.warn_logprob_gap=%g%s",
+            found,
+            limit,
+            "" if fresh else "; its weights are older than the trainer's",
+        )

@@ -63,7 +63,9 @@ class _Episode:
         """What the engine answers next, under a name of its own."""
         if not self.turns:
             return self.prompt
-        return Prompt(prompt_id=f"{self.name}/{self.turns}", text="", token_ids=(*self.prompt.token_ids, *self.ids), columns={})
+        return Prompt(
+            prompt_id=f"{self.name}/{self.turns}", text="", token_ids=(*self.prompt.token_ids, *self.ids), columns={}
+        )
 
     def add_turn(self, rollout: Rollout) -> None:
         self.last, self.turns = rollout, self.turns + 1
@@ -89,11 +91,17 @@ class _Episode:
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
         body = self.ids[:-1] if self.last.finish_reason == "stop" else self.ids
         return Rollout(
-            prompt=self.prompt, sample_index=self.sample_index, response_ids=tuple(self.ids), logprobs=tuple(self.logprobs),
-            text=self.last.text if self.turns == 1 else decode(body), finish_reason=self.finish_reason,
-            weight_versions=tuple(self.versions), loss_mask=None if all(self.mask) else tuple(self.mask),
-            environment_reward=None if self.why_excluded else self.reward, excluded=self.why_excluded,
-        )  # fmt: skip
+            prompt=self.prompt,
+            sample_index=self.sample_index,
+            response_ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs),
+            text=self.last.text if self.turns == 1 else decode(body),
+            finish_reason=self.finish_reason,
+            weight_versions=tuple(self.versions),
+            loss_mask=None if all(self.mask) else tuple(self.mask),
+            environment_reward=None if self.why_excluded else self.reward,
+            excluded=self.why_excluded,
+        )
 
 
 class MultiTurnEngine:
@@ -103,9 +111,15 @@ class MultiTurnEngine:
     """
 
     def __init__(
-        self, engine: Engine, make: Callable[[], Environment], observations: Observations, tokenizer: PreTrainedTokenizerBase,
-        config: EnvironmentConfig, *, max_response_tokens: int,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        make: Callable[[], Environment],
+        observations: Observations,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EnvironmentConfig,
+        *,
+        max_response_tokens: int,
+    ) -> None:
         self.engine, self._make, self._observations, self._config = engine, make, observations, config
         self._tokenizer, self._max_tokens = tokenizer, max_response_tokens
         self._pool = StepPool(config.num_threads, config.deadline_s)
@@ -145,9 +159,14 @@ class MultiTurnEngine:
     # ---- episodes --------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
-        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        *,
+        temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:
         """See ``Engine.generate``; ``max_tokens`` is of whole responses. Raises EpisodeError, with the sample's id and the turn, where an
         environment fails or takes too long under ``environment.on_error=fail``."""
         room = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
@@ -175,7 +194,11 @@ class MultiTurnEngine:
         episode.environment.reset(episode.prompt)
 
     def _turn(
-        self, groups: Sequence[Sequence[_Episode]], samples: int, temperature: float | None, max_tokens: Sequence[int] | None
+        self,
+        groups: Sequence[Sequence[_Episode]],
+        samples: int,
+        temperature: float | None,
+        max_tokens: Sequence[int] | None,
     ) -> None:
         """One turn of each episode; environments step while others are still being sampled."""
 
@@ -209,7 +232,9 @@ class MultiTurnEngine:
         try:
             token_ids = self._observations.token_ids(step.observation, episode.ids[-1])
         except ConfigError as error:
-            raise EpisodeError(f"environment {self._config.name!r} on sample {episode.name}, turn {episode.turns}: {error}") from error
+            raise EpisodeError(
+                f"environment {self._config.name!r} on sample {episode.name}, turn {episode.turns}: {error}"
+            ) from error
         if len(episode.ids) + len(token_ids) >= episode.room:
             episode.finish_reason = "length"
         else:
@@ -230,13 +255,15 @@ class MultiTurnEngine:
         told = f"environment {self._config.name!r} failed on sample {episode.name}, {call}"
         if self._config.on_error == "fail":
             raise EpisodeError(f"{told}; mend it, or set environment.on_error=drop:\n{why}")
-        log.warning("%s, which is taken out of its group: %s", told, why.strip().splitlines()[-1] if why.strip() else why)
+        log.warning(
+            "%s, which is taken out of its group: %s", told, why.strip().splitlines()[-1] if why.strip() else why
+        )
         episode.finish_reason, episode.why_excluded = "stop", f"{told}: {why}"
         return None
 
     def _report(
         self, groups: Sequence[Sequence[_Episode]], finished: dict[int, list[Rollout]], on_finished: OnFinished | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Groups that became whole by the last turn."""
         for place, group in enumerate(groups):
             if place not in finished and all(x.finish_reason is not None for x in group):
@@ -258,5 +285,10 @@ def with_environment(engine: Engine, config: Config, tokenizer: PreTrainedTokeni
     observations = Observations(tokenizer, config.data.template, given.role)
     observations.token_ids("0", None)  # a template that does not take the role says so now
     return MultiTurnEngine(
-        engine, environment_maker(given), observations, tokenizer, given, max_response_tokens=config.rollout.max_response_tokens
+        engine,
+        environment_maker(given),
+        observations,
+        tokenizer,
+        given,
+        max_response_tokens=config.rollout.max_response_tokens,
     )

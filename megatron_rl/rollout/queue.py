@@ -64,7 +64,9 @@ class RolloutQueue:
         self.reroll = RerollBuffer(config.reroll)
         self.jobs: dict[int, RolloutJob] = {}  # by the rollout's index
         self.next_rollout = 0  # the next one to be started
-        self.resend_weights = False  # a checkpoint was taken: a run that goes on from it has engines with the weights of that moment
+        self.resend_weights = (
+            False  # a checkpoint was taken: a run that goes on from it has engines with the weights of that moment
+        )
 
     # ---- rollouts are started ---------------------------------------------------------------------------------------
 
@@ -188,7 +190,9 @@ class RolloutQueue:
         self.timer.add("rollout", durations.waited_s)
         self.timer.add("reward", durations.scored_s)
         with self.timer.measure("reward"):
-            return score_groups(self.config, self.backend, {place: job.group(place) for place in places if place in job.mine})
+            return score_groups(
+                self.config, self.backend, {place: job.group(place) for place in places if place in job.mine}
+            )
 
     def _fresh_places(self, scored: ScoredBatch) -> list[int]:
         """Return the places of groups that are not too old. Not a collective."""
@@ -204,8 +208,10 @@ class RolloutQueue:
         if dropped:
             log.warning(
                 "rollout %d: %d groups are older than rollout.producer.max_staleness_steps=%s and are asked again",
-                index + 1, len(dropped), self.producer.max_staleness_steps,
-            )  # fmt: skip
+                index + 1,
+                len(dropped),
+                self.producer.max_staleness_steps,
+            )
             self.prompts.put_back(dropped)
         return len(dropped)
 
@@ -284,7 +290,9 @@ class RolloutQueue:
                 entries.append(Entry(key=taken.prompts[int(place)].name, score=float(score), version=version))
         self._forget(self.replay.retire())
         gone = self.replay.add(entries)
-        self.replay_groups |= {taken.prompts[place].name: group for place, group in taken.groups.items() if place not in replayed}
+        self.replay_groups |= {
+            taken.prompts[place].name: group for place, group in taken.groups.items() if place not in replayed
+        }
         keys = {entry.key for entry in self.replay.entries}
         self._forget([*gone, *(name for name in list(self.replay_groups) if name not in keys)])
 
@@ -306,14 +314,21 @@ class RolloutQueue:
         for number, job in self.jobs.items():
             with job.change:  # reward workers may be at it
                 groups |= {
-                    f"job/{number}/{place}": SavedGroup(prompt=job.prompts[place], rollouts=job.found[place], scores=job.scores.get(place))
+                    f"job/{number}/{place}": SavedGroup(
+                        prompt=job.prompts[place], rollouts=job.found[place], scores=job.scores.get(place)
+                    )
                     for place in job.mine
                 }
         jobs = {
             str(number): [[place, prompt.prompt_id, prompt.attempt] for place, prompt in job.prompts.items()]
             for number, job in self.jobs.items()
         }
-        state = {"next_rollout": self.next_rollout, "jobs": jobs, "replay": self.replay.state(), "reroll": self.reroll.state()}
+        state = {
+            "next_rollout": self.next_rollout,
+            "jobs": jobs,
+            "replay": self.replay.state(),
+            "reroll": self.reroll.state(),
+        }
         return state, pack_groups(groups)
 
     def restore(self, state: Mapping, rows: Sequence[bytes]) -> None:
@@ -332,5 +347,7 @@ class RolloutQueue:
             self.jobs[number] = job
             self.manager.start(job)
         kept = {key.removeprefix("kept/"): group for key, group in groups.items() if key.startswith("kept/")}
-        self.replay_groups = {name: Group(rollouts=tuple(group.rollouts), scores=tuple(group.scores)) for name, group in kept.items()}
+        self.replay_groups = {
+            name: Group(rollouts=tuple(group.rollouts), scores=tuple(group.scores)) for name, group in kept.items()
+        }
         self._forget(gone)

@@ -36,7 +36,13 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
             logprobs.append(np.array(rollout.logprobs, dtype=np.float32))
             mask = rollout.loss_mask
             masks.append(np.ones(len(rollout.response_ids), bool) if mask is None else np.array(mask, dtype=bool))
-            known = [rollout.sample_index, len(rollout.response_ids), rollout.text, rollout.finish_reason, rollout.weight_versions]
+            known = [
+                rollout.sample_index,
+                len(rollout.response_ids),
+                rollout.text,
+                rollout.finish_reason,
+                rollout.weight_versions,
+            ]
             samples.append([*known, mask is not None, rollout.environment_reward, rollout.excluded])
         scores = None if group.scores is None else [[score.total, score.by_function] for score in group.scores]
         header.append([key, group.prompt.prompt_id, group.prompt.attempt, samples, scores])
@@ -70,7 +76,7 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
                     loss_mask=tuple(mask[start : start + length]) if masked else None,
                     environment_reward=environment_reward,
                     excluded=excluded,
-                )  # fmt: skip
+                )
             )
             start += length
         known = None if scores is None else [Score(total=total, by_function=tuple(values)) for total, values in scores]

@@ -26,8 +26,15 @@ class Start(Enum):
 
 
 def may_start(
-    *, trained: int, engine: int, between: int, steps_per_rollout: int, max_staleness_steps: int | None, interval: int = 1, renew: bool = False
-) -> Start:  # fmt: skip
+    *,
+    trained: int,
+    engine: int,
+    between: int,
+    steps_per_rollout: int,
+    max_staleness_steps: int | None,
+    interval: int = 1,
+    renew: bool = False,
+) -> Start:
     """trained: the trainer's weight version · engine: that of the engines · max_staleness_steps: None for no bound.
 
     Example: one step per rollout, ``max_staleness_steps`` 1, both at version 5: the next rollout but one (``between`` 1) may start now, that

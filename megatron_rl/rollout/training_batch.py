@@ -112,7 +112,9 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
     """
     size = config.rollout.samples_per_prompt
     local_groups = [(place, groups[place]) for place in sorted(groups)]
-    samples = [sample for _, group in local_groups for sample in group.samples(mask_truncated=config.loss.mask_truncated)]
+    samples = [
+        sample for _, group in local_groups for sample in group.samples(mask_truncated=config.loss.mask_truncated)
+    ]
     places = [place * size + k for place, _ in local_groups for k in range(size)]
     batch = backend.gather(samples, [place // size for place in places], places)
     scores = [score for _, group in local_groups for score in group.scores]

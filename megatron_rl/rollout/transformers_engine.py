@@ -94,7 +94,9 @@ class TransformersEngine:
         with torch.no_grad():
             for name, tensor in tensors:
                 if name not in targets:
-                    raise ValueError(f"load_weights: unknown weight {name!r}; this {type(model).__name__} has no such name")
+                    raise ValueError(
+                        f"load_weights: unknown weight {name!r}; this {type(model).__name__} has no such name"
+                    )
                 if name in seen:
                     raise ValueError(f"load_weights: weight {name!r} arrived twice; export every weight once")
                 target = targets[name]
@@ -114,14 +116,23 @@ class TransformersEngine:
                 filled.add(id(target))
         missing = sorted(set(owners.values()) - seen)
         if missing:
-            raise ValueError(f"load_weights: {len(missing)} of {len(owners)} weights did not arrive: {', '.join(missing)}")
+            raise ValueError(
+                f"load_weights: {len(missing)} of {len(owners)} weights did not arrive: {', '.join(missing)}"
+            )
         self.weight_version = version
-        return SyncReport(version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started)
+        return SyncReport(
+            version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started
+        )
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
-        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        *,
+        temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:
         """See ``Engine.generate``. Log-probs are at the temperature of the call; greedy ones at ``rollout.temperature``."""
         bounds = self._check(prompts, samples_per_prompt, max_tokens)
         greedy, at = temperature == 0.0, temperature or self._rollout.temperature
@@ -137,7 +148,9 @@ class TransformersEngine:
                 rows = [(prompts[index], sample) for index in batch for sample in samples]
                 limits = np.repeat([bounds[index] for index in batch], len(samples))
                 uniforms = None if greedy else self._uniforms(rows, int(limits.max()))
-                token_ids, logprobs = self._sample([prompts[index].token_ids for index in batch], len(samples), uniforms, at, limits)
+                token_ids, logprobs = self._sample(
+                    [prompts[index].token_ids for index in batch], len(samples), uniforms, at, limits
+                )
                 found = self._to_rollouts(rows, token_ids, logprobs, limits)
                 for place, index in enumerate(batch):
                     rollouts[index] += found[place * len(samples) : (place + 1) * len(samples)]
@@ -157,8 +170,12 @@ class TransformersEngine:
     def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None) -> list[int]:
         self._open_model()
         if self.weight_version == NO_WEIGHTS:
-            raise RuntimeError("TransformersEngine.generate: no complete set of weights was loaded; call load_weights first")
-        return token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._max_positions)
+            raise RuntimeError(
+                "TransformersEngine.generate: no complete set of weights was loaded; call load_weights first"
+            )
+        return token_bounds(
+            prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._max_positions
+        )
 
     def _uniforms(self, rows: Sequence[tuple[Prompt, int]], num_positions: int) -> torch.Tensor:
         """[positions, rows] float64 in [0, 1): each row's own stream, drawn ahead for every position."""
@@ -171,7 +188,12 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _sample(
-        self, prompts: Sequence[tuple[int, ...]], repeats: int, uniforms: torch.Tensor | None, temperature: float, limits: np.ndarray
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        repeats: int,
+        uniforms: torch.Tensor | None,
+        temperature: float,
+        limits: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps, rows].
 
@@ -217,7 +239,9 @@ class TransformersEngine:
             if num_done >= COMPACT_FRACTION * len(rows):
                 kept = torch.nonzero(~done).squeeze(1)
                 cache.batch_select_indices(kept)
-                rows, tokens, position, mask, done, bound = (x[kept] for x in (rows, tokens, position, mask, done, bound))
+                rows, tokens, position, mask, done, bound = (
+                    x[kept] for x in (rows, tokens, position, mask, done, bound)
+                )
             output = model(
                 input_ids=tokens[:, None],
                 attention_mask=mask[:, : input_ids.shape[1] + step + 1] if padded else None,

@@ -42,7 +42,9 @@ class Group:
         """Rows to train on. A sample that was taken out of its group (no total) carries no loss token; nor does one that was cut off, with
         ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4), whose reward stays in its group's statistics."""
         return [
-            to_sample(rollout, included=score.total is not None and not (mask_truncated and rollout.finish_reason == "length"))
+            to_sample(
+                rollout, included=score.total is not None and not (mask_truncated and rollout.finish_reason == "length")
+            )
             for rollout, score in zip(self.rollouts, self.scores, strict=True)
         ]
 
@@ -53,7 +55,9 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
     tokens = len(rollout.response_ids)
     mask = np.ones(tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
     if len(mask) != tokens:
-        raise ValueError(f"sample {rollout.sample_id} has {tokens} response tokens and a loss_mask of {len(mask)}; give each token its own")
+        raise ValueError(
+            f"sample {rollout.sample_id} has {tokens} response tokens and a loss_mask of {len(mask)}; give each token its own"
+        )
     return Sample(
         sample_id=rollout.sample_id,
         prompt_tokens=len(rollout.prompt.token_ids),
@@ -72,7 +76,12 @@ class RolloutJob:
     """
 
     def __init__(
-        self, prompts: Mapping[int, Prompt], mine: Sequence[int], samples_per_prompt: int, *, temperature: float | None = None
+        self,
+        prompts: Mapping[int, Prompt],
+        mine: Sequence[int],
+        samples_per_prompt: int,
+        *,
+        temperature: float | None = None,
     ) -> None:
         self.prompts, self.mine = dict(prompts), tuple(mine)
         self.samples_per_prompt, self.temperature = samples_per_prompt, temperature
@@ -126,12 +135,20 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, engine: Engine, score: Callable[[Sequence[Rollout]], list[Score]] | None, config: ProducerConfig, *, apart: bool,
-        share: tuple[int, int] | None, deadline_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        score: Callable[[Sequence[Rollout]], list[Score]] | None,
+        config: ProducerConfig,
+        *,
+        apart: bool,
+        share: tuple[int, int] | None,
+        deadline_s: float,
+    ) -> None:
         self.engine, self.config, self.share, self.deadline_s = engine, config, share, deadline_s
         self._score = score
-        self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # of a part, what a rank has of it
+        self._enough = max(
+            1, (config.min_groups or 0) // (share[1] if share else 1)
+        )  # of a part, what a rank has of it
         self._apart = apart and config.mode != "sync"
         self._jobs: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._to_score: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()

@@ -18,15 +18,31 @@ MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned some times over
 
 def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """What is simulated besides the configuration."""
-    parser.add_argument("--nodes", type=int, help="nodes of the job; without it WORLD_SIZE or SLURM's variables say how many GPUs")
+    parser.add_argument(
+        "--nodes", type=int, help="nodes of the job; without it WORLD_SIZE or SLURM's variables say how many GPUs"
+    )
     parser.add_argument("--gpus-per-node", type=int, help="default 8, or SLURM_GPUS_ON_NODE")
-    parser.add_argument("--from-run", metavar="FOLDER", help="a run's folder: --trace and --coefficients by the files that it wrote")
-    parser.add_argument("--trace", help="lengths and rewards per sample: a JSONL file, or a run's folder with trace.jsonl")
-    parser.add_argument("--lengths", help="lognormal:MEAN,SIGMA of response tokens, without --trace; default half the limit, 0.5")
-    parser.add_argument("--pass-rate", help="beta:A,B of each prompt's chance of reward 1, without --trace; default beta:0.5,0.5")
-    parser.add_argument("--prompt-tokens", type=int, help="of each prompt, without --trace; default half of data.max_prompt_tokens")
-    parser.add_argument("--coefficients", help="JSON, or a run's folder: its fitted stages, or a machine's rates; without it --flops")
-    parser.add_argument("--flops", type=float, default=4e14, help="FLOP/s of one GPU in matrix products, stated; default 4e14")
+    parser.add_argument(
+        "--from-run", metavar="FOLDER", help="a run's folder: --trace and --coefficients by the files that it wrote"
+    )
+    parser.add_argument(
+        "--trace", help="lengths and rewards per sample: a JSONL file, or a run's folder with trace.jsonl"
+    )
+    parser.add_argument(
+        "--lengths", help="lognormal:MEAN,SIGMA of response tokens, without --trace; default half the limit, 0.5"
+    )
+    parser.add_argument(
+        "--pass-rate", help="beta:A,B of each prompt's chance of reward 1, without --trace; default beta:0.5,0.5"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, help="of each prompt, without --trace; default half of data.max_prompt_tokens"
+    )
+    parser.add_argument(
+        "--coefficients", help="JSON, or a run's folder: its fitted stages, or a machine's rates; without it --flops"
+    )
+    parser.add_argument(
+        "--flops", type=float, default=4e14, help="FLOP/s of one GPU in matrix products, stated; default 4e14"
+    )
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU; default 80")
     parser.add_argument("--svg", type=pathlib.Path, help="write a picture of the pipeline, dense and skip, there")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
@@ -66,13 +82,17 @@ def _from_run(given: argparse.Namespace) -> argparse.Namespace:
     """With ``--from-run`` as the two options that it stands for."""
     if given.from_run is None:
         return given
-    twice = [option for option, value in {"--trace": given.trace, "--coefficients": given.coefficients}.items() if value]
+    twice = [
+        option for option, value in {"--trace": given.trace, "--coefficients": given.coefficients}.items() if value
+    ]
     if twice:
         raise ConfigError(
             f"--from-run {given.from_run} stands for --trace and --coefficients, and {' and '.join(twice)} is given too; drop one"
         )
     if not os.path.isdir(given.from_run):
-        raise ConfigError(f"--from-run {given.from_run} is no folder; give the one that holds the run's trace.jsonl and coefficients.json")
+        raise ConfigError(
+            f"--from-run {given.from_run} is no folder; give the one that holds the run's trace.jsonl and coefficients.json"
+        )
     return argparse.Namespace(**vars(given) | {"trace": given.from_run, "coefficients": given.from_run})
 
 
@@ -101,13 +121,19 @@ def _workloads(config: Config, given: argparse.Namespace):
 
     if given.trace is None:
         workload, source = draw(
-            config, lengths=given.lengths, pass_rate=given.pass_rate, prompt_tokens=given.prompt_tokens, seed=config.run.seed
+            config,
+            lengths=given.lengths,
+            pass_rate=given.pass_rate,
+            prompt_tokens=given.prompt_tokens,
+            seed=config.run.seed,
         )
         return [workload], source
     drawn = {"--lengths": given.lengths, "--pass-rate": given.pass_rate, "--prompt-tokens": given.prompt_tokens}
     chosen = [option for option, value in drawn.items() if value]
     if chosen:
-        raise ConfigError(f"--trace {given.trace} and {' and '.join(chosen)} both say what the samples are; give one of them")
+        raise ConfigError(
+            f"--trace {given.trace} and {' and '.join(chosen)} both say what the samples are; give one of them"
+        )
     recorded = read_trace(given.trace)
     chosen = np.unique(np.linspace(0, len(recorded) - 1, min(len(recorded), MAX_ROLLOUTS)).round().astype(int))
     workloads = [recorded[i] for i in chosen]

@@ -51,10 +51,15 @@ def degrees_of(config: Config, world_size: int) -> Degrees:
     expert_tensor = given.expert_tensor or given.tensor
     check_degrees(world_size, given.tensor, given.context, given.pipeline, given.expert, expert_tensor)
     return Degrees(
-        world_size=world_size, tensor_size=given.tensor, pipeline_size=given.pipeline, virtual_size=given.virtual_pipeline,
-        context_size=given.context, data_size=world_size // (given.tensor * given.context * given.pipeline), expert_size=given.expert,
+        world_size=world_size,
+        tensor_size=given.tensor,
+        pipeline_size=given.pipeline,
+        virtual_size=given.virtual_pipeline,
+        context_size=given.context,
+        data_size=world_size // (given.tensor * given.context * given.pipeline),
+        expert_size=given.expert,
         expert_tensor_size=expert_tensor,
-    )  # fmt: skip
+    )
 
 
 def world_size(nodes: int | None, gpus_per_node: int | None, environment: Mapping[str, str] = os.environ) -> int:
@@ -71,4 +76,6 @@ def world_size(nodes: int | None, gpus_per_node: int | None, environment: Mappin
         raise ConfigError(f"SLURM gives {slurm_nodes} nodes and no SLURM_GPUS_ON_NODE; add --gpus-per-node N")
     if gpus_per_node is not None:
         return gpus_per_node
-    raise ConfigError("the number of GPUs is unknown: neither WORLD_SIZE nor SLURM_NNODES is set; add --nodes N [--gpus-per-node 8]")
+    raise ConfigError(
+        "the number of GPUs is unknown: neither WORLD_SIZE nor SLURM_NNODES is set; add --nodes N [--gpus-per-node 8]"
+    )

@@ -124,16 +124,26 @@ def forecast(job: Job) -> Forecast:
     survivors = int(lengths[signal].sum()) if drops else int(lengths.sum())
     memory = tuple(
         stage_memory(
-            job.shape, job.config, job.degrees, stage, tokens=dense.largest_tokens, loss_tokens=dense.largest_loss_tokens,
+            job.shape,
+            job.config,
+            job.degrees,
+            stage,
+            tokens=dense.largest_tokens,
+            loss_tokens=dense.largest_loss_tokens,
             microbatches=dense.microbatches[1],
         )
         for stage in range(job.degrees.pipeline_size)
-    )  # fmt: skip
+    )
     return Forecast(
-        dense=dense, skip=skip, ideal=int(lengths.sum()) / survivors if survivors else None,
-        gain=dense.update_s / skip.update_s if skip.update_s else 1.0, memory=memory, costs=job.costs,
-        constraints=_constraints(job, rules, signal, skip, drops=drops), dead_samples=float((~signal).mean()),
-    )  # fmt: skip
+        dense=dense,
+        skip=skip,
+        ideal=int(lengths.sum()) / survivors if survivors else None,
+        gain=dense.update_s / skip.update_s if skip.update_s else 1.0,
+        memory=memory,
+        costs=job.costs,
+        constraints=_constraints(job, rules, signal, skip, drops=drops),
+        dead_samples=float((~signal).mean()),
+    )
 
 
 def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:
@@ -151,7 +161,10 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
         if mini_batch.kind is StepKind.GHOST:
             continue
         rank, timeline, work = _slowest(job, rules, mini_batch, padded)
-        pipeline_s, busiest_s = pipeline_s + timeline.makespan * epochs, busiest_s + float(timeline.busy_s.max()) * epochs
+        pipeline_s, busiest_s = (
+            pipeline_s + timeline.makespan * epochs,
+            busiest_s + float(timeline.busy_s.max()) * epochs,
+        )
         mean_s += float(timeline.busy_s.mean()) * epochs
         idle += timeline.bubble_share * timeline.makespan * epochs
         works.append(work.max() / work.mean() - 1)
@@ -160,11 +173,19 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
         if drawn is None:
             drawn = _drawn(rank, timeline, mini_batch, job.workload.lengths, signal)
     return Outcome(
-        plan=plan, pipeline_s=pipeline_s, busiest_s=busiest_s, mean_s=mean_s, optimizer_s=optimizer_s,
-        bubble_share=idle / pipeline_s if pipeline_s else idle, imbalance=float(np.mean(works)) if works else 0.0,
-        microbatches=(min(counts, default=0), max(counts, default=0)), largest_tokens=largest[0], largest_loss_tokens=largest[1],
-        tokens=int(sum(job.workload.lengths[x.order].sum() for x in plan.mini_batches)) * epochs, drawn=drawn,
-    )  # fmt: skip
+        plan=plan,
+        pipeline_s=pipeline_s,
+        busiest_s=busiest_s,
+        mean_s=mean_s,
+        optimizer_s=optimizer_s,
+        bubble_share=idle / pipeline_s if pipeline_s else idle,
+        imbalance=float(np.mean(works)) if works else 0.0,
+        microbatches=(min(counts, default=0), max(counts, default=0)),
+        largest_tokens=largest[0],
+        largest_loss_tokens=largest[1],
+        tokens=int(sum(job.workload.lengths[x.order].sum() for x in plan.mini_batches)) * epochs,
+        drawn=drawn,
+    )
 
 
 def _sums(mini_batch: StepPlan, values: np.ndarray) -> np.ndarray:
@@ -188,7 +209,9 @@ def _slowest(job: Job, rules: PlanRules, mini_batch: StepPlan, padded: np.ndarra
     cumulated = np.concatenate([np.zeros((pipeline, 1)), np.cumsum(spent, axis=1)], axis=1)
     work = np.diff(cumulated[:, starts], axis=1).max(0)
     block = rules.lockstep_ranks
-    leaders = np.array([first + int(work[first : first + block].argmax()) for first in range(0, rules.data_size, block)])
+    leaders = np.array(
+        [first + int(work[first : first + block].argmax()) for first in range(0, rules.data_size, block)]
+    )
     if 2 * forward_s.size > MAX_OPERATIONS:
         few = max(1, MAX_OPERATIONS * len(leaders) // (2 * forward_s.size))
         leaders = leaders[np.argsort(-work[leaders], kind="stable")[:few]]
@@ -216,7 +239,9 @@ def _drawn(rank: int, timeline: Timeline, mini_batch: StepPlan, lengths: np.ndar
     return Drawn(rank=rank, timeline=timeline, dead=np.where(filler, 0.0, dead)[own], filler=filler[own])
 
 
-def _constraints(job: Job, rules: PlanRules, signal: np.ndarray, found: Outcome, *, drops: bool) -> tuple[Constraint, ...]:
+def _constraints(
+    job: Job, rules: PlanRules, signal: np.ndarray, found: Outcome, *, drops: bool
+) -> tuple[Constraint, ...]:
     """Most binding first: plans without one rule each, on the same clock."""
     epochs_s, longest = found.update_s, int(padded_lengths(job.workload.lengths, rules.pad_multiple).max(initial=0))
 
@@ -226,16 +251,26 @@ def _constraints(job: Job, rules: PlanRules, signal: np.ndarray, found: Outcome,
     bubble, uneven = found.pipeline_s - found.busiest_s, found.busiest_s - found.mean_s
     balance = found.busiest_s * (1 - 1 / (1 + found.imbalance))
     constraints = [
-        Constraint(name="longest sample", saves_s=balance, note=f"{longest} tokens; what perfect balance over replicas would save"),
+        Constraint(
+            name="longest sample",
+            saves_s=balance,
+            note=f"{longest} tokens; what perfect balance over replicas would save",
+        ),
         Constraint(name="optimizer step", saves_s=found.optimizer_s, note="reduction, norm, AdamW, gather"),
     ]
     if job.degrees.pipeline_size > 1:
         note = "the busiest stage waits: the pipeline fills, drains, and stalls behind long micro-batches"
         constraints.append(Constraint(name="pipeline bubble", saves_s=bubble, note=note))
-        constraints.append(Constraint(name="uneven stages", saves_s=uneven, note="the busiest stage (the LM head's) over the mean of all"))
+        constraints.append(
+            Constraint(
+                name="uneven stages", saves_s=uneven, note="the busiest stage (the LM head's) over the mean of all"
+            )
+        )
     if rules.samples_per_microbatch is None:
         more = saved(max_tokens=2 * rules.max_tokens)
-        constraints.append(Constraint(name="token cap", saves_s=more, note=f"{rules.max_tokens} tokens; what twice as many would save"))
+        constraints.append(
+            Constraint(name="token cap", saves_s=more, note=f"{rules.max_tokens} tokens; what twice as many would save")
+        )
     if rules.microbatch_multiple > 1:
         note = f"micro-batches in multiples of {rules.microbatch_multiple}"
         constraints.append(Constraint(name="VPP multiple", saves_s=saved(microbatch_multiple=1), note=note))

@@ -62,7 +62,9 @@ class Costs:
         A stage's time lies evenly on its chunks; what the last stage takes beyond the one before it (the LM head) on the last chunk.
         """
         virtual = self.model.virtual
-        each = np.array([stage.seconds(tokens, squares) for stage in self.model.stages]).reshape(len(self.model.stages), len(tokens))
+        each = np.array([stage.seconds(tokens, squares) for stage in self.model.stages]).reshape(
+            len(self.model.stages), len(tokens)
+        )
         even = each.copy()
         if virtual > 1:
             even[-1] = np.minimum(each[-1], each[-2])
@@ -76,23 +78,30 @@ def layer_flops(shape: ModelShape) -> tuple[float, float]:
     return 6.0 * shape.layer_parameters, 6.0 * shape.num_heads * shape.head_dim
 
 
-def machine_costs(machine: Machine, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float, source: str) -> Costs:
+def machine_costs(
+    machine: Machine, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float, source: str
+) -> Costs:
     """The costs of every stage. loss_share: loss tokens over all tokens."""
     layers = shape.num_layers // degrees.pipeline_size
     again = 4 / 3 if full_recompute(config) else 1.0
     split = degrees.tensor_size * degrees.context_size
     linear, scores = layer_flops(shape)
     inner = StageCost(
-        overhead=machine.layer_overhead_s * layers * again, token=linear * again * layers / split / machine.flops_per_s,
+        overhead=machine.layer_overhead_s * layers * again,
+        token=linear * again * layers / split / machine.flops_per_s,
         square=scores * again * layers / split / machine.attention_flops_per_s,
-    )  # fmt: skip
+    )
     head = 8.0 * shape.padded_vocab_size * shape.hidden_size * loss_share / split / machine.flops_per_s
     last = dataclasses.replace(inner, token=inner.token + head)
     stages = (inner,) * (degrees.pipeline_size - 1) + (last,)
     return Costs(
-        model=CostModel(stages=stages, virtual=degrees.virtual_size), forward_share=1 / 4 if again > 1 else 1 / 3,
-        optimizer_s=max(optimizer_seconds(machine, shape, config, degrees, stage) for stage in range(degrees.pipeline_size)), source=source,
-    )  # fmt: skip
+        model=CostModel(stages=stages, virtual=degrees.virtual_size),
+        forward_share=1 / 4 if again > 1 else 1 / 3,
+        optimizer_s=max(
+            optimizer_seconds(machine, shape, config, degrees, stage) for stage in range(degrees.pipeline_size)
+        ),
+        source=source,
+    )
 
 
 def optimizer_parameters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[float, float]:
@@ -112,19 +121,28 @@ def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degree
     """Stated FLOP/s, and the planner's own ``plan.microbatch_overhead_tokens`` for what a micro-batch costs besides its tokens."""
     token = layer_flops(shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
     return Machine(
-        flops_per_s=flops_per_s, attention_flops_per_s=flops_per_s, layer_overhead_s=config.plan.microbatch_overhead_tokens * token
-    )  # fmt: skip
+        flops_per_s=flops_per_s,
+        attention_flops_per_s=flops_per_s,
+        layer_overhead_s=config.plan.microbatch_overhead_tokens * token,
+    )
 
 
 def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, int | str]:
     """What a stage's seconds per token belong to besides the machine; the number of replicas is not among it."""
     return {
-        "num_layers": shape.num_layers, "hidden_size": shape.hidden_size, "dtype": config.model.dtype, "tensor": degrees.tensor_size,
-        "context": degrees.context_size, "expert": degrees.expert_size, "expert_tensor": degrees.expert_tensor_size,
-    }  # fmt: skip
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "dtype": config.model.dtype,
+        "tensor": degrees.tensor_size,
+        "context": degrees.context_size,
+        "expert": degrees.expert_size,
+        "expert_tensor": degrees.expert_tensor_size,
+    }
 
 
-def load_coefficients(path: str | pathlib.Path, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float) -> Costs:
+def load_coefficients(
+    path: str | pathlib.Path, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float
+) -> Costs:
     """A JSON file with a ``machine`` (Machine's fields) or with a run's ``stages``, or a run's folder with such a coefficients.json.
 
     ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, one per
@@ -134,16 +152,26 @@ def load_coefficients(path: str | pathlib.Path, shape: ModelShape, config: Confi
     path = pathlib.Path(path)
     path = path / "coefficients.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"--coefficients {path} does not exist; give a file, or the folder of a run that has taken an optimizer step")
+        raise ConfigError(
+            f"--coefficients {path} does not exist; give a file, or the folder of a run that has taken an optimizer step"
+        )
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         source = f"coefficients of {path.name}: {given.get('measured_on', 'not said where measured')}"
         if "machine" in given:
             machine = Machine(**given["machine"])
             return machine_costs(machine, shape, config, degrees, loss_share=loss_share, source=source)
-        model = CostModel(stages=tuple(StageCost(**stage) for stage in given["stages"]), virtual=given.get("virtual", 1))
+        model = CostModel(
+            stages=tuple(StageCost(**stage) for stage in given["stages"]), virtual=given.get("virtual", 1)
+        )
         forward_share = float(given.get("forward_share", 1 / 4 if full_recompute(config) else 1 / 3))
-        costs = Costs(model=model, forward_share=forward_share, optimizer_s=float(given["optimizer_s"]), source=source, from_run=True)
+        costs = Costs(
+            model=model,
+            forward_share=forward_share,
+            optimizer_s=float(given["optimizer_s"]),
+            source=source,
+            from_run=True,
+        )
         fitted = dict(given.get("fitted_with", {}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

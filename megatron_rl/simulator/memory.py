@@ -56,7 +56,9 @@ def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
     norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
     if not shape.num_experts:
         return attention + norms + 3 * hidden * shape.ffn_hidden_size // tensor, 0
-    experts = shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
+    experts = (
+        shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
+    )
     return attention + norms + shape.num_experts * hidden, experts
 
 
@@ -122,7 +124,9 @@ def stage_memory(
         dense, experts = adapters, 0  # what is trained
     per_parameter = 8 + (4 if size == 2 else 0)
     whole = (dense + experts) * per_parameter
-    sharded = round(per_parameter * (dense / (degrees.data_size * degrees.context_size) + experts / degrees.expert_data_size))
+    sharded = round(
+        per_parameter * (dense / (degrees.data_size * degrees.context_size) + experts / degrees.expert_data_size)
+    )
     gradient_bytes = 4 if config.megatron.ddp.get("grad_reduce_in_fp32", True) else size
     own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)
     layer = own_tokens * kept_elements(shape, config, degrees) * size
@@ -135,10 +139,15 @@ def stage_memory(
         rows = min(loss_tokens / degrees.context_size, LINEAR_CHUNK_TOKENS)
         logits = rows * shape.padded_vocab_size / degrees.tensor_size * (4 + (size if size != 4 else 0))
     return StageMemory(
-        stage=stage, weights=weights * size, reference=weights * size * second,
+        stage=stage,
+        weights=weights * size,
+        reference=weights * size * second,
         gradients=(dense + experts) * gradient_bytes,
         optimizer=sharded if config.optimizer.distributed else whole,
-        optimizer_sharded=sharded, optimizer_whole=whole,
-        activations=round(recomputed if full_recompute(config) else kept), activations_kept=round(kept),
-        activations_recomputed=round(recomputed), logits=round(logits),
-    )  # fmt: skip
+        optimizer_sharded=sharded,
+        optimizer_whole=whole,
+        activations=round(recomputed if full_recompute(config) else kept),
+        activations_kept=round(kept),
+        activations_recomputed=round(recomputed),
+        logits=round(logits),
+    )

@@ -29,9 +29,15 @@ CSS = """
 
 def picture(forecast: Forecast, title: str) -> str:
     """The first mini-batch that runs, dense and skip, each on its slowest replica."""
-    panels = [(name, drawn) for name, drawn in (("dense", forecast.dense.drawn), ("skip", forecast.skip.drawn)) if drawn is not None]
+    panels = [
+        (name, drawn)
+        for name, drawn in (("dense", forecast.dense.drawn), ("skip", forecast.skip.drawn))
+        if drawn is not None
+    ]
     if not panels:
-        raise ValueError("nothing runs in the dense plan, so there is no pipeline to draw; give a trace with at least one sample")
+        raise ValueError(
+            "nothing runs in the dense plan, so there is no pipeline to draw; give a trace with at least one sample"
+        )
     seconds = max(drawn.timeline.makespan for _, drawn in panels)
     rows = min(MAX_ROWS, panels[0][1].timeline.pipeline)
     panel = HEADING + rows * (ROW + GAP)
@@ -72,7 +78,11 @@ def _panel(kind: str, drawn: Drawn, top: int, rows: int, seconds: float) -> str:
         parts.append(f'<path class="limit" d="M{end:.1f} {top + HEADING - 8}V{foot}"/>')
         saved = f"{short(seconds - timeline.makespan)} s less"
         anchor, x = ("start", end + 6) if end < RIGHT - 90 else ("end", end - 6)
-        parts.append(f'<text class="ink" x="{x:.1f}" y="{top + 26}" text-anchor="{anchor}">{saved}</text>' if end > LEFT + 420 else "")
+        parts.append(
+            f'<text class="ink" x="{x:.1f}" y="{top + 26}" text-anchor="{anchor}">{saved}</text>'
+            if end > LEFT + 420
+            else ""
+        )
     return "".join(parts)
 
 
@@ -80,17 +90,22 @@ def _boxes(drawn: Drawn, rank: int, y: int, seconds: float, limit: int) -> str:
     """One box per operation of a rank, a hair apart; its grey foot is the share of tokens without signal."""
     timeline, parts = drawn.timeline, []
     for css, starts, ends in (
-        ("forward", timeline.forward_start, timeline.forward_end), ("backward", timeline.backward_start, timeline.backward_end),
-    ):  # fmt: skip
+        ("forward", timeline.forward_start, timeline.forward_end),
+        ("backward", timeline.backward_start, timeline.backward_end),
+    ):
         for stage in range(rank, starts.shape[0], timeline.pipeline):
-            for m in range(min(len(drawn.dead), limit)):  # what lies behind are micro-batches of a what-if, without time
+            for m in range(
+                min(len(drawn.dead), limit)
+            ):  # what lies behind are micro-batches of a what-if, without time
                 left, right = float(_x(starts[stage, m], seconds)), float(_x(ends[stage, m], seconds))
                 wide = max(right - left - 0.6, 0.3)
                 kind = "filler" if drawn.filler[m] else css
                 parts.append(f'<rect class="{kind}" x="{left:.2f}" y="{y}" width="{wide:.2f}" height="{ROW}"/>')
                 dead = ROW * float(drawn.dead[m])
                 if dead > 0.2:
-                    parts.append(f'<rect class="dead" x="{left:.2f}" y="{y + ROW - dead:.1f}" width="{wide:.2f}" height="{dead:.1f}"/>')
+                    parts.append(
+                        f'<rect class="dead" x="{left:.2f}" y="{y + ROW - dead:.1f}" width="{wide:.2f}" height="{dead:.1f}"/>'
+                    )
     return "".join(parts)
 
 
@@ -102,7 +117,12 @@ def _axis(y: int, seconds: float) -> str:
         parts.append(f'<path class="edge" d="M{x:.1f} {y}v4"/>')
         parts.append(f'<text class="soft" x="{x:.1f}" y="{y + 17}" text-anchor="middle">{short(tick)} s</text>')
     x = LEFT
-    for css, words in (("forward", "forward"), ("backward", "backward"), ("dead", "tokens without signal"), ("filler", "filler")):
+    for css, words in (
+        ("forward", "forward"),
+        ("backward", "backward"),
+        ("dead", "tokens without signal"),
+        ("filler", "filler"),
+    ):
         parts.append(f'<rect class="{css}" x="{x}" y="{y + 30}" width="11" height="11"/>')
         parts.append(f'<text class="soft" x="{x + 16}" y="{y + 40}">{words}</text>')
         x += 40 + 7 * len(words)

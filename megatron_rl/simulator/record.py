@@ -47,9 +47,13 @@ class Recorder:
             return
         names = self.config.reward.functions
         workload = Workload(
-            prompt_tokens=facts.prompt_tokens, response_tokens=facts.response_tokens, loss_tokens=facts.loss_tokens, rewards=rewards,
-            groups=facts.groups, by_function=dict(zip(names, by_function.T, strict=True)) if len(names) > 1 else {},
-        )  # fmt: skip
+            prompt_tokens=facts.prompt_tokens,
+            response_tokens=facts.response_tokens,
+            loss_tokens=facts.loss_tokens,
+            rewards=rewards,
+            groups=facts.groups,
+            by_function=dict(zip(names, by_function.T, strict=True)) if len(names) > 1 else {},
+        )
         prompts = dict.fromkeys(sample_id.rpartition("#")[0] for sample_id in facts.sample_ids)
         append_trace(self.trace, self.num_rollouts, workload, list(prompts))
 
@@ -61,10 +65,13 @@ class Recorder:
         model = backend.fit.model()
         forward_s, backward_s = backend.fit.sums[:, -2:].sum(0)
         content = {
-            "stages": [dataclasses.asdict(stage) for stage in model.stages], "virtual": model.virtual,
-            "optimizer_s": statistics.median(backend.optimizer_s), "forward_share": float(forward_s / (forward_s + backward_s)),
-            "fitted_with": fitted_with(backend.shape, self.config, backend.topology), "measured_on": self._where(),
-        }  # fmt: skip
+            "stages": [dataclasses.asdict(stage) for stage in model.stages],
+            "virtual": model.virtual,
+            "optimizer_s": statistics.median(backend.optimizer_s),
+            "forward_share": float(forward_s / (forward_s + backward_s)),
+            "fitted_with": fitted_with(backend.shape, self.config, backend.topology),
+            "measured_on": self._where(),
+        }
         _replace(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def _where(self) -> str:

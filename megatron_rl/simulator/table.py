@@ -17,32 +17,56 @@ GIB = 2**30
 def _outcome(found: Outcome) -> dict[str, Any]:
     kinds = ("num_fillers", "silent_ranks", "ghosts")
     return {
-        "update_s": found.update_s, "pipeline_s": found.pipeline_s, "optimizer_s": found.optimizer_s,
-        "bubble_share": found.bubble_share.tolist(), "data_parallel_imbalance": found.imbalance,
-        "microbatches_per_replica": list(found.microbatches), "largest_microbatch_tokens": found.largest_tokens, "tokens": found.tokens,
-        "optimizer_steps": len(found.plan.mini_batches), **{name: found.count(name) for name in kinds},
-    }  # fmt: skip
+        "update_s": found.update_s,
+        "pipeline_s": found.pipeline_s,
+        "optimizer_s": found.optimizer_s,
+        "bubble_share": found.bubble_share.tolist(),
+        "data_parallel_imbalance": found.imbalance,
+        "microbatches_per_replica": list(found.microbatches),
+        "largest_microbatch_tokens": found.largest_tokens,
+        "tokens": found.tokens,
+        "optimizer_steps": len(found.plan.mini_batches),
+        **{name: found.count(name) for name in kinds},
+    }
 
 
-def figures(found: Forecast, config: Config, degrees: Degrees, *, title: str, workload: str, num_rollouts: int) -> dict[str, Any]:
+def figures(
+    found: Forecast, config: Config, degrees: Degrees, *, title: str, workload: str, num_rollouts: int
+) -> dict[str, Any]:
     """Everything that is printed. Seconds, tokens, bytes."""
     return {
-        "title": title, "world_size": degrees.world_size, "degrees": degrees.named, "workload": workload, "rollouts": num_rollouts,
-        "costs": found.costs.source, "dead_samples": found.dead_samples, "dense": _outcome(found.dense), "skip": _outcome(found.skip),
-        "gain_ideal": found.ideal, "gain_predicted": found.gain, "recompute": "full" if full_recompute(config) else "none",
+        "title": title,
+        "world_size": degrees.world_size,
+        "degrees": degrees.named,
+        "workload": workload,
+        "rollouts": num_rollouts,
+        "costs": found.costs.source,
+        "dead_samples": found.dead_samples,
+        "dense": _outcome(found.dense),
+        "skip": _outcome(found.skip),
+        "gain_ideal": found.ideal,
+        "gain_predicted": found.gain,
+        "recompute": "full" if full_recompute(config) else "none",
         "distributed_optimizer": config.optimizer.distributed,
         "memory": [dataclasses.asdict(stage) | {"total": stage.total} for stage in found.memory],
         "constraints": [dataclasses.asdict(x) for x in found.constraints],
-    }  # fmt: skip
+    }
 
 
 ROWS = (
-    ("update", "update_s", "s"), ("  pipeline", "pipeline_s", "s"), ("  optimizer", "optimizer_s", "s"), ("tokens", "tokens", ""),
-    ("bubble, mean of stages", "bubble_share", "%"), ("data-parallel imbalance", "data_parallel_imbalance", "%"),
-    ("micro-batches per replica", "microbatches_per_replica", "range"), ("largest micro-batch", "largest_microbatch_tokens", "tokens"),
-    ("optimizer steps", "optimizer_steps", ""), ("ghost steps", "ghosts", ""), ("silent replicas", "silent_ranks", ""),
+    ("update", "update_s", "s"),
+    ("  pipeline", "pipeline_s", "s"),
+    ("  optimizer", "optimizer_s", "s"),
+    ("tokens", "tokens", ""),
+    ("bubble, mean of stages", "bubble_share", "%"),
+    ("data-parallel imbalance", "data_parallel_imbalance", "%"),
+    ("micro-batches per replica", "microbatches_per_replica", "range"),
+    ("largest micro-batch", "largest_microbatch_tokens", "tokens"),
+    ("optimizer steps", "optimizer_steps", ""),
+    ("ghost steps", "ghosts", ""),
+    ("silent replicas", "silent_ranks", ""),
     ("filler micro-batches", "num_fillers", ""),
-)  # fmt: skip
+)
 
 
 def _cell(value: Any, unit: str) -> str:
@@ -72,7 +96,10 @@ def show(content: dict[str, Any], gpu_memory_gib: float) -> None:
 
     console = Console(width=118)
     ideal = "-" if content["gain_ideal"] is None else f"{content['gain_ideal']:.2f}"
-    plans = Table(title=content["title"], caption=f"gain of the skip: predicted {content['gain_predicted']:.2f}, ideal {ideal} by tokens")
+    plans = Table(
+        title=content["title"],
+        caption=f"gain of the skip: predicted {content['gain_predicted']:.2f}, ideal {ideal} by tokens",
+    )
     for name in ("one rollout's update", "dense", "skip"):
         plans.add_column(name, justify="left" if name.startswith("one") else "right")
     for label, key, unit in ROWS:
@@ -92,8 +119,12 @@ def show(content: dict[str, Any], gpu_memory_gib: float) -> None:
         limits.add_column(name, justify="right" if name in ("would save", "share") else "left")
     whole = content["skip"]["update_s"] or 1.0
     for each in content["constraints"]:
-        limits.add_row(each["name"], f"{short(each['saves_s'])} s", f"{100 * each['saves_s'] / whole:.1f} %", each["note"])
+        limits.add_row(
+            each["name"], f"{short(each['saves_s'])} s", f"{100 * each['saves_s'] / whole:.1f} %", each["note"]
+        )
     console.print(limits)
     console.print(f"binds: {binding(content, gpu_memory_gib)}", highlight=False)
-    console.print(f"samples: {content['workload']}; {100 * content['dead_samples']:.0f} % without signal", highlight=False)
+    console.print(
+        f"samples: {content['workload']}; {100 * content['dead_samples']:.0f} % without signal", highlight=False
+    )
     console.print(f"times: {content['costs']}", highlight=False)

@@ -67,9 +67,13 @@ class Workload:
                 )
             columns = np.stack([self.by_function[name] for name in names], axis=1)
         group_rewards = GroupRewards(
-            totals=rewards, groups=self.groups, included=~np.isnan(rewards), loss_tokens=self.loss_tokens, by_function=columns,
+            totals=rewards,
+            groups=self.groups,
+            included=~np.isnan(rewards),
+            loss_tokens=self.loss_tokens,
+            by_function=columns,
             function_weights=weights,
-        )  # fmt: skip
+        )
         values = advantages(group_rewards, estimator=given.estimator, epsilon=given.epsilon, whiten=given.whiten)
         return has_signal(values, self.loss_tokens, advantage_epsilon=signal_rule(config).advantage_epsilon)
 
@@ -82,7 +86,9 @@ def read_trace(path: str | pathlib.Path) -> list[Workload]:
     path = pathlib.Path(path)
     file = path / "trace.jsonl" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"--trace {file} does not exist; give a file of JSON lines, or the folder of a run that has trained a rollout")
+        raise ConfigError(
+            f"--trace {file} does not exist; give a file of JSON lines, or the folder of a run that has trained a rollout"
+        )
     rollouts: dict[int, list[dict]] = {}
     *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate([*lines, rest], start=1):
@@ -105,7 +111,9 @@ def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
         given = json.loads(line)
         whole = isinstance(given["reward"], list)
         given.setdefault("loss_tokens", given["response_tokens"])
-        columns = {name: _column(given[name], np.int64) for name in TOKENS} | {"reward": _column(given["reward"], np.float64)}
+        columns = {name: _column(given[name], np.int64) for name in TOKENS} | {
+            "reward": _column(given["reward"], np.float64)
+        }
         columns |= {f"of {name}": _column(x, np.float64) for name, x in given.get("reward_functions", {}).items()}
         sizes = {name: len(x) for name, x in columns.items()}
         if len(set(sizes.values())) > 1:
@@ -146,9 +154,13 @@ def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompt
         return [None if np.isnan(x) else x for x in values.tolist()]
 
     row = {
-        "rollout": rollout, "group": given.groups.tolist(), "prompt_tokens": given.prompt_tokens.tolist(),
-        "response_tokens": given.response_tokens.tolist(), "loss_tokens": given.loss_tokens.tolist(), "reward": plain(given.rewards),
-    }  # fmt: skip
+        "rollout": rollout,
+        "group": given.groups.tolist(),
+        "prompt_tokens": given.prompt_tokens.tolist(),
+        "response_tokens": given.response_tokens.tolist(),
+        "loss_tokens": given.loss_tokens.tolist(),
+        "reward": plain(given.rewards),
+    }
     if given.by_function:
         row["reward_functions"] = {name: plain(x) for name, x in given.by_function.items()}
     if prompts:
@@ -164,11 +176,15 @@ def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, floa
     except ValueError:
         first = second = -1.0
     if name != kind or first <= 0 or second < 0:
-        raise ConfigError(f"{option} {text!r} is not of the form {kind}:{names}, as in {option} {kind}:0.5,0.5; numbers must be positive")
+        raise ConfigError(
+            f"{option} {text!r} is not of the form {kind}:{names}, as in {option} {kind}:0.5,0.5; numbers must be positive"
+        )
     return first, second
 
 
-def draw(config: Config, *, lengths: str | None, pass_rate: str | None, prompt_tokens: int | None, seed: int) -> tuple[Workload, str]:
+def draw(
+    config: Config, *, lengths: str | None, pass_rate: str | None, prompt_tokens: int | None, seed: int
+) -> tuple[Workload, str]:
     """A rollout of ``train.prompts_per_rollout`` groups from stated distributions, and those in words.
 
     lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm), cut at
@@ -185,7 +201,13 @@ def draw(config: Config, *, lengths: str | None, pass_rate: str | None, prompt_t
     response = np.clip(np.rint(response), 1, limit).astype(np.int64)
     passes = random.random((prompts, size)) < random.beta(a, b, (prompts, 1))
     workload = Workload(
-        prompt_tokens=np.full(prompts * size, prompt_tokens, dtype=np.int64), response_tokens=response, loss_tokens=response,
-        rewards=passes.reshape(-1).astype(np.float64), groups=np.repeat(np.arange(prompts), size),
-    )  # fmt: skip
-    return workload, f"drawn: prompts of {prompt_tokens} tokens, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed {seed}"
+        prompt_tokens=np.full(prompts * size, prompt_tokens, dtype=np.int64),
+        response_tokens=response,
+        loss_tokens=response,
+        rewards=passes.reshape(-1).astype(np.float64),
+        groups=np.repeat(np.arange(prompts), size),
+    )
+    return (
+        workload,
+        f"drawn: prompts of {prompt_tokens} tokens, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed {seed}",
+    )

@@ -78,7 +78,9 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
         try:
             with open_watchdog(backend.topology, config.run.deadline_s) as watchdog:
                 started = time.perf_counter()
-                trainer = _assemble(config, backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress)
+                trainer = _assemble(
+                    config, backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress
+                )
                 if resume_point is not None:
                     trainer.resume(checkpoints.restore(resume_point))
                 announce(trainer)
@@ -208,9 +210,13 @@ def announce(trainer: Trainer) -> None:
     config, topology, shape = trainer.config, trainer.backend.topology, trainer.backend.shape
     log.info(
         "world %d: %s on %s (%s); layers by %s; Adam by %s",
-        topology.world_size, topology.degrees, HOST.device_type, HOST.backend, shape.layer_spec,
+        topology.world_size,
+        topology.degrees,
+        HOST.device_type,
+        HOST.backend,
+        shape.layer_spec,
         trainer.backend.optimizer.kernel,
-    )  # fmt: skip
+    )
     for term in trainer.rule.approximated:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
     if trainer.rule.kl_in_reward and trainer.rule.drops and config.skip.logprob_passes:

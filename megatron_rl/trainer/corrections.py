@@ -31,9 +31,16 @@ class CorrectedSignal:
 
 
 def apply_corrections(
-    config: CorrectionConfig, backend: MegatronBackend, batch: Batch, *, advantages: Advantages, signal: np.ndarray, passed: np.ndarray,
-    old_logprobs: np.ndarray | None, advantage_epsilon: float = 0.0,
-) -> CorrectedSignal:  # fmt: skip
+    config: CorrectionConfig,
+    backend: MegatronBackend,
+    batch: Batch,
+    *,
+    advantages: Advantages,
+    signal: np.ndarray,
+    passed: np.ndarray,
+    old_logprobs: np.ndarray | None,
+    advantage_epsilon: float = 0.0,
+) -> CorrectedSignal:
     """Once per rollout, for all its mini-batches and epochs. A collective where a correction is asked for.
 
     signal bool [S]: of those by advantage alone, what is to be trained · passed bool [S]: the samples whose old_logprobs [T] are known.
@@ -41,9 +48,18 @@ def apply_corrections(
     if not config.is_on:
         return CorrectedSignal(weights=None, signal=signal)
     assert old_logprobs is not None and not (signal & ~passed).any(), "signal without log-probs"
-    lengths, engine, mask = batch.facts.response_tokens, backend.gather_rollout_logprobs(batch), backend.gather_loss_mask(batch)
+    lengths, engine, mask = (
+        batch.facts.response_tokens,
+        backend.gather_rollout_logprobs(batch),
+        backend.gather_loss_mask(batch),
+    )
     found = importance_weights(old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config)
     weights = collectives.broadcast_from_rank0(found.weights)
-    left = signal & has_signal(advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon)
-    metrics = {**correction_metrics(found, mask, lengths, signal), "correction/masked_samples": float((signal & ~left).sum())}
+    left = signal & has_signal(
+        advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon
+    )
+    metrics = {
+        **correction_metrics(found, mask, lengths, signal),
+        "correction/masked_samples": float((signal & ~left).sum()),
+    }
     return CorrectedSignal(weights=weights, signal=left, metrics=metrics)

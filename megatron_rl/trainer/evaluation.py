@@ -54,7 +54,9 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the one that passed: pass@2 = 1 − 3/6 = 0.5.
     """
     if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
-        raise ValueError(f"pass@{k} of {num_samples} samples of which {num_passed} passed; 1 <= k <= samples and 0 <= passed <= samples")
+        raise ValueError(
+            f"pass@{k} of {num_samples} samples of which {num_passed} passed; 1 <= k <= samples and 0 <= passed <= samples"
+        )
     draws = math.comb(num_samples, k)
     return (draws - math.comb(num_samples - num_passed, k)) / draws
 
@@ -127,7 +129,9 @@ class Evaluation:
         metrics = {}
         for name, outcomes in self._outcomes(job).items():
             found = set_metrics(name, outcomes, self.config.reward.functions, threshold=given.reward_threshold)
-            told = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in found.items() if "@" in key.rpartition("/")[2])
+            told = ", ".join(
+                f"{key.rpartition('/')[2]} {value:.4f}" for key, value in found.items() if "@" in key.rpartition("/")[2]
+            )
             log.info("eval/%s after %d steps: %s over %d prompts", name, step, told, len(self.sets[name]))
             metrics |= {f"{key}{suffix}": value for key, value in found.items()}
         return {**metrics, "time/eval_s": time.perf_counter() - started}
@@ -141,7 +145,9 @@ class Evaluation:
         ends = np.cumsum([len(members) for members in self.sets.values()])
         local = np.zeros(len(ends), dtype=np.int64)
         for place in job.mine:
-            local[np.searchsorted(ends, place, side="right")] += sum(len(rollout.response_ids) for rollout in job.found[place])
+            local[np.searchsorted(ends, place, side="right")] += sum(
+                len(rollout.response_ids) for rollout in job.found[place]
+            )
         tokens = np.sum(collectives.gather_json(local.tolist()), axis=0)
         shape = (int(ends[-1]), size)
         totals_of = np.split(totals.reshape(shape), ends[:-1])

@@ -34,7 +34,9 @@ class ReferencePolicy:
         self.is_adaptive = given.controller == "adaptive"
         self.refresh_every_rollouts = given.refresh_every_rollouts
         self._controller = KLCoefficient(
-            value=config.loss.kl_coefficient, target=given.kl_target if self.is_adaptive else None, horizon=given.kl_horizon
+            value=config.loss.kl_coefficient,
+            target=given.kl_target if self.is_adaptive else None,
+            horizon=given.kl_horizon,
         )
         self._kl = self._tokens = 0.0
 
@@ -103,4 +105,6 @@ class ReferencePolicy:
                 "loss.kl_coefficient=0; set it back to 0, or start another run from the exported policy"
             )
         if self.is_adaptive and state["coefficient"] is not None:
-            self._controller = KLCoefficient(value=state["coefficient"], target=self._controller.target, horizon=self._controller.horizon)
+            self._controller = KLCoefficient(
+                value=state["coefficient"], target=self._controller.target, horizon=self._controller.horizon
+            )

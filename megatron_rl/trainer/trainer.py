@@ -214,7 +214,9 @@ class Trainer:
         self.next_row = {}
         if self.reference.is_needed:
             row["train/kl_coefficient"] = self.reference.coefficient
-        unmeasured = {"train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"} if phase == "warmup" else set()
+        unmeasured = (
+            {"train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"} if phase == "warmup" else set()
+        )
         if not self.reference.is_needed:
             unmeasured.add("train/kl")
         self.progress.update(self.writer.write({name: value for name, value in row.items() if name not in unmeasured}))

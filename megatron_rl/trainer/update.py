@@ -79,7 +79,9 @@ class UpdatePlanner:
         """Decide what rollout ``index`` trains on. holds: the policy stays as it is, while a critic warms up."""
         batch, facts, penalty = taken.batch, taken.facts, result.penalty
         signal = has_signal(
-            result.advantages.largest(facts.response_tokens), facts.loss_tokens, advantage_epsilon=self.rule.advantage_epsilon
+            result.advantages.largest(facts.response_tokens),
+            facts.loss_tokens,
+            advantage_epsilon=self.rule.advantage_epsilon,
         )
         trained = np.zeros_like(signal) if holds else signal
         with self.timer.measure("plan"):
@@ -97,10 +99,14 @@ class UpdatePlanner:
                 old_logprobs=old,
                 advantage_epsilon=self.rule.advantage_epsilon,
             )
-            if not np.array_equal(corrected.signal, trained):  # masks took samples away: fewer run, none that was not passed
+            if not np.array_equal(
+                corrected.signal, trained
+            ):  # masks took samples away: fewer run, none that was not passed
                 signal = trained = corrected.signal
                 plan = self._plan(batch, trained, holds=holds)
-            reference = penalty.reference if penalty else self._reference_logprobs(batch, runs_S(plan, facts.num_samples))
+            reference = (
+                penalty.reference if penalty else self._reference_logprobs(batch, runs_S(plan, facts.num_samples))
+            )
         with self.timer.measure("plan"):
             batch = self.backend.fetch_rows(batch, plan)
         return Update(

@@ -91,7 +91,9 @@ class HuggingFaceReader:
 
     def _slice(self, name: str):
         if name not in self.files:
-            raise ConfigError(f"{self.path} holds no tensor named {name}; its config and its weights do not belong together")
+            raise ConfigError(
+                f"{self.path} holds no tensor named {name}; its config and its weights do not belong together"
+            )
         file = self.files[name]
         if file not in self.open_files:
             self.open_files[file] = safe_open(file, framework="pt")
@@ -103,7 +105,9 @@ class HuggingFaceReader:
     def dtype(self, name: str) -> torch.dtype:
         kind = self._slice(name).get_dtype()
         if kind not in DTYPE_OF_NAME:
-            raise ConfigError(f"{name} in {self.path} is {kind}; only {', '.join(DTYPE_OF_NAME)} are read: it may be quantised")
+            raise ConfigError(
+                f"{name} in {self.path} is {kind}; only {', '.join(DTYPE_OF_NAME)} are read: it may be quantised"
+            )
         return DTYPE_OF_NAME[kind]
 
     def close(self) -> None:
@@ -128,16 +132,22 @@ def _load_chunk(chunk: torch.nn.Module, stage: int, shape: Shape, topology: Topo
         entry = held.held_by(topology.expert_rank, shape, topology.expert_size)
         for name in entry.hf:
             if reader.size(name) != hf_size(shape, name):
-                raise ConfigError(f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}")
+                raise ConfigError(
+                    f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
+                )
         if entry.megatron not in parameters:
-            raise RuntimeError(f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}")
+            raise RuntimeError(
+                f"the model has no parameter {entry.megatron} for {entry.hf}; its layer spec is {shape.layer_spec}"
+            )
         rank, ranks = topology.tensor_rank, topology.tensor_size
         if entry.expert is not None:
             rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
         shard = load_shard(entry, shape, reader.read, rank, ranks)
         parameters.pop(entry.megatron).copy_(shard)
     if parameters:
-        raise RuntimeError(f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them")
+        raise RuntimeError(
+            f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +210,9 @@ def _bucket_of(stage: int, entry: Entry, shape: Shape, topology: Topology) -> Bu
     )
 
 
-def cut_buckets(shape: Shape, topology: Topology, most_elements: int, entries: StageEntries = stage_entries) -> list[Bucket]:
+def cut_buckets(
+    shape: Shape, topology: Topology, most_elements: int, entries: StageEntries = stage_entries
+) -> list[Bucket]:
     """Every entry of every stage in one bucket, in the order of the stages; from the config alone, so alike on all ranks.
 
     A bucket takes neighbours as long as it stays within ``most_elements``; an entry above that has one of its own.
@@ -221,9 +233,13 @@ def cut_buckets(shape: Shape, topology: Topology, most_elements: int, entries: S
 
 @torch.no_grad()
 def export_weights(
-    chunks: Sequence[Mapping[str, torch.Tensor]], shape: Shape, topology: Topology, *, bucket_bytes: int = BUCKET_BYTES,
+    chunks: Sequence[Mapping[str, torch.Tensor]],
+    shape: Shape,
+    topology: Topology,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
     entries: StageEntries = stage_entries,
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor under its Hugging Face name, whole, on every rank, in one order that ``bucket_bytes`` does not change.
 
     A collective over the model-parallel group and the experts': bucket after bucket is handed over the pipeline and gathered over the

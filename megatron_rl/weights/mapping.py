@@ -95,7 +95,9 @@ EXPERT_NAMES = {
 EMBEDDING = Entry(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
 HEAD = Entry(megatron="output_layer.weight", hf=("lm_head.weight",), layout=Layout.ROWS)
 TIED_HEAD = Entry(megatron="output_layer.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
-VALUE_HEAD = Entry(megatron="output_layer.weight", hf=("score.weight",), layout=Layout.REPLICATED)  # transformers' reward models
+VALUE_HEAD = Entry(
+    megatron="output_layer.weight", hf=("score.weight",), layout=Layout.REPLICATED
+)  # transformers' reward models
 FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",), layout=Layout.REPLICATED)
 
 
@@ -120,11 +122,17 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
         entries.append(Entry(megatron="mlp.linear_fc1.weight", hf=gate_up, layout=Layout.GATE_UP))
         entries.append(Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS))
     if shape.qkv_bias:
-        entries.append(Entry(megatron="self_attention.linear_qkv.bias", hf=tuple(f"{x}.bias" for x in qkv), layout=Layout.QKV))
+        entries.append(
+            Entry(megatron="self_attention.linear_qkv.bias", hf=tuple(f"{x}.bias" for x in qkv), layout=Layout.QKV)
+        )
     if shape.qk_norm:
         for x in "qk":
             entries.append(
-                Entry(megatron=f"self_attention.{x}_layernorm.weight", hf=(f"self_attn.{x}_norm.weight",), layout=Layout.REPLICATED)
+                Entry(
+                    megatron=f"self_attention.{x}_layernorm.weight",
+                    hf=(f"self_attn.{x}_norm.weight",),
+                    layout=Layout.REPLICATED,
+                )
             )
     return tuple(entries)
 
@@ -162,7 +170,10 @@ def stage_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -
     per_stage = shape.num_layers // num_stages
     for local in range(per_stage):
         layer = stage * per_stage + local
-        for entries in (layer_entries(shape), *(expert_entries(shape, i) for i in range(shape.num_experts // expert_size))):
+        for entries in (
+            layer_entries(shape),
+            *(expert_entries(shape, i) for i in range(shape.num_experts // expert_size)),
+        ):
             for entry in entries:
                 yield dataclasses.replace(
                     entry,

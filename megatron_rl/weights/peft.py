@@ -20,10 +20,20 @@ def adapter_config(shape: Shape, hf_path: str) -> dict[str, object]:
     """PEFT's LoraConfig (0.21). hf_path: where the frozen model lies."""
     modules = [name.removesuffix(".weight").rpartition(".")[2] for entry in target_entries(shape) for name in entry.hf]
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": shape.lora_rank, "lora_alpha": shape.lora_alpha, "target_modules": modules,
-        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
-        "init_lora_weights": True, "inference_mode": True, "base_model_name_or_path": hf_path,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": shape.lora_rank,
+        "lora_alpha": shape.lora_alpha,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "base_model_name_or_path": hf_path,
+    }
 
 
 def save_peft(tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object], path: pathlib.Path) -> None:

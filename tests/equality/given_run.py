@@ -41,7 +41,9 @@ class GivenRun(Trainer):
             replayed=np.zeros(count, dtype=bool),
             trained_version=-1,  # so that the gap to the engine's log-probs, which is meant, is no error
         )
-        self.rollouts = SimpleNamespace(take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False)
+        self.rollouts = SimpleNamespace(
+            take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False
+        )
         self.recorder = SimpleNamespace(rollout=lambda *given: None)
         self.evaluation = SimpleNamespace(due=lambda *given, **named: False)
         self.manager = SimpleNamespace(take_metrics=dict)

@@ -14,15 +14,26 @@ import numpy as np
 import torch
 
 from tests.equality.rig import Rig, open_rig, ragged_advantages
-from tests.reference import file_weights, make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
+from tests.reference import (
+    file_weights,
+    make_samples,
+    near_policy,
+    reference_gradient,
+    reference_logprobs,
+    relative_error,
+    tiny_model,
+)
 
 BOUND = 1e-5
 NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-3, 0.1, 0.5
 LAYOUTS = {"packed": dict(max_tokens=60), "padded": dict(samples_per_microbatch=2)}
 STEPS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
-    f"optimizer.clip_grad={CLIP}", "optimizer.distributed=true",
-)  # fmt: skip
+    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
+    f"optimizer.lr={LR}",
+    f"optimizer.weight_decay={DECAY}",
+    f"optimizer.clip_grad={CLIP}",
+    "optimizer.distributed=true",
+)
 DENSE, EXPERTS = ("qwen2_tied", "qwen2_untied"), ("mixtral", "qwen3_moe")
 QUANTITIES = ("logprobs", "gradient", "norm", "weights")
 
@@ -43,7 +54,14 @@ class Cell:
         return (*(f"parallel.{x}" for x in self.parallel), *self.extra)
 
 
-SP, TP2, PP2, CP2, EP2, VPP2 = "sequence_parallel=true", "tensor=2", "pipeline=2", "context=2", "expert=2", "virtual_pipeline=2"
+SP, TP2, PP2, CP2, EP2, VPP2 = (
+    "sequence_parallel=true",
+    "tensor=2",
+    "pipeline=2",
+    "context=2",
+    "expert=2",
+    "virtual_pipeline=2",
+)
 OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
 GATHER = (*OVERLAP, "megatron.ddp.overlap_param_gather=true")
 RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
@@ -73,7 +91,7 @@ CELLS = (
     Cell(name="EP2·PP2·VPP2", world=4, parallel=(EP2, PP2, VPP2), families=EXPERTS),
     Cell(name="EP2·DP2, overlaps", world=4, parallel=(EP2,), families=EXPERTS, extra=GATHER),
     Cell(name="EP2, recomputed", world=2, parallel=(EP2,), families=("qwen3_moe",), extra=RECOMPUTE),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +117,9 @@ def wanted(family: str, layers: int) -> Wanted:
         logprobs = torch.cat([reference_logprobs(model, s)[0][torch.from_numpy(s.loss_mask)] for s in samples])
     gradient, _ = reference_gradient(model, samples, groups, advantages)
     decayed, plain = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}], lr=LR)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}], lr=LR
+    )
     norms = []
     for start in range(0, NUM_SAMPLES, PER_MINI_BATCH):
         part = slice(start, min(start + PER_MINI_BATCH, NUM_SAMPLES))
@@ -149,14 +169,18 @@ def three_steps(rig: Rig, want: Wanted | None, found: dict[str, float], *, layou
         kind = "skip" if drops else "dense"
         # the first norm: later ones are taken at weights that AdamW has already moved by rounding
         found[f"norm {layout} {kind}"] = abs(results[0].grad_norm / want.norms[0] - 1)
-        found[f"weights {layout} {kind}"] = relative_error(weights, {k: v for k, v in want.weights.items() if k in weights})
+        found[f"weights {layout} {kind}"] = relative_error(
+            weights, {k: v for k, v in want.weights.items() if k in weights}
+        )
 
 
 def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
     """Every error of a cell on the main rank; {} on the others."""
     want = wanted(family, cell.layers) if rank == 0 else None
     found: dict[str, float] = {}
-    plain = [x for x in cell.overrides if "overlap_param_gather" not in x]  # which needs the distributed optimizer; gradient() the other
+    plain = [
+        x for x in cell.overrides if "overlap_param_gather" not in x
+    ]  # which needs the distributed optimizer; gradient() the other
     with open_rig(family, *plain, samples=NUM_SAMPLES, layers=cell.layers) as rig:
         one_step(rig, want, found)
     for layout, drops in (("padded", False), ("packed", True)):

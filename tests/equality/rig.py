@@ -70,7 +70,15 @@ class Rig:
         self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
 
-    def inputs(self, advantages: np.ndarray, members: np.ndarray, *, reduction: str = "token_mean", old: np.ndarray | None = None, **more):
+    def inputs(
+        self,
+        advantages: np.ndarray,
+        members: np.ndarray,
+        *,
+        reduction: str = "token_mean",
+        old: np.ndarray | None = None,
+        **more,
+    ):
         """LossInputs with the weights of ``members`` folded in; ``old`` defaults to the samples' own log-probs. more: other fields."""
         weights = reduction_weights(reduction, self.batch.facts, members, max_response_tokens=MAX_RESPONSE_TOKENS)
         flat = np.concatenate([s.logprobs for s in self.samples]) if old is None else old
@@ -82,7 +90,9 @@ class Rig:
         inputs = self.inputs(advantages, mini_batch.members, **given)
         self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
 
-    def gradient(self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object) -> dict[str, torch.Tensor]:
+    def gradient(
+        self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object
+    ) -> dict[str, torch.Tensor]:
         """One mini-batch's gradient under Hugging Face names; the backend is left without one."""
         self.accumulate(advantages, plan, position, **given)
         gradient = self.backend.gradient()
@@ -139,7 +149,12 @@ def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) ->
 
 @contextlib.contextmanager
 def open_rig(
-    family: str, *overrides: str, samples: int = 0, unique_lengths: bool = False, total_steps: int = 1, layers: int | None = None
+    family: str,
+    *overrides: str,
+    samples: int = 0,
+    unique_lengths: bool = False,
+    total_steps: int = 1,
+    layers: int | None = None,
 ) -> Iterator[Rig]:
     """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it.
 

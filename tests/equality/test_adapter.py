@@ -22,7 +22,15 @@ from tests.allocated import AllocationMeter
 from tests.equality.matrix import CP2, EP2, GATHER, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests.equality.rig import DEFAULTS, Rig, config_of, equal, equal_by_name, layers_of, open_rig, ragged_advantages
 from tests.pairwise import quick
-from tests.reference import LAYERS, file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
+from tests.reference import (
+    LAYERS,
+    file_weights,
+    make_samples,
+    near_policy,
+    reference_gradient,
+    relative_error,
+    tiny_model,
+)
 from tests.workers.pool import Pool
 
 # Float32 and another order of summation: seen up to 9e-7. A gradient that lacks a rank's part shows at 1e-1.
@@ -31,9 +39,11 @@ NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-2, 0.1, 0.5
 RANK, ALPHA = 3, 5.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
 STEPS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
+    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
+    f"optimizer.lr={LR}",
+    f"optimizer.weight_decay={DECAY}",
     f"optimizer.clip_grad={CLIP}",
-)  # fmt: skip
+)
 ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
 # (processes, model, what of parallel.*, anything else)
 TOPOLOGIES = {
@@ -70,12 +80,19 @@ def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS
 
 
 @contextlib.contextmanager
-def open_adapted(family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES) -> Iterator[Rig]:
+def open_adapted(
+    family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES
+) -> Iterator[Rig]:
     """A rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``."""
     model = adapted_model(family, extra, layers_of(config_of(*overrides_of(parallel, extra))))
     with open_rig(family, *overrides_of(parallel, extra), total_steps=20) as rig:
         backend = rig.backend
-        fill_adapters([chunk.module for chunk in backend.chunks], backend.shape, backend.topology, MemoryReader(adapters_of(model)))
+        fill_adapters(
+            [chunk.module for chunk in backend.chunks],
+            backend.shape,
+            backend.topology,
+            MemoryReader(adapters_of(model)),
+        )
         backend.optimizer.megatron.reload_model_params()
         rig.model = model
         if samples:
@@ -83,7 +100,9 @@ def open_adapted(family: str, parallel: tuple[str, ...], extra: tuple[str, ...] 
         yield rig
 
 
-def gradients(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, float]:
+def gradients(
+    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
+) -> dict[str, float]:
     """Relative errors: gradient of the dense and of the skip run; log-probs are where the gradient is taken."""
     advantages, found = ragged_advantages(NUM_SAMPLES), {}
     with open_adapted(family, parallel, extra) as rig:
@@ -96,7 +115,8 @@ def gradients(rank: int, world: int, family: str, parallel: tuple[str, ...], ext
 
 
 @pytest.mark.parametrize(
-    "name", quick(TOPOLOGIES, *(x for x in TOPOLOGIES if x not in ("TP2-SP-PP2-VPP2", "PP2-DP2", "TP2-SP-CP2", "TP2-PP2")))
+    "name",
+    quick(TOPOLOGIES, *(x for x in TOPOLOGIES if x not in ("TP2-SP-PP2-VPP2", "PP2-DP2", "TP2-SP-CP2", "TP2-PP2"))),
 )
 def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: str) -> None:
     world, family, parallel, extra = TOPOLOGIES[name]
@@ -129,7 +149,9 @@ def replicas_agree(rig: Rig) -> bool:
     return same
 
 
-def three_steps(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, object]:
+def three_steps(
+    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
+) -> dict[str, object]:
     """Against torch's AdamW: the first norm, what the adapters moved by, and the merged weights; and whether W is still what it was."""
     advantages = ragged_advantages(NUM_SAMPLES)
     with open_adapted(family, parallel, (*STEPS, *extra)) as rig:
@@ -172,7 +194,9 @@ SHARDED = {
 LARGE = ("TP2-PP2", "PP2-DP2", "TP2-SP-CP2", "TP2-SP-EP2", "PP2-recomputed", "EP2-DP2-sharded")
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.long] if x in LARGE else []) for x in (*TOPOLOGIES, *SHARDED)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.long] if x in LARGE else []) for x in (*TOPOLOGIES, *SHARDED)]
+)
 def test_three_adamw_steps_of_adapters_equal_torchs(pool: Pool, name: str) -> None:
     """And the export is W + (alpha / rank) · B A of those adapters, W to the bit where they are off.
 
@@ -205,7 +229,9 @@ def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra:
     return {name: equal(one, two) for name, one, two in zip(names, *ended, strict=True)}
 
 
-@pytest.mark.parametrize("name", quick(["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps"], "TP2-SP", "PP2-DP2-sharded-overlaps"))
+@pytest.mark.parametrize(
+    "name", quick(["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps"], "TP2-SP", "PP2-DP2-sharded-overlaps")
+)
 def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str) -> None:
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     for found in pool.run(world, ghosts, family, parallel, extra, timeout_s=90):
@@ -227,7 +253,8 @@ def silent(rank: int, world: int, family: str, parallel: tuple[str, ...], extra:
 
 
 @pytest.mark.parametrize(
-    "name", quick(["DP2", "PP2-DP2", "DP2-sharded-overlaps", "PP2-DP2-sharded-overlaps"], "DP2", "PP2-DP2-sharded-overlaps")
+    "name",
+    quick(["DP2", "PP2-DP2", "DP2-sharded-overlaps", "PP2-DP2-sharded-overlaps"], "DP2", "PP2-DP2-sharded-overlaps"),
 )
 def test_a_silent_rank_joins_the_reduction_of_adapters(pool: Pool, name: str) -> None:
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]

@@ -25,14 +25,18 @@ SP, VPP2, EP2 = "parallel.sequence_parallel=true", "parallel.virtual_pipeline=2"
 
 
 def open_lora(topology: tuple[str, ...], family: str, lora: tuple[str, ...] = LORA):
-    return open_rig(family, *COMMON, *lora, *topology, samples=8, total_steps=20, layers=4)  # any two of them have the same model
+    return open_rig(
+        family, *COMMON, *lora, *topology, samples=8, total_steps=20, layers=4
+    )  # any two of them have the same model
 
 
 def adapters(rig: Rig) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in rig.backend.export_adapters()}
 
 
-def save_and_load(rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str) -> dict[str, object]:
+def save_and_load(
+    rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str
+) -> dict[str, object]:
     """What the first backend holds when it saves and two steps later; the same of a second one that loaded it."""
     folder = pathlib.Path(root)
     with open_lora(first, family) as rig:
@@ -80,7 +84,11 @@ def test_the_same_topology_goes_on_to_the_bit(pool: Pool, tmp_path: pathlib.Path
         assert found["reference passes"] and found["moved"] > 1e-3, found
     keys = set(tensors_of(tmp_path / "iter_0000007"))
     with pytest.raises(ConfigError, match="holds adapters .*step_<n>/hf"):
-        plan_export(TorchDistReader(tmp_path / "iter_0000007"), read_shape(tiny_config(family, layers=4), layer_spec="torch"), None)
+        plan_export(
+            TorchDistReader(tmp_path / "iter_0000007"),
+            read_shape(tiny_config(family, layers=4), layer_spec="torch"),
+            None,
+        )
     assert keys and all("_adapter." in key for key in keys), "the frozen weights are in no checkpoint"
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in keys)
 
@@ -98,7 +106,9 @@ def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathl
     """Adapters to the bit; their merged product, and the next steps, to rounding."""
     first, second, family = OTHER[name]
     for found in pool.run(2, save_and_load, str(tmp_path), first, second, family, timeout_s=120):
-        assert found["loaded"] and found["same export"] < 1e-6 and found["reference"] < 1e-6 and found["moved"] > 1e-3, found
+        assert (
+            found["loaded"] and found["same export"] < 1e-6 and found["reference"] < 1e-6 and found["moved"] > 1e-3
+        ), found
         assert found["error"] < 1e-4, found
 
 
@@ -119,7 +129,9 @@ def load_elsewhere(rank: int, world: int, root: str) -> dict[str, str]:
     return said | {"weights": str(caught.value)}
 
 
-def test_a_checkpoint_of_other_adapters_or_beside_other_weights_is_refused_by_name(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_of_other_adapters_or_beside_other_weights_is_refused_by_name(
+    pool: Pool, tmp_path: pathlib.Path
+) -> None:
     for said in pool.run(1, load_elsewhere, str(tmp_path), timeout_s=90):
         assert "lora.rank 3 there and 4 here" in said["rank"] and "give the lora.rank" in said["rank"], said
         assert "'linear_fc1'" in said["targets"] and "lora.targets" in said["targets"], said

@@ -74,9 +74,17 @@ def test_the_same_topology_goes_on_to_the_bit(pool: Pool, tmp_path: pathlib.Path
 OTHER = {
     "DP2-sharded-to-TP2": ((*sizes(1, 1), *SHARDED), (*sizes(2, 1), *PLAIN), "llama"),
     "TP2-to-PP2": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "qwen2_tied"),
-    "PP2-VPP2-to-DP2-sharded": ((*sizes(1, 2), *PLAIN, "parallel.virtual_pipeline=2"), (*sizes(1, 1), *SHARDED), "qwen2_tied"),
+    "PP2-VPP2-to-DP2-sharded": (
+        (*sizes(1, 2), *PLAIN, "parallel.virtual_pipeline=2"),
+        (*sizes(1, 1), *SHARDED),
+        "qwen2_tied",
+    ),
     "PP2-to-CP2": ((*sizes(1, 2), *SHARDED), (*sizes(1, 1), *SHARDED, "parallel.context=2"), "llama"),
-    "EP2-to-TP2": ((*sizes(1, 1), *SHARDED, "parallel.expert=2"), (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"), "qwen3_moe"),
+    "EP2-to-TP2": (
+        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
+        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
+        "qwen3_moe",
+    ),
     "DP2-to-EP2": ((*sizes(1, 1), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "mixtral"),
     "bf16-TP2-to-DP2-sharded": ((*sizes(2, 1), *PLAIN, *BF16), (*sizes(1, 1), *SHARDED, *BF16), "llama"),
 }

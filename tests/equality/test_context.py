@@ -26,7 +26,10 @@ def one_policy(rank: int, world: int, policy: str, extra: tuple[str, ...]) -> di
         inputs = rig.inputs(advantages, mini_batch.members)
         reference = inputs.old_logprobs + 0.1 * np.sin(np.arange(len(inputs.old_logprobs), dtype=np.float32))
         inputs = type(inputs)(
-            advantages=inputs.advantages, weights=inputs.weights, old_logprobs=inputs.old_logprobs, reference_logprobs=reference
+            advantages=inputs.advantages,
+            weights=inputs.weights,
+            old_logprobs=inputs.old_logprobs,
+            reference_logprobs=reference,
         )
         rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
         gradient = rig.backend.gradient()

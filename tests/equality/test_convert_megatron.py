@@ -44,25 +44,55 @@ def megatron_model(family: str, tensor: int) -> GPTModel:
     mixture = family in ("mixtral", "qwen3_moe")
     ffn = hf.moe_intermediate_size if family == "qwen3_moe" else hf.intermediate_size
     experts = dict(
-        num_moe_experts=4, moe_ffn_hidden_size=ffn, moe_router_topk=2, moe_router_load_balancing_type="none",
+        num_moe_experts=4,
+        moe_ffn_hidden_size=ffn,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
-    )  # fmt: skip
+    )
     config = TransformerConfig(
-        num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, ffn_hidden_size=ffn, num_attention_heads=4, num_query_groups=2,
-        kv_channels=hf.to_dict().get("head_dim") or hf.hidden_size // 4, normalization="RMSNorm", layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, add_qkv_bias=family.startswith("qwen2"),
-        qk_layernorm=family.startswith("qwen3"), tensor_model_parallel_size=tensor, use_cpu_initialization=True, attention_dropout=0.0,
-        hidden_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_activation_fusion=False,
-        bias_dropout_fusion=False, params_dtype=torch.float32, init_method_std=0.08, **(experts if mixture else {}),
-    )  # fmt: skip
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=ffn,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=hf.to_dict().get("head_dim") or hf.hidden_size // 4,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.startswith("qwen2"),
+        qk_layernorm=family.startswith("qwen3"),
+        tensor_model_parallel_size=tensor,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        params_dtype=torch.float32,
+        init_method_std=0.08,
+        **(experts if mixture else {}),
+    )
     spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=4 if mixture else None, moe_grouped_gemm=False
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        num_experts=4 if mixture else None,
+        moe_grouped_gemm=False,
     )
     torch.manual_seed(0)  # the initialisation makes whole matrices on every rank and cuts them
     return GPTModel(
-        config, spec, vocab_size=PADDED, max_sequence_length=256, position_embedding_type="rope", parallel_output=False,
-        rotary_base=hf.rope_parameters["rope_theta"], share_embeddings_and_output_weights=hf.tie_word_embeddings,
-    ).eval()  # fmt: skip
+        config,
+        spec,
+        vocab_size=PADDED,
+        max_sequence_length=256,
+        position_embedding_type="rope",
+        parallel_output=False,
+        rotary_base=hf.rope_parameters["rope_theta"],
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+    ).eval()
 
 
 @torch.no_grad()
@@ -108,17 +138,25 @@ def transformers_logprobs(path: pathlib.Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     mixture = json.loads((path / "config.json").read_text())["model_type"] in ("mixtral", "qwen3_moe")
-    model = AutoModelForCausalLM.from_pretrained(path, **({"experts_implementation": "eager"} if mixture else {})).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, **({"experts_implementation": "eager"} if mixture else {})
+    ).eval()
     return model(tokens()).logits.float().log_softmax(-1)
 
 
 SAVED = [
-    (2, "qwen2_untied", {}), (2, "llama", {"non_homogeneous_layers": True}), (2, "mistral", {"singleton_local_shards": True}),
-    (1, "mixtral", {}), (1, "qwen3_moe", {"singleton_local_shards": True}), (2, "qwen3", {}),
-]  # fmt: skip
+    (2, "qwen2_untied", {}),
+    (2, "llama", {"non_homogeneous_layers": True}),
+    (2, "mistral", {"singleton_local_shards": True}),
+    (1, "mixtral", {}),
+    (1, "qwen3_moe", {"singleton_local_shards": True}),
+    (2, "qwen3", {}),
+]
 
 
-@pytest.mark.parametrize(("world", "family", "metadata"), SAVED, ids=[f"TP{w}-{f}-{next(iter(m), 'stacked')}" for w, f, m in SAVED])
+@pytest.mark.parametrize(
+    ("world", "family", "metadata"), SAVED, ids=[f"TP{w}-{f}-{next(iter(m), 'stacked')}" for w, f, m in SAVED]
+)
 def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(
     pool: Pool, tmp_path: pathlib.Path, world: int, family: str, metadata: dict
 ) -> None:
@@ -143,7 +181,10 @@ def test_an_imported_checkpoint_loads_in_megatron_core_under_another_topology(
     model.save_pretrained(tmp_path / "hf")
     shape = read_shape(model.config, layer_spec="torch", vocab_multiple=cut)
     path = import_folder(tmp_path / "hf", shape, tmp_path / "megatron", cut=Cut(tensor=cut, pipeline=2))
-    assert path.name == "release" and (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (
+        path.name == "release"
+        and (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    )
     found = pool.run(1 if family == "mixtral" else 2, loaded_by_megatron, family, str(path), timeout_s=60)
     wanted = transformers_logprobs(tmp_path / "hf")
     assert all((x - wanted).abs().max() < TOLERANCE for x in found)
@@ -157,8 +198,12 @@ def saved_by_training(rank: int, world: int, root: str, topology: tuple[str, ...
         return rig.weights()
 
 
-@pytest.mark.parametrize("topology", [sizes(2, 1), (*sizes(1, 2), "optimizer.distributed=true")], ids=["TP2", "PP2-sharded"])
-def test_a_training_runs_checkpoint_exports_its_weights(pool: Pool, tmp_path: pathlib.Path, topology: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "topology", [sizes(2, 1), (*sizes(1, 2), "optimizer.distributed=true")], ids=["TP2", "PP2-sharded"]
+)
+def test_a_training_runs_checkpoint_exports_its_weights(
+    pool: Pool, tmp_path: pathlib.Path, topology: tuple[str, ...]
+) -> None:
     """AdamW's states and the reference policy lie beside them and stay behind."""
     trained = pool.run(2, saved_by_training, str(tmp_path / "checkpoints"), topology, timeout_s=60)[0]
     hf_config = tiny_config("qwen3")
@@ -171,7 +216,13 @@ def test_a_training_runs_checkpoint_exports_its_weights(pool: Pool, tmp_path: pa
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(trained)
     assert all(found[k].dtype == torch.bfloat16 and torch.equal(found[k], v.cpu()) for k, v in trained.items())
-    command = [sys.executable, "tools/convert_checkpoint.py", "export", str(tmp_path / "checkpoints"), str(tmp_path / "again")]
+    command = [
+        sys.executable,
+        "tools/convert_checkpoint.py",
+        "export",
+        str(tmp_path / "checkpoints"),
+        str(tmp_path / "again"),
+    ]
     command += ["--hf", str(tmp_path / "hf"), "--overwrite"]
     call = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert call().returncode == 0 and (tmp_path / "again" / "model.safetensors").exists()
@@ -188,6 +239,8 @@ def test_pads_and_other_tensors_stay_behind(pool: Pool, tmp_path: pathlib.Path) 
     pool.run(1, saved_by_megatron, "qwen2_tied", str(tmp_path / "megatron"), {}, timeout_s=60)
     hf_config = tiny_config("qwen2_tied")
     hf_config.save_pretrained(tmp_path / "hf")
-    export_folder(open_folder(tmp_path / "megatron"), read_shape(hf_config, layer_spec="torch"), tmp_path / "hf", tmp_path / "out")
+    export_folder(
+        open_folder(tmp_path / "megatron"), read_shape(hf_config, layer_spec="torch"), tmp_path / "hf", tmp_path / "out"
+    )
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found["model.embed_tokens.weight"].shape == (99, 64) and "lm_head.weight" not in found

@@ -19,7 +19,14 @@ from megatron_rl.trainer.update import runs_S
 from megatron_rl.types import Advantages, BatchPlan, LossInputs
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages, sizes
-from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
+from tests.reference import (
+    make_samples,
+    near_policy,
+    reference_gradient,
+    reference_logprobs,
+    relative_error,
+    tiny_model,
+)
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.unit.algorithm.naive_importance import MODES, naive
 from tests.workers.pool import Pool
@@ -48,7 +55,10 @@ def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     model, samples = drawn()
     with torch.no_grad():
         old = [reference_logprobs(model, s)[0] for s in samples]
-    gaps = [(before.double() - torch.from_numpy(s.logprobs).double()).tolist() for before, s in zip(old, samples, strict=True)]
+    gaps = [
+        (before.double() - torch.from_numpy(s.logprobs).double()).tolist()
+        for before, s in zip(old, samples, strict=True)
+    ]
     weights = naive(CORRECTIONS[name], ADVANTAGES.tolist(), gaps, [s.loss_mask.tolist() for s in samples])
     each = torch.tensor(weights).split([len(s.loss_mask) for s in samples])
     advantages = [float(a) * w for a, w in zip(ADVANTAGES, each, strict=True)]
@@ -62,7 +72,9 @@ def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[B
     passed = runs_S(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
     old = backend.logprobs(batch, passed).flat
     advantages = Advantages(of_sample=ADVANTAGES)
-    verdict = apply_corrections(correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old)
+    verdict = apply_corrections(
+        correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old
+    )
     plan = backend.plan("train", batch, verdict.signal, drops=drops)
     assert not (runs_S(plan, NUM_SAMPLES) & ~passed).any()
     rig.batch = backend.fetch_rows(batch, plan)
@@ -79,7 +91,9 @@ def inputs_of(rig: Rig, plan: BatchPlan, old: np.ndarray, verdict: CorrectedSign
 def without_signal(rig: Rig, weights: list[float]) -> set[int]:
     """The samples of which the naive loop's weights leave nothing."""
     bounds = rig.batch.facts.response_offsets
-    return {i for i in range(NUM_SAMPLES) if not any(weights[t] * ADVANTAGES[i] for t in range(bounds[i], bounds[i + 1]))}
+    return {
+        i for i in range(NUM_SAMPLES) if not any(weights[t] * ADVANTAGES[i] for t in range(bounds[i], bounds[i + 1]))
+    }
 
 
 def every_correction(rank: int, world: int, tensor: int, pipeline: int, cut: dict) -> dict[str, float]:
@@ -101,16 +115,23 @@ def every_correction(rank: int, world: int, tensor: int, pipeline: int, cut: dic
                     assert set(mini_batch.dropped.tolist()) == without_signal(rig, wanted(name)[1])
                 gradient = rig.backend.gradient()
                 rig.backend.zero_grad()
-                found[f"{name} {'skip' if drops else 'dense'}"] = relative_error(gradient, wanted(name)[0]) if rig.is_main else 0.0
+                found[f"{name} {'skip' if drops else 'dense'}"] = (
+                    relative_error(gradient, wanted(name)[0]) if rig.is_main else 0.0
+                )
                 found[f"{name} masked"] = verdict.metrics["correction/masked_samples"]
     return found
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "data"), [(1, 1, 2), (1, 2, 1), *(pytest.param(*x, marks=pytest.mark.long) for x in ((2, 2, 1), (1, 2, 2)))]
+    ("tensor", "pipeline", "data"),
+    [(1, 1, 2), (1, 2, 1), *(pytest.param(*x, marks=pytest.mark.long) for x in ((2, 2, 1), (1, 2, 2)))],
 )
-@pytest.mark.parametrize("cut", [{"max_tokens": 25}, {"samples_per_microbatch": 2, "repack": False}], ids=["repacked", "as cut"])
-def test_corrected_gradient_equals_the_naive_loops(pool: Pool, tensor: int, pipeline: int, data: int, cut: dict) -> None:
+@pytest.mark.parametrize(
+    "cut", [{"max_tokens": 25}, {"samples_per_microbatch": 2, "repack": False}], ids=["repacked", "as cut"]
+)
+def test_corrected_gradient_equals_the_naive_loops(
+    pool: Pool, tensor: int, pipeline: int, data: int, cut: dict
+) -> None:
     """Every mode and δ, skip and dense, and what runs is what the naive loop's weights leave."""
     found = pool.run(tensor * pipeline * data, every_correction, tensor, pipeline, cut, timeout_s=90)[0]
     masked = {name.removesuffix(" masked"): count for name, count in found.items() if name.endswith(" masked")}
@@ -118,7 +139,9 @@ def test_corrected_gradient_equals_the_naive_loops(pool: Pool, tensor: int, pipe
     print(f"worst {max(errors.values()):.1e}", masked)
     # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight, so that sequence modes show 2e-6 and not 4e-7
     assert max(errors.values()) < TOLERANCE, errors
-    assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), masked  # else it proves little
+    assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), (
+        masked
+    )  # else it proves little
 
 
 def nothing_left(rank: int, world: int) -> tuple[str, int, list[float]]:
@@ -142,7 +165,12 @@ def noisy_engine():
     true = TransformersEngine.generate
 
     def generate(self, *args, on_finished, **kwargs):
-        return [_noisy(x) for x in true(self, *args, on_finished=lambda k, group: on_finished(k, [_noisy(x) for x in group]), **kwargs)]
+        return [
+            _noisy(x)
+            for x in true(
+                self, *args, on_finished=lambda k, group: on_finished(k, [_noisy(x) for x in group]), **kwargs
+            )
+        ]
 
     def _noisy(rollout):
         random = np.random.default_rng(zlib.crc32(rollout.sample_id.encode()))
@@ -165,10 +193,23 @@ def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, st
 def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:
     """Skip against dense with masked tokens and samples, nothing repacked: bitwise, and another run than without corrections."""
     weights, rows = {}, {}
-    masked = ("correction.mode=token_mask", "correction.cap=1.3", "correction.floor=0.8", "correction.off_policy_delta=0.1")
+    masked = (
+        "correction.mode=token_mask",
+        "correction.cap=1.3",
+        "correction.floor=0.8",
+        "correction.off_policy_delta=0.1",
+    )
     for name, extra in (("exact", masked), ("off", masked), ("plain", ())):
         run_dir, mode = tmp_path / name, "exact" if name == "plain" else name
-        given = arguments(arithmetic, run_dir, layout, f"skip.mode={mode}", "plan.repack=false", "plan.samples_per_microbatch=2", *extra)
+        given = arguments(
+            arithmetic,
+            run_dir,
+            layout,
+            f"skip.mode={mode}",
+            "plan.repack=false",
+            "plan.samples_per_microbatch=2",
+            *extra,
+        )
         results = pool.run(2, noisy_command_line, given, timeout_s=120)
         assert [code for code, _ in results] == [0, 0], results
         weights[name], rows[name] = weights_of(run_dir), rows_of(run_dir)

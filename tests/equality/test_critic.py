@@ -105,7 +105,9 @@ def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
     layers = 4 if VPP in overrides else LAYERS
     hf_config, model = tiny_model(family, layers=layers)
     critic_hf, judge = reward_model(family, layers)
-    config = load_config(None, [*DEFAULTS, "advantage.estimator=gae", f"critic.value_clip={CLIP}", "critic.lr=1e-3", *overrides])
+    config = load_config(
+        None, [*DEFAULTS, "advantage.estimator=gae", f"critic.value_clip={CLIP}", "critic.lr=1e-3", *overrides]
+    )
     with contextlib.ExitStack() as held:
         held.callback(topology.destroy)
         backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model))
@@ -115,7 +117,9 @@ def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
         samples[3] = dataclasses.replace(empty, loss_mask=np.zeros_like(empty.loss_mask))  # excluded: it trains nothing
         mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
         batch = backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
-        yield Pair(backend=backend, critic=critic, policy_model=model, judge=judge, samples=samples, groups=groups, batch=batch)
+        yield Pair(
+            backend=backend, critic=critic, policy_model=model, judge=judge, samples=samples, groups=groups, batch=batch
+        )
         critic.close()
         held.pop_all()
         backend.close(leave_world=False)
@@ -132,7 +136,9 @@ def against_reward_model(rank: int, world: int, family: str, overrides: tuple[st
         found["values"] = float(np.abs(flat - wanted).max())
         returns, old = (np.concatenate(x) for x in targets(samples))
         for reduction in ("token_mean", "sequence_mean"):
-            critic.config = dataclasses.replace(critic.config, loss=dataclasses.replace(critic.config.loss, reduction=reduction))
+            critic.config = dataclasses.replace(
+                critic.config, loss=dataclasses.replace(critic.config.loss, reduction=reduction)
+            )
             with critic._here():
                 gradient, loss = one_gradient(critic, batch, returns, old)
             theirs, total = naive(judge, samples, groups, reduction)
@@ -158,14 +164,23 @@ def one_gradient(critic: Critic, batch, returns: np.ndarray, old: np.ndarray) ->
 TP, PP, CP, VPP = (f"critic.parallel.{x}=2" for x in ("tensor", "pipeline", "context", "virtual_pipeline"))
 SP, POLICY_TP, POLICY_PP = "critic.parallel.sequence_parallel=true", "parallel.tensor=2", "parallel.pipeline=2"
 GRIDS = [
-    (1, "qwen2_tied", ()), (2, "qwen2_tied", ()), (2, "qwen3", (POLICY_TP, "parallel.sequence_parallel=true")), (2, "llama", (POLICY_PP,)),
-    (2, "qwen2_tied", (TP,)), (2, "qwen3", (TP, SP)), (2, "llama3_rope", (PP, VPP)), (2, "qwen2_untied", (CP,)),
-    (4, "qwen2_tied", (POLICY_TP, POLICY_PP, "critic.parallel.tensor=1")), (4, "llama", (POLICY_TP, "critic.parallel.pipeline=2")),
-]  # fmt: skip
+    (1, "qwen2_tied", ()),
+    (2, "qwen2_tied", ()),
+    (2, "qwen3", (POLICY_TP, "parallel.sequence_parallel=true")),
+    (2, "llama", (POLICY_PP,)),
+    (2, "qwen2_tied", (TP,)),
+    (2, "qwen3", (TP, SP)),
+    (2, "llama3_rope", (PP, VPP)),
+    (2, "qwen2_untied", (CP,)),
+    (4, "qwen2_tied", (POLICY_TP, POLICY_PP, "critic.parallel.tensor=1")),
+    (4, "llama", (POLICY_TP, "critic.parallel.pipeline=2")),
+]
 
 
 @pytest.mark.parametrize(("world", "family", "overrides"), GRIDS)
-def test_values_and_gradient_equal_a_reward_models(pool: Pool, world: int, family: str, overrides: tuple[str, ...]) -> None:
+def test_values_and_gradient_equal_a_reward_models(
+    pool: Pool, world: int, family: str, overrides: tuple[str, ...]
+) -> None:
     """On the policy's grid and on others: TP, SP, PP, VPP, CP, DP, of the critic alone, of the policy alone, of both."""
     for found in pool.run(world, against_reward_model, family, overrides, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
@@ -223,7 +238,11 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
 
 @pytest.mark.parametrize(
     ("world", "family", "overrides"),
-    [(2, "qwen2_untied", ()), (2, "llama", (POLICY_PP, "critic.parallel.pipeline=1")), (4, "qwen3", (POLICY_TP, POLICY_PP))],
+    [
+        (2, "qwen2_untied", ()),
+        (2, "llama", (POLICY_PP, "critic.parallel.pipeline=1")),
+        (4, "qwen3", (POLICY_TP, POLICY_PP)),
+    ],
 )
 def test_a_ppo_step_equals_a_loop_over_tokens(pool: Pool, world: int, family: str, overrides: tuple[str, ...]) -> None:
     assert max(pool.run(world, one_ppo_step, family, overrides, timeout_s=90)) < TOLERANCE

@@ -52,10 +52,14 @@ def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
     return found
 
 
-def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]], routing: str) -> dict[str, list[bool]]:
+def bring(
+    rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]], routing: str
+) -> dict[str, list[bool]]:
     here = topology.initialize(tensor=tensor, pipeline=pipeline, deadline_s=30)
     samples = with_routing(make_samples(COUNT), routing)
-    samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[: len(samples[4].logprobs)]  # bits, not values
+    samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[
+        : len(samples[4].logprobs)
+    ]  # bits, not values
     mine = [i for i in range(COUNT) if owner_of(i, world) == rank]
     facts = batch_exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
     in_order = sorted(range(COUNT), key=place)
@@ -73,7 +77,9 @@ def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[li
     for need in needs:
         wanted = [np.array(x, dtype=np.int64) for x in need]
         rows = batch_exchange.exchange_rows(facts, [samples[i] for i in mine], wanted, here)
-        found["rows"].append(sorted(rows) == need[rank] and all(same(row, samples[in_order[i]]) for i, row in rows.items()))
+        found["rows"].append(
+            sorted(rows) == need[rank] and all(same(row, samples[in_order[i]]) for i, row in rows.items())
+        )
     return found
 
 
@@ -81,7 +87,9 @@ def bring(rank: int, world: int, tensor: int, pipeline: int, needs: list[list[li
     ("world", "tensor", "pipeline", "routing"),
     [(1, 1, 1, "none"), (2, 1, 1, "none"), (2, 1, 1, "all"), (3, 1, 1, "mixed"), (4, 2, 1, "none"), (4, 1, 2, "mixed")],
 )
-def test_every_rank_gets_exactly_the_rows_it_needs(pool: Pool, world: int, tensor: int, pipeline: int, routing: str) -> None:
+def test_every_rank_gets_exactly_the_rows_it_needs(
+    pool: Pool, world: int, tensor: int, pipeline: int, routing: str
+) -> None:
     """All, none, one rank alone, disjoint, overlapping and random needs; empty ranks on both sides."""
     random = np.random.default_rng(world)
     everything = list(range(COUNT))
@@ -90,7 +98,10 @@ def test_every_rank_gets_exactly_the_rows_it_needs(pool: Pool, world: int, tenso
         [[]] * world,
         [everything if rank == world - 1 else [] for rank in range(world)],
         [everything[rank::world] for rank in range(world)],
-        *[[sorted(random.choice(COUNT, random.integers(0, COUNT + 1), replace=False).tolist()) for _ in range(world)] for _ in range(8)],
+        *[
+            [sorted(random.choice(COUNT, random.integers(0, COUNT + 1), replace=False).tolist()) for _ in range(world)]
+            for _ in range(8)
+        ],
     ]
     for found in pool.run(world, bring, tensor, pipeline, needs, routing, timeout_s=30):
         assert all(found["order"]) and all(found["facts"]), found
@@ -135,9 +146,13 @@ def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
     """The last rank's sample carries it; the others hold none."""
     topology.initialize(deadline_s=30)
     sample = Sample(
-        sample_id="7@0#1", prompt_tokens=4, token_ids=np.arange(7), loss_mask=np.ones(3, dtype=bool),
-        logprobs=np.zeros(3, dtype=np.float32), routed_experts=routed,
-    )  # fmt: skip
+        sample_id="7@0#1",
+        prompt_tokens=4,
+        token_ids=np.arange(7),
+        loss_mask=np.ones(3, dtype=bool),
+        logprobs=np.zeros(3, dtype=np.float32),
+        routed_experts=routed,
+    )
     try:
         batch_exchange.gather_facts([sample] if rank + 1 == world else [], [0], [0])
     except ValueError as error:
@@ -157,4 +172,7 @@ def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
 )
 def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool: Pool, routed: np.ndarray) -> None:
     for said in pool.run(2, with_misfit_routing, routed, timeout_s=30):
-        assert f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, top_k]" in said
+        assert (
+            f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, top_k]"
+            in said
+        )

@@ -26,14 +26,19 @@ from tests.reference import (
 from tests.workers.pool import Pool
 
 NUM_SAMPLES, STEPS = 11, 3
-LAYERS, LR = 2, 0.0003  # so small that the later steps do not clip every token, which would leave no gradient to compare
+LAYERS, LR = (
+    2,
+    0.0003,
+)  # so small that the later steps do not clip every token, which would leave no gradient to compare
 # Float32 and another order of summation: seen 3e-7 to 1e-6. A token sent to another expert, an expert's gradient lost, averaged or
 # added twice shows at 1e-2 and above.
 TOLERANCE = 1e-5
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5")
 
 
-def layout(*, tensor: int = 1, pipeline: int = 1, virtual: int = 1, expert: int = 1, expert_tensor: int | None = None) -> tuple[str, ...]:
+def layout(
+    *, tensor: int = 1, pipeline: int = 1, virtual: int = 1, expert: int = 1, expert_tensor: int | None = None
+) -> tuple[str, ...]:
     degrees = dict(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual, expert=expert)
     found = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
     if expert_tensor is not None:
@@ -68,20 +73,32 @@ LARGE = {
 QUICK = {("EP1", "qwen3_moe"), ("EP2", "qwen3_moe_unnormalised"), ("TP2-SP-EP2-ETP1", "mixtral")}
 CELLS = [
     *(
-        pytest.param(*SMALL[name], family, id=f"{name}-{family}", marks=[] if (name, family) in QUICK else [pytest.mark.long])
+        pytest.param(
+            *SMALL[name], family, id=f"{name}-{family}", marks=[] if (name, family) in QUICK else [pytest.mark.long]
+        )
         for name in SMALL
         for family in MIXTURES
     ),
     *(
-        pytest.param(*ONCE[name], id=f"{name}-{ONCE[name][-1]}", marks=[pytest.mark.long] if name in ("EP2-recompute", "PP2-VPP2") else [])
+        pytest.param(
+            *ONCE[name],
+            id=f"{name}-{ONCE[name][-1]}",
+            marks=[pytest.mark.long] if name in ("EP2-recompute", "PP2-VPP2") else [],
+        )
         for name in ONCE
     ),
-    *(pytest.param(*LARGE[name], family, id=f"{name}-{family}", marks=pytest.mark.long) for name in LARGE for family in MIXTURES),
+    *(
+        pytest.param(*LARGE[name], family, id=f"{name}-{family}", marks=pytest.mark.long)
+        for name in LARGE
+        for family in MIXTURES
+    ),
 ]
 
 
 @functools.cache
-def wanted(family: str, layers: int) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+def wanted(
+    family: str, layers: int
+) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
     """Log-probs (flat, 0 where masked), the first gradient, and the weights and norms of three steps: one sample at a time, AdamW.
 
     Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
@@ -96,7 +113,11 @@ def wanted(family: str, layers: int) -> tuple[np.ndarray, dict[str, torch.Tensor
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
     gradients, norms = [], []
     for _ in range(STEPS):
-        gradients.append(reference_gradient(model, samples, [i // 2 for i in range(NUM_SAMPLES)], list(ragged_advantages(NUM_SAMPLES)))[0])
+        gradients.append(
+            reference_gradient(
+                model, samples, [i // 2 for i in range(NUM_SAMPLES)], list(ragged_advantages(NUM_SAMPLES))
+            )[0]
+        )
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     return logprobs, gradients[0], {k: v.clone() for k, v in file_weights(model).items()}, norms
@@ -127,7 +148,9 @@ def against_reference(rank: int, world: int, family: str, overrides: tuple[str, 
             found[f"log-probs {cut}"] = float(np.abs(flat - expected_logprobs).max())
             for drops in (False, True):
                 plan = rig.plan(advantages, drops=drops)
-                found[f"gradient {cut} {'skip' if drops else 'dense'}"] = relative_error(rig.gradient(advantages, plan), expected_gradient)
+                found[f"gradient {cut} {'skip' if drops else 'dense'}"] = relative_error(
+                    rig.gradient(advantages, plan), expected_gradient
+                )
                 fillers += plan.mini_batches[0].num_fillers
         found |= {f"{k}, plain optimizer": v for k, v in steps(rig, family, drops=True).items()}
     sharded = (*SETTINGS, "optimizer.distributed=true")
@@ -170,7 +193,13 @@ def test_fillers_and_silent_groups_add_nothing_to_experts(pool: Pool, world: int
 @pytest.mark.long
 def test_overlapped_parameter_gather_equals_reference(pool: Pool) -> None:
     """Dense weights and experts are sharded over other ranks, and their gathers are started by the forward pass."""
-    overlap = (*layout(expert=2), *OVERLAP, *SETTINGS, "megatron.ddp.overlap_param_gather=true", "optimizer.distributed=true")
+    overlap = (
+        *layout(expert=2),
+        *OVERLAP,
+        *SETTINGS,
+        "megatron.ddp.overlap_param_gather=true",
+        "optimizer.distributed=true",
+    )
     for found in pool.run(4, overlapped_steps, overlap, timeout_s=60):
         assert found["norm"] < TOLERANCE and found["weights"] < TOLERANCE, found
 
@@ -185,7 +214,9 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
     prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7 + i, 11), columns={}) for i in range(4)]
     rollout = RolloutConfig(max_response_tokens=8)
     with open_rig(family, *layout(expert=world)) as rig:
-        engine = TransformersEngine(path, any_tokenizer(), rollout, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+        engine = TransformersEngine(
+            path, any_tokenizer(), rollout, seed=0, dtype=torch.float32, device=torch.device("cpu")
+        )
         engine.load_weights(rig.backend.export(), version=0)
         found = engine.generate(prompts, 2)
         rig.take(
@@ -196,7 +227,7 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
                     token_ids=np.array(r.prompt.token_ids + r.response_ids),
                     loss_mask=np.ones(len(r.response_ids), dtype=bool),
                     logprobs=np.array(r.logprobs, dtype=np.float32),
-                )  # fmt: skip
+                )
                 for r in found
             ]
         )

@@ -17,7 +17,10 @@ from tests.equality.rig import Rig, open_rig, sizes
 from tests.reference import file_weights, tiny_config
 from tests.workers.pool import Pool
 
-ENTRY_BYTES, SMALL_BYTES = 1, 125_000  # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
+ENTRY_BYTES, SMALL_BYTES = (
+    1,
+    125_000,
+)  # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
 SP = "parallel.sequence_parallel=true"
 EP2 = "parallel.expert=2"
 ETP1 = "parallel.expert_tensor=1"
@@ -79,7 +82,9 @@ def export_in_buckets(rank: int, world: int, family: str, overrides: tuple[str, 
 
 
 @pytest.mark.parametrize(("world", "overrides", "family"), TOPOLOGIES, **NAMED)
-def test_export_equals_reference_in_buckets_of_any_size(pool: Pool, world: int, overrides: tuple[str, ...], family: str) -> None:
+def test_export_equals_reference_in_buckets_of_any_size(
+    pool: Pool, world: int, overrides: tuple[str, ...], family: str
+) -> None:
     """Bitwise; every name once, in one order on every rank and at every size; the memory within the bucket."""
     results = pool.run(world, export_in_buckets, family, overrides, timeout_s=60)
     first = results[0]["found"][export.BUCKET_BYTES]
@@ -103,11 +108,17 @@ def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: 
     if family == "qwen3":
         sizes_of |= dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
     else:
-        sizes_of |= dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4, num_experts=128)
+        sizes_of |= dict(
+            hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4, num_experts=128
+        )
     for name, value in sizes_of.items():
         setattr(config, name, value)
     place = SimpleNamespace(
-        tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, expert_size=expert, expert_tensor_size=expert_tensor
+        tensor_size=tensor,
+        pipeline_size=pipeline,
+        virtual_size=virtual,
+        expert_size=expert,
+        expert_tensor_size=expert_tensor,
     )
     return read_shape(config, layer_spec="transformer_engine", vocab_multiple=tensor), place
 
@@ -128,7 +139,9 @@ def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_by
     shape, place = LARGE[name]
     buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
     stages = place.pipeline_size * place.virtual_size
-    entries = [(stage, entry) for stage in range(stages) for entry in stage_entries(shape, stage, stages, place.expert_size)]
+    entries = [
+        (stage, entry) for stage in range(stages) for entry in stage_entries(shape, stage, stages, place.expert_size)
+    ]
     assert [(x.stage, entry) for x in buckets for entry in x.entries] == [x for x in entries if x[1] != TIED_HEAD]
     for bucket in buckets:
         assert bucket.elements * 2 <= bucket_bytes or len(bucket.entries) == 1
@@ -138,5 +151,13 @@ def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_by
         assert not last.takes(first) or last.joined(first).elements * 2 > bucket_bytes
     if bucket_bytes == export.BUCKET_BYTES:
         above = {entry.layout for x in buckets if x.elements * 2 > bucket_bytes for entry in x.entries}
-        print(name, len(entries), "entries", len(buckets), "buckets, largest", max(x.elements for x in buckets) * 2 >> 20, "MiB")
+        print(
+            name,
+            len(entries),
+            "entries",
+            len(buckets),
+            "buckets, largest",
+            max(x.elements for x in buckets) * 2 >> 20,
+            "MiB",
+        )
         assert above <= {Layout.ROWS}, "only the vocabulary's tables (1.2 GB, 0.6 GB) need more by themselves"

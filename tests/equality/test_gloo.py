@@ -56,7 +56,9 @@ def groups_on_one_device(rank: int, world: int) -> tuple[int, list[float]]:
     for work in [dist.all_reduce(given[index], group=groups[index], async_op=True) for index in order]:
         work.wait()
     assert all((x == x[0]).all() for x in given)
-    loops = [path for path in pathlib.Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == "gloo_tcp_loop"]
+    loops = [
+        path for path in pathlib.Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == "gloo_tcp_loop"
+    ]
     return len(loops), [float(x[0]) for x in given]
 
 

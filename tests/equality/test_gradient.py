@@ -35,14 +35,23 @@ RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=f
 VPP = ("parallel.virtual_pipeline=2",)
 
 SMALL = [
-    ((1, 1, 1), "qwen3", ()), ((2, 1, 1), "qwen2_tied", SP), ((1, 2, 1), "qwen2_tied", ()), ((1, 1, 2), "llama3_rope", ()),
+    ((1, 1, 1), "qwen3", ()),
+    ((2, 1, 1), "qwen2_tied", SP),
+    ((1, 2, 1), "qwen2_tied", ()),
+    ((1, 1, 2), "llama3_rope", ()),
     ((1, 1, 2), "llama3_rope", CP),
-]  # fmt: skip
+]
 LARGE = [
-    ((2, 2, 1), "qwen3", SP), ((2, 1, 2), "llama", ()), ((1, 2, 2), "qwen2_untied", ()), ((1, 1, 4), "qwen2_tied", ()),
-    ((1, 4, 1), "qwen2_tied", ()), ((1, 2, 1), "qwen3", RECOMPUTE),
-    ((1, 2, 1), "qwen2_tied", VPP), ((1, 2, 2), "qwen2_untied", VPP), ((2, 2, 1), "qwen3", VPP),
-]  # fmt: skip
+    ((2, 2, 1), "qwen3", SP),
+    ((2, 1, 2), "llama", ()),
+    ((1, 2, 2), "qwen2_untied", ()),
+    ((1, 1, 4), "qwen2_tied", ()),
+    ((1, 4, 1), "qwen2_tied", ()),
+    ((1, 2, 1), "qwen3", RECOMPUTE),
+    ((1, 2, 1), "qwen2_tied", VPP),
+    ((1, 2, 2), "qwen2_untied", VPP),
+    ((2, 2, 1), "qwen3", VPP),
+]
 TOPOLOGIES = SMALL + LARGE
 
 
@@ -52,7 +61,9 @@ def name(topology: tuple) -> str:
 
 
 @functools.cache
-def wanted(family: str, layers: int, reduction: str, first: int, last: int, count: int) -> tuple[dict[str, torch.Tensor], float]:
+def wanted(
+    family: str, layers: int, reduction: str, first: int, last: int, count: int
+) -> tuple[dict[str, torch.Tensor], float]:
     """The reference's gradient and loss over samples first..last of ``count``; kept, as a pool worker outlives its tasks."""
     _, model = tiny_model(family, layers=layers)
     advantages = ragged_advantages(count)[first:last]
@@ -64,7 +75,9 @@ def wanted(family: str, layers: int, reduction: str, first: int, last: int, coun
 def error_of(rig: Rig, family: str, reduction: str, first: int, last: int, gradient: dict[str, torch.Tensor]) -> float:
     """On the main rank only: the others' cores are better used elsewhere."""
     return (
-        relative_error(gradient, wanted(family, rig.model.config.num_hidden_layers, reduction, first, last, len(rig.samples))[0])
+        relative_error(
+            gradient, wanted(family, rig.model.config.num_hidden_layers, reduction, first, last, len(rig.samples))[0]
+        )
         if rig.is_main
         else 0.0
     )
@@ -138,7 +151,9 @@ def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) 
             rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
         result = rig.backend.optim_step(mini_batch.kind)
         if rig.is_main:
-            gradient, loss = wanted(family, rig.model.config.num_hidden_layers, "token_mean", 0, NUM_SAMPLES, NUM_SAMPLES)
+            gradient, loss = wanted(
+                family, rig.model.config.num_hidden_layers, "token_mean", 0, NUM_SAMPLES, NUM_SAMPLES
+            )
             norm = float(sum((g.double() ** 2).sum() for g in gradient.values()) ** 0.5)
             found |= {"norm": abs(result.grad_norm / norm - 1), "loss": abs(result.sums["loss"] - loss)}
         return found
@@ -189,7 +204,9 @@ def test_sample_without_loss_tokens_adds_nothing(pool: Pool, pipeline: int, data
         assert max(found.values()) < TOLERANCE, found
 
 
-def bitwise_pairs(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...], cut: dict) -> dict[str, object]:
+def bitwise_pairs(
+    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...], cut: dict
+) -> dict[str, object]:
     """Dropping whole micro-batches with nothing repacked: gradients of the skip and the dense run."""
     with open_rig("qwen2_tied", *sizes(tensor, pipeline), *extra, samples=12) as rig:
         rig.rules(repack=False, **cut)
@@ -206,7 +223,9 @@ def bitwise_pairs(rank: int, world: int, tensor: int, pipeline: int, extra: tupl
 
 
 @pytest.mark.parametrize(("degrees", "dtype"), pairwise([(1, 1), (2, 1), (2, 2)], ["float32", "bfloat16"], strength=1))
-def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool: Pool, degrees: tuple[int, int], dtype: str) -> None:
+def test_dropped_microbatches_leave_the_dense_gradient_bitwise(
+    pool: Pool, degrees: tuple[int, int], dtype: str
+) -> None:
     """What is dropped added exact zeros, in the dense order: no rounding to tolerate, in bfloat16 neither."""
     pipeline, data = degrees
     extra = (f"model.dtype={dtype}",)

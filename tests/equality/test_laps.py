@@ -26,7 +26,9 @@ def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int)
         return true_backward(input_tensor, output_tensor, *rest, **named)
 
     def forward(module, arguments, named):
-        last[0] = named["packed_seq_params"].position_ids.numel()  # without a pipeline each backward follows its forward
+        last[0] = named[
+            "packed_seq_params"
+        ].position_ids.numel()  # without a pipeline each backward follows its forward
         now[0] += last[0]
 
     fields = (f"parallel.virtual_pipeline={virtual}", "plan.samples_per_microbatch=1", "plan.repack=false")
@@ -38,7 +40,9 @@ def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int)
             advantages = np.array([0.5, -0.5] * 4)
             for _ in range(2):  # two schedules before one take
                 rig.accumulate(advantages, rig.plan(advantages, drops=True))
-            return [(run.forward_s, run.backward_s, run.tokens, run.squares) for run in rig.backend.schedule.take_laps()]
+            return [
+                (run.forward_s, run.backward_s, run.tokens, run.squares) for run in rig.backend.schedule.take_laps()
+            ]
     finally:
         schedule._true_backward_step, schedule.HOST_CLOCK = true_backward, true_clock
 

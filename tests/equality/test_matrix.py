@@ -10,7 +10,9 @@ from tests.workers.pool import Pool
 # Four processes on two cores: a cell takes five to ten seconds. Of two processes, every cell with one of its families.
 QUICK = {cell.name: cell.families[number % len(cell.families)] for number, cell in enumerate(CELLS) if cell.world <= 2}
 CASES = [
-    pytest.param(cell, family, id=f"{cell.name}-{family}", marks=[] if QUICK.get(cell.name) == family else [pytest.mark.long])
+    pytest.param(
+        cell, family, id=f"{cell.name}-{family}", marks=[] if QUICK.get(cell.name) == family else [pytest.mark.long]
+    )
     for cell in CELLS
     for family in cell.families
 ]

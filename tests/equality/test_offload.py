@@ -23,9 +23,13 @@ from tests.pairwise import quick
 from tests.workers.pool import Pool
 
 MOVING = (  # everything that a step without gradient still moves
-    "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "optimizer.schedule=cosine", "optimizer.warmup_steps=2",
-    "optimizer.decay_steps=6", "optimizer.min_lr=0.001",
-)  # fmt: skip
+    "optimizer.lr=0.01",
+    "optimizer.weight_decay=0.1",
+    "optimizer.schedule=cosine",
+    "optimizer.warmup_steps=2",
+    "optimizer.decay_steps=6",
+    "optimizer.min_lr=0.001",
+)
 ADVANTAGES = ragged_advantages(8)
 ALL = np.ones(8, dtype=bool)
 PLAIN, SHARDED, BF16 = ("optimizer.distributed=false",), ("optimizer.distributed=true",), ("model.dtype=bfloat16",)
@@ -77,13 +81,20 @@ def several_steps(layout: tuple[str, ...], family: str, really: bool) -> dict[st
             (result,) = rig.step(advantages, drops=True)
             assert result.kind is (StepKind.REAL if kind == "R" else StepKind.GHOST)
             norms.append(torch.tensor(result.grad_norm, dtype=torch.float64))
-        return {"exported": [*exported, rig.weights()], "logprobs": logprobs, "norms": norms, "state": rig.optimizer_state()}
+        return {
+            "exported": [*exported, rig.weights()],
+            "logprobs": logprobs,
+            "norms": norms,
+            "state": rig.optimizer_state(),
+        }
 
 
 def with_and_without(rank: int, world: int, layout: tuple[str, ...], family: str) -> dict[str, bool]:
     found, wanted = (several_steps(layout, family, really) for really in (True, False))
     return {
-        "exported weights": all(equal_by_name(a, b) for a, b in zip(found["exported"], wanted["exported"], strict=True)),
+        "exported weights": all(
+            equal_by_name(a, b) for a, b in zip(found["exported"], wanted["exported"], strict=True)
+        ),
         **{key: equal(found[key], wanted[key]) for key in ("logprobs", "norms", "state")},
         # the last steps are of a fresh AdamW: its state is not empty, and weights move or the equalities prove nothing
         "moved": not equal_by_name(wanted["exported"][-2], wanted["exported"][-1]) and len(wanted["state"]) > 4,
@@ -93,8 +104,14 @@ def with_and_without(rank: int, world: int, layout: tuple[str, ...], family: str
 
 # Each dtype plain and sharded, either overlap, and every kind of layout; all of them are in the long part.
 QUICK = (
-    "fp32", "bf16", "DP2-sharded-bf16", "DP2-sharded-overlap_param_gather", "TP2-sharded-bf16", "PP2-VPP2-sharded-bf16", "EP2-sharded-bf16",
-)  # fmt: skip
+    "fp32",
+    "bf16",
+    "DP2-sharded-bf16",
+    "DP2-sharded-overlap_param_gather",
+    "TP2-sharded-bf16",
+    "PP2-VPP2-sharded-bf16",
+    "EP2-sharded-bf16",
+)
 
 
 @pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
@@ -157,21 +174,31 @@ def away_and_back(rank: int, world: int, layout: tuple[str, ...], family: str) -
         found: dict[str, object] = {
             "bytes": (released.gradients, released.optimizer) == (naive["gradients"], naive["optimizer"]),
             "no more and no less died": held - live_bytes(but=hosts) == released.total == sum(naive.values()) > 0,
-            "0 bytes": {x.untyped_storage().nbytes() for x in (*adam, *gradients, *(b.grad_data for b in buffers))} == {0},
+            "0 bytes": {x.untyped_storage().nbytes() for x in (*adam, *gradients, *(b.grad_data for b in buffers))}
+            == {0},
             "weights stay": [(x.data_ptr(), x.untyped_storage().nbytes()) for x in weights] == places,
             "again": backend.offload() == released,
-            "before any step": before_any_step.gradients == released.gradients and before_any_step.optimizer < released.optimizer,
+            "before any step": before_any_step.gradients == released.gradients
+            and before_any_step.optimizer < released.optimizer,
         }
         pointers = host_pointers(rig)
         backend.restore()
         backend.restore()
-        found["the same tensors"] = all(a is b for a, b in zip(adam_tensors(rig, "model.dtype=bfloat16" in layout), adam, strict=True))
+        found["the same tensors"] = all(
+            a is b for a, b in zip(adam_tensors(rig, "model.dtype=bfloat16" in layout), adam, strict=True)
+        )
         found["the same views"] = all(p.main_grad is x for p, x in zip(weights, gradients, strict=True))
-        found["the same values"] = equal(adam, moved) and equal(rig.optimizer_state(), state) and any(bool(x.any()) for x in moved)
-        found["gradients of zero"] = not any(bool(b.grad_data.any()) for b in buffers) and not any(bool(x.any()) for x in gradients)
+        found["the same values"] = (
+            equal(adam, moved) and equal(rig.optimizer_state(), state) and any(bool(x.any()) for x in moved)
+        )
+        found["gradients of zero"] = not any(bool(b.grad_data.any()) for b in buffers) and not any(
+            bool(x.any()) for x in gradients
+        )
         found["all is back"] = live_bytes(but=hosts) == held
         assert backend.offload() == released
-        found["the same host memory"] = host_pointers(rig) == pointers and pointers[: len(first_hosts)] == first_hosts and len(pointers) > 0
+        found["the same host memory"] = (
+            host_pointers(rig) == pointers and pointers[: len(first_hosts)] == first_hosts and len(pointers) > 0
+        )
         backend.restore()
         return found
 
@@ -198,7 +225,11 @@ def test_shared_storages_move_once_and_those_of_weights_stay() -> None:
         assert [x.untyped_storage().nbytes() for x in (zeros, *state)] == [0, 160, 0, 0, 0, 0, 0, 0, 4]
         assert len(memory.host.blocks) == 4  # ⌈215 / 64⌉
         memory.restore()
-        bits = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(state, wanted, strict=True) if a.dim() and a.numel()]
+        bits = [
+            (a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(state, wanted, strict=True)
+            if a.dim() and a.numel()
+        ]
         assert all(torch.equal(a, b) for a, b in bits) and len(bits) == 6 and float(step) == 3.0
         assert zeros.tolist() == [0.0] * 12 and weights.tolist() == list(range(40))
 
@@ -259,11 +290,15 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
         backend.keep_reference()
         with backend.reference_weights():
             found["the reference policy"] = equal_by_name(rig.weights(), weights)
-        found["numbers"] = model_state.numbers(backend) == kept | {"has_reference": True} and backend.optimizer.learning_rate == rate
+        found["numbers"] = (
+            model_state.numbers(backend) == kept | {"has_reference": True} and backend.optimizer.learning_rate == rate
+        )
         backend.restore()
         found["nothing moved"] = equal(rig.optimizer_state(), before) and equal_by_name(rig.weights(), weights)
         rig.accumulate(ADVANTAGES, rig.plan(ADVANTAGES, drops=True))
-        found["an accumulated gradient"] = "accumulated" in refused(backend.offload) and backend.optimizer._offload.released is None
+        found["an accumulated gradient"] = (
+            "accumulated" in refused(backend.offload) and backend.optimizer._offload.released is None
+        )
         backend.zero_grad()
         backend.chunks[0].ddp_config.nccl_ub = True
         found["registered buffers"] = "megatron.ddp.nccl_ub=false" in refused(backend.offload)
@@ -272,7 +307,9 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
 
 
 @pytest.mark.parametrize("layout", [(*PLAIN, *BF16), (*SHARDED, *GATHER)], ids=["bf16", "sharded-overlap"])
-def test_what_needs_gradients_or_adam_is_refused_while_they_are_away(pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]) -> None:
+def test_what_needs_gradients_or_adam_is_refused_while_they_are_away(
+    pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]
+) -> None:
     for found in pool.run(2, wrong_uses, layout, str(tmp_path), timeout_s=60):
         assert all(found.values()), found
 
@@ -299,10 +336,18 @@ def resumed(rank: int, world: int, layout: tuple[str, ...], root: str, really: b
         return [*found, rig.weights()]
 
 
-@pytest.mark.parametrize("layout", [(*PLAIN, *BF16), SHARDED, (*SHARDED, *BF16, *GATHER)], ids=["bf16", "sharded", "sharded-bf16-overlap"])
-def test_saved_and_loaded_with_offload_between_equals_without(pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "layout", [(*PLAIN, *BF16), SHARDED, (*SHARDED, *BF16, *GATHER)], ids=["bf16", "sharded", "sharded-bf16-overlap"]
+)
+def test_saved_and_loaded_with_offload_between_equals_without(
+    pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]
+) -> None:
     """The second offload comes while the checkpoint's thread still writes: what it writes are copies."""
     runs = [pool.run(2, resumed, layout, str(tmp_path), really, timeout_s=60) for really in (True, False)]
     for found, wanted in zip(*runs, strict=True):
         assert all(equal_by_name(a, b) for a, b in zip(found, wanted, strict=True))
-        assert equal_by_name(found[1], found[3]) and equal_by_name(found[0], found[2]) and not equal_by_name(found[0], found[1])
+        assert (
+            equal_by_name(found[1], found[3])
+            and equal_by_name(found[0], found[2])
+            and not equal_by_name(found[0], found[1])
+        )

@@ -25,10 +25,17 @@ GRADIENTS = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=
 BOTH = (*GRADIENTS, "megatron.ddp.overlap_param_gather=true")
 # No clipping: its norm is summed bucket by bucket, and then the runs would differ by rounding, not to the bit.
 SETTINGS = (
-    "optimizer.distributed=true", "optimizer.lr=0.001", "optimizer.clip_grad=0", "plan.repack=false", "plan.samples_per_microbatch=2",
-)  # fmt: skip
+    "optimizer.distributed=true",
+    "optimizer.lr=0.001",
+    "optimizer.clip_grad=0",
+    "plan.repack=false",
+    "plan.samples_per_microbatch=2",
+)
 NONE, FIRST, SECOND, ALL = "none", "first", "second", "all"  # which of the two data-parallel ranks are empty
-MICROBATCHES = ((0, 1), (4, 5)), ((2, 3), (6, 7))  # of rank 0 and rank 1, as samples_per_microbatch=2 deals eight samples
+MICROBATCHES = (
+    ((0, 1), (4, 5)),
+    ((2, 3), (6, 7)),
+)  # of rank 0 and rank 1, as samples_per_microbatch=2 deals eight samples
 BLOCKS = ((0, 1), (2, 3)), ((4, 5), (6, 7))  # of the two ranks that share experts, and of the other two
 EXPERTS = ("parallel.expert=2",)
 
@@ -106,7 +113,9 @@ def overlap_run(
         }
 
 
-def plain_and_overlapped(rank: int, world: int, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str]) -> dict[str, object]:
+def plain_and_overlapped(
+    rank: int, world: int, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str]
+) -> dict[str, object]:
     pipeline, virtual = stages
     chunks = (f"parallel.virtual_pipeline={virtual}",)
     wanted = overlap_run(rank, world, pipeline, PLAIN + chunks, patterns)
@@ -141,19 +150,25 @@ def test_every_pair_of_patterns_of_empty_ranks_equals_the_run_without_overlap(
 @pytest.mark.long
 @OVERLAPS
 @STAGES
-def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]) -> None:
+def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(
+    pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]
+) -> None:
     """67 steps that hold every triple of patterns."""
     without_overlap(pool, stages, ddp, [ALL, *every_run_of(3)], silent=20, ghosts=10)
 
 
-def without_overlap(pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str], *, silent: int, ghosts: int) -> None:
+def without_overlap(
+    pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str], *, silent: int, ghosts: int
+) -> None:
     """Asserts the equality; a ghost is the very first step, too. silent, ghosts: more than so many of the steps must be such."""
     results = pool.run(2 * stages[0], plain_and_overlapped, stages, ddp, patterns, timeout_s=120)
     for rank, found in enumerate(results):
         assert found["weights equal"] and found["logprobs equal"], found
         assert found["differ"] == 0.0 == found["plain differ"], found
         assert found["silent"] > silent and found["GHOST"] > ghosts, found
-        if rank < 2:  # Megatron-Core (0.16.1) cuts buckets on the first stage's first chunk only: a layer of it under VPP
+        if (
+            rank < 2
+        ):  # Megatron-Core (0.16.1) cuts buckets on the first stage's first chunk only: a layer of it under VPP
             assert found["buckets"] >= 6, found
 
 

@@ -10,7 +10,18 @@ import torch
 from megatron_rl.config import POLICIES, Config, LossConfig, load_config
 from megatron_rl.types import Sample
 from tests.equality.given_run import fresh_run, train_once
-from tests.equality.given_samples import ADVANTAGES, BOUND, CLIP, DECAY, FAMILY, GROUPS, LAYERS, LR, PER_MINI_BATCH, drawn
+from tests.equality.given_samples import (
+    ADVANTAGES,
+    BOUND,
+    CLIP,
+    DECAY,
+    FAMILY,
+    GROUPS,
+    LAYERS,
+    LR,
+    PER_MINI_BATCH,
+    drawn,
+)
 from tests.equality.rig import DEFAULTS, open_rig
 from tests.reference import file_weights, reference_logprobs, relative_error
 from tests.unit.algorithm.naive_policy import token_loss
@@ -18,24 +29,31 @@ from tests.unit.algorithm.naive_steps import naive_steps
 from tests.workers.pool import Pool
 
 SETTINGS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}", "train.epochs_per_rollout=2", f"optimizer.lr={LR}",
-    f"optimizer.weight_decay={DECAY}", f"optimizer.clip_grad={CLIP}",
-)  # fmt: skip
+    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
+    "train.epochs_per_rollout=2",
+    f"optimizer.lr={LR}",
+    f"optimizer.weight_decay={DECAY}",
+    f"optimizer.clip_grad={CLIP}",
+)
 # Clips so near to 1 that they bind by the second step. What trains at zero advantage is dropped all the same under `approximate`.
 APPROXIMATE = "skip.mode=approximate"
 TERMS = {
     "ppo": ("loss.clip_low=0.02", "loss.clip_high=0.03"),
     "ppo, dual clip": ("loss.clip_low=0.02", "loss.clip_high=0.03", "loss.dual_clip=1.05"),
     "ppo, KL and entropy": (
-        "loss.clip_low=0.02", "loss.clip_high=0.03", "loss.kl_coefficient=0.3", "loss.kl_estimator=unbiased",
-        "loss.entropy_coefficient=0.02", APPROXIMATE,
+        "loss.clip_low=0.02",
+        "loss.clip_high=0.03",
+        "loss.kl_coefficient=0.3",
+        "loss.kl_estimator=unbiased",
+        "loss.entropy_coefficient=0.02",
+        APPROXIMATE,
     ),
     "gspo": ("loss.policy=gspo", "loss.clip_low=0.005", "loss.clip_high=0.008"),
     "cispo": ("loss.policy=cispo", "loss.clip_low=0.02", "loss.clip_high=0.03"),
     "importance_sampling": ("loss.policy=importance_sampling",),
     "dro": ("loss.policy=dro", "loss.dro_beta=0.3", APPROXIMATE),
     "reinforce": ("loss.policy=reinforce",),
-}  # fmt: skip
+}
 CLIPPED = {"ppo", "ppo, dual clip", "ppo, KL and entropy", "gspo", "cispo"}
 
 
@@ -43,16 +61,20 @@ def config_of(name: str) -> Config:
     return load_config(None, [*DEFAULTS, *SETTINGS, *TERMS[name]])
 
 
-def sample_loss(model: torch.nn.Module, config: LossConfig, sample: Sample, old: torch.Tensor, weight: float, advantage: float):
+def sample_loss(
+    model: torch.nn.Module, config: LossConfig, sample: Sample, old: torch.Tensor, weight: float, advantage: float
+):
     """Semantics §7 over one sample's loss tokens; the reference policy is the one that the rollout began with."""
     chosen = torch.from_numpy(sample.loss_mask)
     logprobs, entropy = (x[chosen] for x in reference_logprobs(model, sample))
     before, count = old[chosen], int(chosen.sum())
     behaviour = torch.from_numpy(sample.logprobs)[chosen] if config.policy == "dro" else before
     tokens = SimpleNamespace(
-        old_logprobs=behaviour, advantages=torch.full((count,), weight * advantage), weights=torch.full((count,), weight),
+        old_logprobs=behaviour,
+        advantages=torch.full((count,), weight * advantage),
+        weights=torch.full((count,), weight),
         sequences=torch.zeros(count, dtype=torch.int64),
-    )  # fmt: skip
+    )
     each = list(logprobs)
     loss = 0.0 * logprobs.sum()  # where every token is clipped nothing else has a gradient
     for t in range(count):
@@ -73,13 +95,20 @@ def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
     with torch.no_grad():
         old = [reference_logprobs(model, s)[0] for s in samples]
     matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR
+    )
     steps = [
         *naive_steps(
-            [s.loss_mask for s in samples], GROUPS, ADVANTAGES.tolist(), PER_MINI_BATCH,
-            reduction="token_mean", denominator="original", steps="match",
+            [s.loss_mask for s in samples],
+            GROUPS,
+            ADVANTAGES.tolist(),
+            PER_MINI_BATCH,
+            reduction="token_mean",
+            denominator="original",
+            steps="match",
         )
-    ]  # fmt: skip
+    ]
     norms = []
     for live, weights in steps * 2:
         for parameter in model.parameters():
@@ -122,7 +151,10 @@ def test_two_epochs_of_every_policy_term_equal_the_plain_loop(pool: Pool) -> Non
     assert list(found) == list(TERMS)
     for name, cell in found.items():
         assert cell["kinds"] == "RGRR" * 2, (name, cell)  # a ghost in each epoch
-        assert cell["passes"] == (1, 2 if "KL" in name else 1), (name, cell)  # one for π_old, one for the reference; none per epoch
+        assert cell["passes"] == (1, 2 if "KL" in name else 1), (
+            name,
+            cell,
+        )  # one for π_old, one for the reference; none per epoch
         assert cell["weights"] < BOUND, (name, cell)
         assert cell["norm"] < 1e-4, (name, cell)  # at weights that AdamW has already moved by rounding
         assert cell["clipped"][0] == 0 and any(cell["clipped"][4:]) == (name in CLIPPED), (name, cell)

@@ -13,7 +13,18 @@ from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.types import Advantages, Sample, StepKind
 from tests.equality.given_run import GivenRun, fresh_run, train_once
-from tests.equality.given_samples import ADVANTAGES, BOUND, CLIP, DECAY, FAMILY, GROUPS, LAYERS, LR, PER_MINI_BATCH, drawn
+from tests.equality.given_samples import (
+    ADVANTAGES,
+    BOUND,
+    CLIP,
+    DECAY,
+    FAMILY,
+    GROUPS,
+    LAYERS,
+    LR,
+    PER_MINI_BATCH,
+    drawn,
+)
 from tests.equality.rig import Rig, equal_by_name, open_rig, sizes
 from tests.reference import file_weights, reference_logprobs, relative_error
 from tests.unit.algorithm.naive_steps import DENOMINATORS, STEPS, naive_steps
@@ -23,14 +34,23 @@ REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "
 PRODUCTS = [(r, d, s) for r in REDUCTIONS for d in DENOMINATORS for s in STEPS]
 
 SETTINGS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
-    f"optimizer.clip_grad={CLIP}", "correction.old_logprobs=rollout",
-)  # fmt: skip
+    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
+    f"optimizer.lr={LR}",
+    f"optimizer.weight_decay={DECAY}",
+    f"optimizer.clip_grad={CLIP}",
+    "correction.old_logprobs=rollout",
+)
 
 
 def settings_of(reduction: str, denominator: str, steps: str) -> tuple[str, ...]:
     mode = "approximate" if denominator == "kept" else "exact"
-    return (*SETTINGS, f"loss.reduction={reduction}", f"loss.denominator={denominator}", f"skip.steps={steps}", f"skip.mode={mode}")
+    return (
+        *SETTINGS,
+        f"loss.reduction={reduction}",
+        f"loss.denominator={denominator}",
+        f"skip.steps={steps}",
+        f"skip.mode={mode}",
+    )
 
 
 def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[int, float]) -> None:
@@ -55,16 +75,23 @@ def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]]
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     reduction, denominator, steps = product
     planned = naive_steps(
-        [s.loss_mask for s in samples], GROUPS, ADVANTAGES.tolist(), PER_MINI_BATCH,
-        reduction=reduction, denominator=denominator, steps=steps,
-    )  # fmt: skip
+        [s.loss_mask for s in samples],
+        GROUPS,
+        ADVANTAGES.tolist(),
+        PER_MINI_BATCH,
+        reduction=reduction,
+        denominator=denominator,
+        steps=steps,
+    )
     weights = [each for _, each in planned]
     gradients = []
     for each in weights:
         step_gradient(model, samples, each)
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR
+    )
     norms = []
     for each in weights:
         step_gradient(model, samples, each)
@@ -75,7 +102,9 @@ def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]]
     return gradients, norms, ended
 
 
-def step_gradients(rig: Rig, run: GivenRun, advantages: np.ndarray) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
+def step_gradients(
+    rig: Rig, run: GivenRun, advantages: np.ndarray
+) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
     """Of each planned step at the first weights, under the inputs of the run's loop; a ghost runs nothing and leaves zeros."""
     backend, flat = rig.backend, np.concatenate([s.logprobs for s in rig.samples])
     signal = has_signal(advantages, rig.batch.facts.loss_tokens)
@@ -83,7 +112,9 @@ def step_gradients(rig: Rig, run: GivenRun, advantages: np.ndarray) -> tuple[lis
     rig.batch = backend.fetch_rows(rig.batch, plan)
     found = []
     for mini_batch, fingerprint in zip(plan.mini_batches, plan.fingerprints(), strict=True):
-        inputs = loss_inputs(run.config, rig.batch.facts, mini_batch, Advantages(of_sample=advantages), signal, old=flat)
+        inputs = loss_inputs(
+            run.config, rig.batch.facts, mini_batch, Advantages(of_sample=advantages), signal, old=flat
+        )
         backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=fingerprint)
         found.append(backend.gradient())
         backend.zero_grad()
@@ -112,7 +143,9 @@ def every_product(rank: int, world: int, tensor: int, pipeline: int) -> dict[str
                     "kinds": [kind.value for kind in kinds],
                     "silent": [mini_batch.silent_ranks for mini_batch in run.plan.mini_batches],
                     "gradient": max(error_of(a, b) for a, b in zip(gradients, want_gradients, strict=True)),
-                    "norm": max(abs(r.grad_norm - n) / max(n, 1e-9) for r, n in zip(run.results, want_norms, strict=True)),
+                    "norm": max(
+                        abs(r.grad_norm - n) / max(n, 1e-9) for r, n in zip(run.results, want_norms, strict=True)
+                    ),
                     "weights": relative_error(weights, {name: want_weights[name] for name in weights}),
                     "clipped": sum(n > CLIP for n in want_norms),
                 }
@@ -135,7 +168,8 @@ def whole_batches_agree(rig: Rig, reduction: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "data"), [pytest.param(1, 1, 2, id="DP2"), pytest.param(2, 2, 1, id="TP2-PP2", marks=pytest.mark.long)]
+    ("tensor", "pipeline", "data"),
+    [pytest.param(1, 1, 2, id="DP2"), pytest.param(2, 2, 1, id="TP2-PP2", marks=pytest.mark.long)],
 )
 def test_every_product_equals_the_plain_loop(pool: Pool, tensor: int, pipeline: int, data: int) -> None:
     found = pool.run(tensor * pipeline * data, every_product, tensor, pipeline, timeout_s=120)[0]

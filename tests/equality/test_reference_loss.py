@@ -23,9 +23,13 @@ LAYOUTS = {
     "TP2-SP-PP2-VPP2": (4, (*sizes(2, 2), "parallel.sequence_parallel=true", "parallel.virtual_pipeline=2")),
 }
 QUICK = {
-    ("DP2", "fixed", "k1"), ("DP2", "adaptive", "k2"), ("DP2", "fixed", "unbiased"), ("DP2", "adaptive", "k3"), ("TP2-PP2", "fixed", "k3"),
+    ("DP2", "fixed", "k1"),
+    ("DP2", "adaptive", "k2"),
+    ("DP2", "fixed", "unbiased"),
+    ("DP2", "adaptive", "k3"),
+    ("TP2-PP2", "fixed", "k3"),
     ("TP2-SP-PP2-VPP2", "adaptive", "unbiased"),
-}  # fmt: skip
+}
 COMMON = ("skip.mode=off", "optimizer.lr=0.003", f"loss.kl_coefficient={BETA}", f"loss.entropy_coefficient={ENTROPY}")
 ADAPTIVE = ("reference.controller=adaptive", "reference.kl_target=0.01", "reference.kl_horizon=640")
 ESTIMATORS = ("k1", "k2", "k3", "unbiased")
@@ -42,7 +46,9 @@ def moved_policy(rig: Rig) -> torch.nn.Module:
     return policy
 
 
-def terms(rank: int, world: int, layout: tuple[str, ...], controller: str, estimator: str, placement: str) -> dict[str, float]:
+def terms(
+    rank: int, world: int, layout: tuple[str, ...], controller: str, estimator: str, placement: str
+) -> dict[str, float]:
     extra = ADAPTIVE if controller == "adaptive" else ()
     given = (*COMMON, *extra, f"loss.kl_estimator={estimator}", f"reference.placement={placement}")
     with open_rig("qwen2_tied", *layout, *given, samples=NUM_SAMPLES) as rig:
@@ -61,7 +67,9 @@ def terms(rank: int, world: int, layout: tuple[str, ...], controller: str, estim
             kept = [reference_logprobs(rig.model, s)[0] for s in rig.samples]
             entropies = [reference_logprobs(policy, s)[1][torch.from_numpy(s.loss_mask)] for s in rig.samples]
         kl = (reference.coefficient, estimator, kept)
-        wanted, loss = reference_gradient(policy, rig.samples, rig.groups, list(advantages), kl=kl, entropy_coefficient=ENTROPY)
+        wanted, loss = reference_gradient(
+            policy, rig.samples, rig.groups, list(advantages), kl=kl, entropy_coefficient=ENTROPY
+        )
         no_kl, _ = reference_gradient(policy, rig.samples, rig.groups, list(advantages), entropy_coefficient=ENTROPY)
         no_bonus, _ = reference_gradient(policy, rig.samples, rig.groups, list(advantages), kl=kl)
         return {
@@ -75,8 +83,12 @@ def terms(rank: int, world: int, layout: tuple[str, ...], controller: str, estim
 
 
 # Every estimator, and every layout with either controller: an estimator is a function of a token, which no layout cuts.
-@pytest.mark.parametrize(("layout", "controller", "estimator"), pairwise(LAYOUTS, ["fixed", "adaptive"], ESTIMATORS, kept=QUICK))
-def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(pool: Pool, layout: str, controller: str, estimator: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "controller", "estimator"), pairwise(LAYOUTS, ["fixed", "adaptive"], ESTIMATORS, kept=QUICK)
+)
+def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(
+    pool: Pool, layout: str, controller: str, estimator: str
+) -> None:
     world, degrees = LAYOUTS[layout]
     placement = "device" if controller == "adaptive" else "host"
     for found in pool.run(world, terms, degrees, controller, estimator, placement, timeout_s=60):
@@ -98,9 +110,13 @@ def entropy_metric(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, 
         with torch.no_grad():
             naive = torch.cat([reference_logprobs(rig.model, s)[1][torch.from_numpy(s.loss_mask)] for s in trained])
         return {
-            "found": result.sums["entropy"] / result.sums["tokens"], "wanted": float(naive.mean()), "tokens": result.sums["tokens"],
-            "count": len(naive), "runs": len(runs), "dropped": len(plan.mini_batches[0].dropped),
-        }  # fmt: skip
+            "found": result.sums["entropy"] / result.sums["tokens"],
+            "wanted": float(naive.mean()),
+            "tokens": result.sums["tokens"],
+            "count": len(naive),
+            "runs": len(runs),
+            "dropped": len(plan.mini_batches[0].dropped),
+        }
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2", "TP2-SP-PP2-VPP2"))

@@ -13,7 +13,11 @@ from tests.pairwise import pairwise
 from tests.workers.pool import Pool
 
 SETTINGS = ("optimizer.lr=0.01", "optimizer.weight_decay=0.1")
-OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
+OVERLAP = (
+    "megatron.ddp.overlap_grad_reduce=true",
+    "megatron.ddp.overlap_param_gather=true",
+    "megatron.ddp.bucket_size=1000",
+)
 
 
 def swap(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, bool]:
@@ -32,7 +36,9 @@ def swap(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ..
         found = {
             "reference's log-probs": np.array_equal(inside, first),
             "training moved them": not np.array_equal(trained, first),
-            "reference's export": all(torch.equal(x, rig.model.state_dict()[k].to(x.dtype)) for k, x in exported.items()),
+            "reference's export": all(
+                torch.equal(x, rig.model.state_dict()[k].to(x.dtype)) for k, x in exported.items()
+            ),
             "weights are back": equal_by_name(rig.weights(), weights),
             "log-probs are back": np.array_equal(backend.logprobs(rig.batch, everyone).flat, trained),
             "optimizer untouched": equal(rig.optimizer_state(), state),
@@ -94,7 +100,8 @@ def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -
             "weights": equal(second.tensors, copy.tensors),
             "dtype": {x.dtype for x in second.tensors} == {p.dtype for p in backend.parameters()},
             "as many": len(second.tensors) == sum(p.requires_grad for p in backend.parameters()) > 0,
-            "no gradient": not any(x.grad is not None for x in second.tensors) and not any(c.buffers or c.grad_accs for c in second.chunks),
+            "no gradient": not any(x.grad is not None for x in second.tensors)
+            and not any(c.buffers or c.grad_accs for c in second.chunks),
             "not in the optimizer": not in_optimizer & {id(x) for x in second.tensors},
             "its own memory": not {x.data_ptr() for x in second.tensors} & {p.data_ptr() for p in backend.parameters()},
         }
@@ -139,13 +146,19 @@ def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> 
             "the start": equal_by_name(read[0], policy[0]) and not equal_by_name(policy[0], policy[1]),
             "the policy of that moment": equal_by_name(read[1], policy[2]) and not equal_by_name(policy[2], policy[1]),
             "it stays": equal_by_name(read[2], policy[2]) and not equal_by_name(policy[3], policy[2]),
-            "log-probs": not np.array_equal(reference.logprobs(rig.batch, everyone), rig.backend.logprobs(rig.batch, everyone).flat),
+            "log-probs": not np.array_equal(
+                reference.logprobs(rig.batch, everyone), rig.backend.logprobs(rig.batch, everyone).flat
+            ),
         }
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])
-@pytest.mark.parametrize("extra", [("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP), sizes(2, 1)], ids=["DP2", "TP2"])
-def test_refresh_takes_the_policys_weights_of_that_moment_bitwise(pool: Pool, extra: tuple[str, ...], placement: str) -> None:
+@pytest.mark.parametrize(
+    "extra", [("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP), sizes(2, 1)], ids=["DP2", "TP2"]
+)
+def test_refresh_takes_the_policys_weights_of_that_moment_bitwise(
+    pool: Pool, extra: tuple[str, ...], placement: str
+) -> None:
     """Under overlap_param_gather, too, where a step ends before its weights are gathered."""
     for found in pool.run(2, refreshed, placement, extra, timeout_s=60):
         assert all(found.values()), found
@@ -163,7 +176,9 @@ def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, object
                 before = backend.logprobs(rig.batch, everyone).flat
             freed = backend.offload()
             with backend.reference_weights():
-                found[f"{placement} reads meanwhile"] = np.array_equal(backend.logprobs(rig.batch, everyone).flat, before)
+                found[f"{placement} reads meanwhile"] = np.array_equal(
+                    backend.logprobs(rig.batch, everyone).flat, before
+                )
             backend.restore()
             found[placement] = freed.total
             plan = rig.plan(advantages, drops=True)
@@ -172,11 +187,17 @@ def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, object
                     rig.accumulate(advantages, plan)
                     found[f"{placement} refuses to train"] = placement == "host"
                 except ValueError as error:
-                    found[f"{placement} refuses to train"] = placement == "device" and "would train the reference" in str(error)
-    return {k: v for k, v in found.items() if k not in ("host", "device")} | {"the same bytes": found["host"] == found["device"] > 0}
+                    found[f"{placement} refuses to train"] = (
+                        placement == "device" and "would train the reference" in str(error)
+                    )
+    return {k: v for k, v in found.items() if k not in ("host", "device")} | {
+        "the same bytes": found["host"] == found["device"] > 0
+    }
 
 
-@pytest.mark.parametrize("extra", [("optimizer.distributed=true", *OVERLAP), ("model.dtype=bfloat16",)], ids=["sharded-overlap", "bf16"])
+@pytest.mark.parametrize(
+    "extra", [("optimizer.distributed=true", *OVERLAP), ("model.dtype=bfloat16",)], ids=["sharded-overlap", "bf16"]
+)
 def test_offload_leaves_the_second_model_alone_and_nothing_trains_it(pool: Pool, extra: tuple[str, ...]) -> None:
     for found in pool.run(2, offloaded, extra, timeout_s=60):
         assert all(found.values()), found

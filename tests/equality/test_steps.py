@@ -16,9 +16,13 @@ from tests.reference import make_samples
 from tests.workers.pool import Pool
 
 MOVING = (  # everything that a step without gradient still moves
-    "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "optimizer.schedule=cosine", "optimizer.warmup_steps=2",
-    "optimizer.decay_steps=6", "optimizer.min_lr=0.001",
-)  # fmt: skip
+    "optimizer.lr=0.01",
+    "optimizer.weight_decay=0.1",
+    "optimizer.schedule=cosine",
+    "optimizer.warmup_steps=2",
+    "optimizer.decay_steps=6",
+    "optimizer.min_lr=0.001",
+)
 ADVANTAGES = ragged_advantages(8)
 
 
@@ -33,14 +37,20 @@ def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...])
         elif middle == "zero-gradient":
             (result,) = rig.step(np.zeros(8), drops=False)
             assert result.kind is StepKind.REAL and result.grad_norm == 0.0
-        found |= {"after": rig.optimizer_state(), "weights after": rig.weights(), "versions": rig.backend.weight_version - version}
+        found |= {
+            "after": rig.optimizer_state(),
+            "weights after": rig.weights(),
+            "versions": rig.backend.weight_version - version,
+        }
         if middle != "none":
             found |= {"lr": result.learning_rate, "applied": result.applied}
         rig.step(ADVANTAGES, drops=False)
         return found | {"end": rig.optimizer_state(), "weights end": rig.weights()}
 
 
-def ghost_against_zero_gradient(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, bool]:
+def ghost_against_zero_gradient(
+    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
+) -> dict[str, bool]:
     ghost, dense = (three_steps(middle, tensor, pipeline, extra) for middle in ("ghost", "zero-gradient"))
     found = {key: equal(ghost[key], dense[key]) for key in ("before", "after", "end")}
     found |= {key: equal_by_name(ghost[key], dense[key]) for key in ("weights before", "weights after", "weights end")}
@@ -51,9 +61,12 @@ def ghost_against_zero_gradient(rank: int, world: int, tensor: int, pipeline: in
 
 
 @pytest.mark.parametrize(
-    ("degrees", "distributed", "dtype"), pairwise([(1, 1, 2), (1, 2, 2), (2, 1, 1)], ["false", "true"], ["float32", "bfloat16"])
+    ("degrees", "distributed", "dtype"),
+    pairwise([(1, 1, 2), (1, 2, 2), (2, 1, 1)], ["false", "true"], ["float32", "bfloat16"]),
 )
-def test_ghost_step_equals_zero_gradient_step(pool: Pool, degrees: tuple[int, int, int], distributed: str, dtype: str) -> None:
+def test_ghost_step_equals_zero_gradient_step(
+    pool: Pool, degrees: tuple[int, int, int], distributed: str, dtype: str
+) -> None:
     """Weights, masters, moments, step counts and learning rates, bitwise: both take the same arithmetic on the same zeros."""
     tensor, pipeline, data = degrees
     extra = (f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
@@ -87,7 +100,10 @@ def with_infinite_advantage(rank: int, world: int, pipeline: int, extra: tuple[s
     bad = ADVANTAGES.copy()
     bad[5] = np.inf
     with open_rig("qwen2_tied", *sizes(1, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
-        runners = [rig.backend.plan("train", rig.batch, ADVANTAGES != 0, drops=True).mini_batches[0].rank_samples(d) for d in range(2)]
+        runners = [
+            rig.backend.plan("train", rig.batch, ADVANTAGES != 0, drops=True).mini_batches[0].rank_samples(d)
+            for d in range(2)
+        ]
         rig.step(ADVANTAGES, drops=True)
         before, weights, version = rig.optimizer_state(), rig.weights(), rig.backend.weight_version
         found: dict[str, object] = {"one rank runs it": sum(5 in x for x in runners) == 1}
@@ -95,27 +111,39 @@ def with_infinite_advantage(rank: int, world: int, pipeline: int, extra: tuple[s
             (result,) = rig.step(bad, drops=True)
         except NonFiniteGradient as error:
             return found | {"raised": str(error)}
-        found["passed over"] = not result.applied and not np.isfinite(result.grad_norm) and rig.backend.weight_version == version
+        found["passed over"] = (
+            not result.applied and not np.isfinite(result.grad_norm) and rig.backend.weight_version == version
+        )
         found["state untouched"] = equal(rig.optimizer_state(), before) and equal_by_name(rig.weights(), weights)
         (result,) = rig.step(ADVANTAGES, drops=True)
         after = rig.weights()
-        found["next step works"] = result.applied and np.isfinite(result.grad_norm) and not equal_by_name(after, weights)
+        found["next step works"] = (
+            result.applied and np.isfinite(result.grad_norm) and not equal_by_name(after, weights)
+        )
         found["next step is finite"] = all(bool(torch.isfinite(x).all()) for x in after.values())
         return found
 
 
-OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
+OVERLAP = (
+    "megatron.ddp.overlap_grad_reduce=true",
+    "megatron.ddp.overlap_param_gather=true",
+    "megatron.ddp.bucket_size=1000",
+)
 
 
 @pytest.mark.parametrize(
     ("pipeline", "extra"),
     pairwise(
-        [1, 2], [("optimizer.distributed=true", *OVERLAP), ("optimizer.distributed=false",)], strength=1,
+        [1, 2],
+        [("optimizer.distributed=true", *OVERLAP), ("optimizer.distributed=false",)],
+        strength=1,
         ids=lambda x: f"PP{x}" if isinstance(x, int) else "overlap" if len(x) > 1 else "plain",
     ),
-)  # fmt: skip
+)
 def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool: Pool, pipeline: int, extra: tuple[str, ...]) -> None:
-    for found in pool.run(2 * pipeline, with_infinite_advantage, pipeline, (*extra, "optimizer.on_nonfinite=skip"), timeout_s=60):
+    for found in pool.run(
+        2 * pipeline, with_infinite_advantage, pipeline, (*extra, "optimizer.on_nonfinite=skip"), timeout_s=60
+    ):
         assert all(found.values()), found
 
 
@@ -162,7 +190,10 @@ def thousand_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
         rig.take(samples)
         old = rig.backend.logprobs(rig.batch, np.ones(10, dtype=bool)).flat
         usual, found = rig.backend.rules, {}
-        for cut in [*(dict(max_tokens=n) for n in (1, 250, 500, 10_000)), *(dict(samples_per_microbatch=n) for n in (1, 2, 3, 10))]:
+        for cut in [
+            *(dict(max_tokens=n) for n in (1, 250, 500, 10_000)),
+            *(dict(samples_per_microbatch=n) for n in (1, 2, 3, 10)),
+        ]:
             rig.backend.rules = usual
             rig.rules(**cut)
             plan = rig.plan(advantages, drops=True)
@@ -177,9 +208,12 @@ def thousand_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
 
 def _sample_of_hundred(random: np.random.Generator, i: int) -> Sample:
     return Sample(
-        sample_id=f"h{i}", prompt_tokens=3, token_ids=random.integers(2, 99, 103), loss_mask=np.ones(100, dtype=bool),
+        sample_id=f"h{i}",
+        prompt_tokens=3,
+        token_ids=random.integers(2, 99, 103),
+        loss_mask=np.ones(100, dtype=bool),
         logprobs=np.zeros(100, dtype=np.float32),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (1, 2), (2, 2)])

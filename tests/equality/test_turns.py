@@ -22,8 +22,18 @@ from tests.workers.pool import Pool
 
 FAMILY = "qwen2_tied"
 MASKS = (  # T: the policy's token, .: the environment's
-    "TTT..TT", "TT....T", "T.T.T.T.T", "T", "TTTTT", "T...", "..TTT", "...T", "TT.TT...TT.T", "T.........T", "TTTT....TTTT",
-)  # fmt: skip
+    "TTT..TT",
+    "TT....T",
+    "T.T.T.T.T",
+    "T",
+    "TTTTT",
+    "T...",
+    "..TTT",
+    "...T",
+    "TT.TT...TT.T",
+    "T.........T",
+    "TTTT....TTTT",
+)
 ADVANTAGES = np.array([0.7, -1.2, 0.0, 1.5, -0.4, 0.9, -0.8, 0.0, 1.1, -1.6, 0.5])
 GROUPS = [k // 2 for k in range(len(MASKS))]
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
@@ -39,19 +49,31 @@ def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sampl
     random = np.random.default_rng(5)
     samples = []
     for k, mask in enumerate(MASKS):
-        prompt = Prompt(prompt_id=f"{k}@0", text="", token_ids=tuple(random.integers(2, 99, 2 + k % 4).tolist()), columns={})
+        prompt = Prompt(
+            prompt_id=f"{k}@0", text="", token_ids=tuple(random.integers(2, 99, 2 + k % 4).tolist()), columns={}
+        )
         rollout = Rollout(
-            prompt=prompt, sample_index=0, response_ids=tuple(random.integers(2, 99, len(mask)).tolist()), logprobs=(0.0,) * len(mask),
-            text="", finish_reason="stop", weight_versions=((0, len(mask)),), loss_mask=tuple(c == "T" for c in mask),
-        )  # fmt: skip
+            prompt=prompt,
+            sample_index=0,
+            response_ids=tuple(random.integers(2, 99, len(mask)).tolist()),
+            logprobs=(0.0,) * len(mask),
+            text="",
+            finish_reason="stop",
+            weight_versions=((0, len(mask)),),
+            loss_mask=tuple(c == "T" for c in mask),
+        )
         row = to_sample(rollout, included=True)
         with torch.no_grad():
             engine = reference_logprobs(model, row)[0].numpy() + random.normal(0.0, 0.25, len(mask)).astype(np.float32)
-        samples.append(dataclasses.replace(row, logprobs=np.where(row.loss_mask, engine, np.float32(environment_logprob))))
+        samples.append(
+            dataclasses.replace(row, logprobs=np.where(row.loss_mask, engine, np.float32(environment_logprob)))
+        )
     return model, samples
 
 
-def naive_gradient(reduction: str, weights: list[float] | None = None, old: np.ndarray | None = None) -> dict[str, torch.Tensor]:
+def naive_gradient(
+    reduction: str, weights: list[float] | None = None, old: np.ndarray | None = None
+) -> dict[str, torch.Tensor]:
     """Sample by sample and token by token; nothing but loss tokens is looked at. weights, old: flat over all response tokens."""
     model, samples = drawn()
     model.zero_grad()
@@ -93,7 +115,9 @@ def test_gradient_equals_the_loop_over_loss_tokens(pool: Pool, topology: tuple) 
     assert max(found.values()) < TOLERANCE, found
 
 
-def passed_and_corrected(rank: int, world: int, topology: tuple, environment_logprob: float) -> tuple[np.ndarray, dict, dict]:
+def passed_and_corrected(
+    rank: int, world: int, topology: tuple, environment_logprob: float
+) -> tuple[np.ndarray, dict, dict]:
     """(log-probs flat, sums of the pass, the corrected gradient)."""
     (tensor, pipeline, _), extra = topology
     with open_rig(FAMILY, *sizes(tensor, pipeline), *extra) as rig:
@@ -103,12 +127,20 @@ def passed_and_corrected(rank: int, world: int, topology: tuple, environment_log
         found = rig.backend.logprobs(batch, everyone)
         advantages = Advantages(of_sample=ADVANTAGES)
         verdict = apply_corrections(
-            CORRECTION, rig.backend, batch, advantages=advantages, signal=signal, passed=everyone, old_logprobs=found.flat
-        )  # fmt: skip
+            CORRECTION,
+            rig.backend,
+            batch,
+            advantages=advantages,
+            signal=signal,
+            passed=everyone,
+            old_logprobs=found.flat,
+        )
         plan = rig.backend.plan("train", batch, verdict.signal, drops=True)
         batch = rig.backend.fetch_rows(batch, plan)
         (mini_batch,) = plan.mini_batches
-        inputs = dataclasses.replace(rig.inputs(ADVANTAGES, mini_batch.members, old=found.flat), importance_weights=verdict.weights)
+        inputs = dataclasses.replace(
+            rig.inputs(ADVANTAGES, mini_batch.members, old=found.flat), importance_weights=verdict.weights
+        )
         rig.backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
         return found.flat, dict(found.sums), {name: tensor.clone() for name, tensor in rig.backend.gradient().items()}
 
@@ -124,10 +156,16 @@ def test_logprobs_and_corrections_know_loss_tokens_alone(pool: Pool, topology: t
         wanted = np.concatenate([reference_logprobs(model, s)[0].numpy() for s in samples])
     assert np.abs(flat - wanted)[mask].max() < 1e-4 and not flat[~mask].any()
     engine = np.concatenate([s.logprobs for s in samples])
-    assert sums["tokens"] == mask.sum() and sums["logprob_gap_abs"] == pytest.approx(np.abs(wanted - engine)[mask].sum(), rel=1e-4)
+    assert sums["tokens"] == mask.sum() and sums["logprob_gap_abs"] == pytest.approx(
+        np.abs(wanted - engine)[mask].sum(), rel=1e-4
+    )
     gaps = np.split((wanted.astype(np.float64) - engine) * mask, np.cumsum([len(m) for m in MASKS])[:-1])
-    weights = naive(CORRECTION, ADVANTAGES.tolist(), [g.tolist() for g in gaps], [s.loss_mask.tolist() for s in samples])
-    assert 0 < sum(w == 0 for w, m in zip(weights, mask, strict=True) if m) < mask.sum()  # some are masked, some are not
+    weights = naive(
+        CORRECTION, ADVANTAGES.tolist(), [g.tolist() for g in gaps], [s.loss_mask.tolist() for s in samples]
+    )
+    assert (
+        0 < sum(w == 0 for w, m in zip(weights, mask, strict=True) if m) < mask.sum()
+    )  # some are masked, some are not
     error = relative_error(gradient, naive_gradient("token_mean", weights, wanted))
     print(f"worst {error:.1e}")
     assert error < TOLERANCE

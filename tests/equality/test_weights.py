@@ -37,7 +37,9 @@ with torch.device("meta"):
     built = (torch.arange(2), torch.empty(2), torch.ones(2), torch.tensor([1.0]))
 assert all(x.is_meta for x in built), [x.device for x in built]
 """  # a process of its own: torch builds its list of factories once
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(600), cwd=pathlib.Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=patient(600), cwd=pathlib.Path(__file__).parents[2]
+    )
 
 
 def wanted_logprobs(model, samples) -> np.ndarray:
@@ -46,7 +48,9 @@ def wanted_logprobs(model, samples) -> np.ndarray:
         return np.concatenate([reference_logprobs(model, s, TEMPERATURE)[0].numpy() * s.loss_mask for s in samples])
 
 
-def logprobs_and_export(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
+def logprobs_and_export(
+    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
+) -> dict[str, tuple[float, bool]]:
     """Per family: the largest gap of a log-prob to the reference, and whether the exported weights are those loaded."""
     found = {}
     mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
@@ -112,7 +116,11 @@ def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...]
         shape = backend.shape
         width = shape.padded_vocab_size // place.tensor_size
         real_rows = min(width, shape.vocab_size - place.tensor_rank * width)
-        vocabulary = [p for name, p in model.named_parameters() if p.shape[0] == width and ("embedding" in name or "output" in name)]
+        vocabulary = [
+            p
+            for name, p in model.named_parameters()
+            if p.shape[0] == width and ("embedding" in name or "output" in name)
+        ]
         pads = sum((width - real_rows) * p.shape[1] for p in vocabulary)
         owned = sum(p.numel() for p in model.parameters()) - pads
         backend.save_hugging_face(pathlib.Path(save_to), any_tokenizer())
@@ -124,13 +132,24 @@ def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...]
 EP = ("parallel.expert=2",)
 TP_SP = (*sizes(2, 1), "parallel.sequence_parallel=true")
 FILES = [
-    *((tensor * pipeline, sizes(tensor, pipeline), family) for family in ("qwen2_tied", "llama") for tensor, pipeline in SHAPES[1:]),
-    (1, (), "qwen3_moe"), (2, EP, "mixtral"), (2, EP, "qwen3_moe"), (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "mixtral"),
-    (2, TP_SP, "qwen3_moe"), (4, (*EP, *TP_SP), "mixtral"), (4, (*EP, *sizes(1, 2), "parallel.virtual_pipeline=2"), "qwen3_moe"),
-]  # fmt: skip
+    *(
+        (tensor * pipeline, sizes(tensor, pipeline), family)
+        for family in ("qwen2_tied", "llama")
+        for tensor, pipeline in SHAPES[1:]
+    ),
+    (1, (), "qwen3_moe"),
+    (2, EP, "mixtral"),
+    (2, EP, "qwen3_moe"),
+    (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "mixtral"),
+    (2, TP_SP, "qwen3_moe"),
+    (4, (*EP, *TP_SP), "mixtral"),
+    (4, (*EP, *sizes(1, 2), "parallel.virtual_pipeline=2"), "qwen3_moe"),
+]
 
 
-@pytest.mark.parametrize(("world", "overrides", "family"), FILES, ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x))
+@pytest.mark.parametrize(
+    ("world", "overrides", "family"), FILES, ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x)
+)
 def test_files_load_in_slices_and_come_back(
     pool: Pool, tmp_path: pathlib.Path, world: int, overrides: tuple[str, ...], family: str
 ) -> None:
@@ -149,7 +168,9 @@ def test_files_load_in_slices_and_come_back(
         assert all(torch.equal(result["exported"][k], wanted[k]) for k in wanted)
         assert result["read"] == result["owned"]
         assert (result["owned"] < total) == (world > 1)
-    back = AutoModelForCausalLM.from_pretrained(copy, **({"experts_implementation": "eager"} if family in MIXTURES else {})).eval()
+    back = AutoModelForCausalLM.from_pretrained(
+        copy, **({"experts_implementation": "eager"} if family in MIXTURES else {})
+    ).eval()
     assert all(torch.equal(back.state_dict()[k], v) for k, v in model.state_dict().items())
     sample = make_samples(1)[0]
     with torch.no_grad():

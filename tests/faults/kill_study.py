@@ -50,16 +50,31 @@ EPOCH = 40  # prompts
 GROUP_S = 0.5  # at most, before each group of a rollout that a thread generates
 SHARDED = ("parallel.pipeline=1", "optimizer.distributed=true")
 SCHEDULED = ("train.num_rollouts=8", "reward.functions=[tests.faults.phased_rank:even_is_silent]")
-AHEAD = ("train.num_rollouts=null", "train.epochs=1", "train.samples_per_mini_batch=16", "rollout.producer.min_groups=3", *SHARDED)
+AHEAD = (
+    "train.num_rollouts=null",
+    "train.epochs=1",
+    "train.samples_per_mini_batch=16",
+    "rollout.producer.min_groups=3",
+    *SHARDED,
+)
 LAYOUTS = {
     "DP2-sharded": (*SCHEDULED, *SHARDED),
     "PP2": (*SCHEDULED, "parallel.pipeline=2"),
     "DP2-KL": (*SCHEDULED, *SHARDED, *ADAPTIVE),
     "PP2-KL-device": (*SCHEDULED, "parallel.pipeline=2", *ADAPTIVE, "reference.placement=device"),
     "prefetch": (*AHEAD, SCHEDULED[1], "rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2"),
-    "streaming": (*AHEAD, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1", "replay.capacity_groups=6", "reward.num_workers=1",
-        "reward.functions=[tests.reward_functions:mostly_dead]", "replay.max_uses=2", "reroll.max_groups=2", "reroll.start_fraction=0.25"),
-}  # fmt: skip
+    "streaming": (
+        *AHEAD,
+        "rollout.producer.mode=streaming",
+        "rollout.producer.prefetch_rollouts=1",
+        "replay.capacity_groups=6",
+        "reward.num_workers=1",
+        "reward.functions=[tests.reward_functions:mostly_dead]",
+        "replay.max_uses=2",
+        "reroll.max_groups=2",
+        "reroll.start_fraction=0.25",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +99,9 @@ class Outcome:
     differs: tuple[str, ...]
 
 
-def attempt(nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path) -> contextlib.AbstractContextManager[Ranks]:
+def attempt(
+    nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path
+) -> contextlib.AbstractContextManager[Ranks]:
     """Start the ranks of one run, which note their phases; they end with the context. arguments: the folder of notes, then the run's."""
     return nursery.ranks(WORLD, (), folder, function=NOTED_RANK, given=[list(arguments)])
 
@@ -123,12 +140,24 @@ def noted_rank(arguments: list[str]) -> NoReturn:
 def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *overrides: str) -> list[str]:
     """Eight optimizer steps a rollout, about half of them ghosts; a checkpoint every second rollout."""
     return [
-        "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
-        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "run.deadline_s=60", "metrics.progress=false",
-        "sft.steps=1", "sft.samples_per_step=16", "train.prompts_per_rollout=8",
-        "train.samples_per_mini_batch=4", "rollout.samples_per_prompt=4", "checkpoint.save_every_rollouts=2",
-        *([f"data.train={inputs / 'epoch.jsonl'}"] if "train.epochs=1" in LAYOUTS[layout] else []), *LAYOUTS[layout], *overrides,
-    ]  # fmt: skip
+        "--config",
+        str(ROOT / "examples" / "quickstart" / "quickstart.yaml"),
+        "--run-dir",
+        str(run_dir),
+        f"model.hf_path={inputs / 'model'}",
+        f"data.train={inputs / 'train.jsonl'}",
+        "run.deadline_s=60",
+        "metrics.progress=false",
+        "sft.steps=1",
+        "sft.samples_per_step=16",
+        "train.prompts_per_rollout=8",
+        "train.samples_per_mini_batch=4",
+        "rollout.samples_per_prompt=4",
+        "checkpoint.save_every_rollouts=2",
+        *([f"data.train={inputs / 'epoch.jsonl'}"] if "train.epochs=1" in LAYOUTS[layout] else []),
+        *LAYOUTS[layout],
+        *overrides,
+    ]
 
 
 def make_inputs(nursery: Nursery, folder: pathlib.Path) -> pathlib.Path:
@@ -176,7 +205,9 @@ def wait_for_begin(ranks: Ranks, notes: pathlib.Path) -> float:
 
 def draw(seed: int, kills: int, seconds: float) -> list[Kill]:
     numbers = random.Random(seed)
-    return [Kill(seconds=numbers.uniform(0.0, seconds), ranks=numbers.choice([(0,), (1,), (0, 1)])) for _ in range(kills)]
+    return [
+        Kill(seconds=numbers.uniform(0.0, seconds), ranks=numbers.choice([(0,), (1,), (0, 1)])) for _ in range(kills)
+    ]
 
 
 def first_seed(seed: int, kills: int, whole: Whole, least: int) -> int:
@@ -185,11 +216,18 @@ def first_seed(seed: int, kills: int, whole: Whole, least: int) -> int:
         found = Counter(whole.phase_at(kill.seconds) for kill in draw(tried, kills, whole.seconds))
         if all(found[stage] >= least for stage in (*STAGES, "other")):
             return tried
-    raise ValueError(f"no seed of 10,000 from {seed} on gives {least} of {kills} kills to each of {STAGES}; ask for more kills")
+    raise ValueError(
+        f"no seed of 10,000 from {seed} on gives {least} of {kills} kills to each of {STAGES}; ask for more kills"
+    )
 
 
 def kill_once(
-    kill: Kill, nursery: Nursery, command: list[str], folder: pathlib.Path, whole: Whole, when: Callable[[], bool] | None = None
+    kill: Kill,
+    nursery: Nursery,
+    command: list[str],
+    folder: pathlib.Path,
+    whole: Whole,
+    when: Callable[[], bool] | None = None,
 ) -> Outcome | None:
     """None where the run had ended before its kill was due. command: of a run in folder / "run". when: says so in place of the clock."""
     notes = folder / "notes"
@@ -211,7 +249,9 @@ def kill_once(
         assert ranks.wait(BOUND_S) == [0] * WORLD, ranks.said()
     differs = tuple(differences(whole.folder, folder))
     resumed = found[-1] if found else None
-    return Outcome(kill=kill, phase=phase, ahead=ahead, writing=writing, resumed=resumed, codes=tuple(codes), differs=differs)
+    return Outcome(
+        kill=kill, phase=phase, ahead=ahead, writing=writing, resumed=resumed, codes=tuple(codes), differs=differs
+    )
 
 
 def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
@@ -226,8 +266,12 @@ def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
         "AdamW": same_tensors(*tensors) and any("exp_avg_sq" in key for key in tensors[0]),
         "metrics": [timeless(x) for x in rows_of(one)] == [timeless(x) for x in rows_of(two)],
         "trace": (one / "trace.jsonl").read_text() == (two / "trace.jsonl").read_text(),
-        "rows": all((ends[0] / own_file(rank)).read_bytes() == (ends[1] / own_file(rank)).read_bytes() for rank in range(WORLD)),
-        "state": all(states[0][key] == states[1][key] for key in ("rollouts", "backend", "prompts", "feed", "trace_rollouts")),
+        "rows": all(
+            (ends[0] / own_file(rank)).read_bytes() == (ends[1] / own_file(rank)).read_bytes() for rank in range(WORLD)
+        ),
+        "state": all(
+            states[0][key] == states[1][key] for key in ("rollouts", "backend", "prompts", "feed", "trace_rollouts")
+        ),
     }
     return [name for name, equal in same.items() if not equal]
 
@@ -237,13 +281,22 @@ def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 
 
 def study(
-    nursery: Nursery, kills: int, seed: int, layout: str, folder: pathlib.Path, *, least: int = 0, report: Callable[[str], object] = print
+    nursery: Nursery,
+    kills: int,
+    seed: int,
+    layout: str,
+    folder: pathlib.Path,
+    *,
+    least: int = 0,
+    report: Callable[[str], object] = print,
 ) -> tuple[Whole, list[Outcome]]:
     """The uninterrupted run, and an outcome per kill; a kill that came too late for its run is replaced by the next of the seed."""
     inputs = make_inputs(nursery, folder / "inputs")
     outcomes: list[Outcome] = []
     whole = whole_run(nursery, inputs, folder / "whole", layout)
-    report(f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} optimizer steps")
+    report(
+        f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} optimizer steps"
+    )
     seed = first_seed(seed, kills, whole, least)
     report(f"seed {seed}")
     for number, kill in enumerate(draw(seed, 2 * kills, whole.seconds)):
@@ -253,7 +306,9 @@ def study(
         outcome = kill_once(kill, nursery, command, place, whole)
         if outcome is not None:
             outcomes.append(outcome)
-        report(row_of(len(outcomes), outcome) if outcome else f"{kill.seconds:.2f} s: the run had ended; another is drawn")
+        report(
+            row_of(len(outcomes), outcome) if outcome else f"{kill.seconds:.2f} s: the run had ended; another is drawn"
+        )
         if len(outcomes) == kills:
             break
     return whole, outcomes
@@ -273,13 +328,22 @@ def table(seconds: float, outcomes: Sequence[Outcome]) -> str:
     phases = Counter(outcome.phase for outcome in outcomes)
     ahead, writing = sum(outcome.ahead for outcome in outcomes), sum(outcome.writing for outcome in outcomes)
     same = sum(not outcome.differs for outcome in outcomes)
-    columns = [*STAGES, "other", "(any of them, a thread generating)", "(any of them, a checkpoint's files being written)"]
+    columns = [
+        *STAGES,
+        "other",
+        "(any of them, a thread generating)",
+        "(any of them, a checkpoint's files being written)",
+    ]
     lines = [
-        f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended with the same bits.", "",
-        "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|",
-        "| " + " | ".join(str(phases[name]) for name in (*STAGES, "other")) + f" | {ahead} | {writing} |", "",
-        "| # | at s | killed | phase | generating | files being written | exit codes | went on from | end |", "|---" * 9 + "|",
-    ]  # fmt: skip
+        f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended with the same bits.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---" * len(columns) + "|",
+        "| " + " | ".join(str(phases[name]) for name in (*STAGES, "other")) + f" | {ahead} | {writing} |",
+        "",
+        "| # | at s | killed | phase | generating | files being written | exit codes | went on from | end |",
+        "|---" * 9 + "|",
+    ]
     return "\n".join([*lines, *(row_of(number, x) for number, x in enumerate(outcomes, start=1))]) + "\n"
 
 

@@ -21,7 +21,15 @@ import time
 from megatron_rl import train
 from tests.reward_functions import parity
 
-SLEEPS = {"rollout": 0.10, "reward": 0.20, "logprob": 0.20, "update": 0.025, "ghost step": 0.035, "thread": 0.15, "save": 0.06}  # s
+SLEEPS = {
+    "rollout": 0.10,
+    "reward": 0.20,
+    "logprob": 0.20,
+    "update": 0.025,
+    "ghost step": 0.035,
+    "thread": 0.15,
+    "save": 0.06,
+}  # s
 NOTE_BYTES = 128
 STAGES = ("rollout", "reward", "logprob", "update", "ghost step", "save")  # of the table; every other stage is "other"
 

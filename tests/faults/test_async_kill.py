@@ -84,7 +84,12 @@ def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path)
     half, path = len(rows_of(streaming.whole.folder / "run")) // 2, tmp_path / "run" / "metrics.jsonl"
     kill = Kill(seconds=streaming.whole.seconds / 2, ranks=(0,))
     outcome = kill_once(
-        kill, streaming.nursery, command, tmp_path, streaming.whole, when=lambda: path.exists() and path.read_text().count("\n") >= half
+        kill,
+        streaming.nursery,
+        command,
+        tmp_path,
+        streaming.whole,
+        when=lambda: path.exists() and path.read_text().count("\n") >= half,
     )
     assert outcome is not None and outcome.differs == () and outcome.codes == (-signal.SIGKILL, 1), outcome
     assert_no_orphans()

@@ -20,7 +20,12 @@ from tests.runs.command import arguments, command_line, rows_of, timeless
 from tests.unit.checkpoint.signing import sign_again
 from tests.workers.inputs import prepare_inputs
 
-SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", "train.export_last=false")
+SAVED = (
+    "optimizer.schedule=constant",
+    "checkpoint.save_every_rollouts=1",
+    "checkpoint.keep_last=null",
+    "train.export_last=false",
+)
 PAGE = 4096
 
 
@@ -111,9 +116,11 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arit
     results = run(pool, arithmetic, half, "train.num_rollouts=4")
     assert [code for code, _ in results] == [0, 0], results
     said = results[0][1]
-    assert f"{name_of(2)}/{name}" in said and "THE CHECKPOINT BEFORE IT IS USED" in said and f"{name_of(1)}: 1 rollouts trained" in said, (
-        said
-    )
+    assert (
+        f"{name_of(2)}/{name}" in said
+        and "THE CHECKPOINT BEFORE IT IS USED" in said
+        and f"{name_of(1)}: 1 rollouts trained" in said
+    ), said
     assert not (half / "ran").exists()
     assert_same_end(whole, half)
 
@@ -136,7 +143,9 @@ def test_two_are_passed_over_and_all_damaged_is_an_error(pool, arithmetic, whole
         flip(half / "checkpoints" / name_of(iteration) / name)
     copied = shutil.copytree(half, half.with_name("all"))
     results = run(pool, arithmetic, half, "train.num_rollouts=4")
-    assert [code for code, _ in results] == [0, 0] and results[0][1].count("THE CHECKPOINT BEFORE IT IS USED") == 2, results
+    assert [code for code, _ in results] == [0, 0] and results[0][1].count("THE CHECKPOINT BEFORE IT IS USED") == 2, (
+        results
+    )
     assert_same_end(whole, half)
     flip(copied / "checkpoints" / name_of(0) / "metadata.json")
     results = run(pool, arithmetic, copied, "train.num_rollouts=4")
@@ -191,8 +200,15 @@ def pages(paths) -> int:
 
 def room_for(checkpoint: pathlib.Path, what: str) -> int:
     """Pages that a save finds free, so that it fails at its first file, in the ranks' tensors, or at ``.metadata``."""
-    tensors, small = list(checkpoint.glob("*.distcp")), [x for x in checkpoint.iterdir() if x.name in ("common.pt", "state.json")]
-    return {"nothing": 0, "half of the tensors": pages(tensors) // 2, "all but .metadata": pages([*tensors, *small]) + 1}[what]
+    tensors, small = (
+        list(checkpoint.glob("*.distcp")),
+        [x for x in checkpoint.iterdir() if x.name in ("common.pt", "state.json")],
+    )
+    return {
+        "nothing": 0,
+        "half of the tensors": pages(tensors) // 2,
+        "all but .metadata": pages([*tensors, *small]) + 1,
+    }[what]
 
 
 def fill(disk: pathlib.Path, free_pages: int) -> pathlib.Path:
@@ -250,7 +266,12 @@ def test_one_rank_that_cannot_write_is_told_to_all(pool, arithmetic, half, async
     given = [*SAVED, "train.num_rollouts=4", f"checkpoint.asynchronous={asynchronous}"]
     for policy, code in (("fail", 1), ("continue", 0)):
         folder = shutil.copytree(half, half.with_name(policy))
-        results = pool.run(2, limited_command_line, arguments(arithmetic, folder, *given, f"checkpoint.on_error={policy}"), timeout_s=120)
+        results = pool.run(
+            2,
+            limited_command_line,
+            arguments(arithmetic, folder, *given, f"checkpoint.on_error={policy}"),
+            timeout_s=120,
+        )
         assert [found for found, _ in results] == [code, code], results
         assert all("rank 1: checkpoint 3" in said and "File too large" in said for _, said in results), results
         assert_untouched(folder)

@@ -53,7 +53,11 @@ FAULTS = {
         name="sleep", guilty=1, pipeline=2, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken", deadline_s=MET_S
     ),
     "sleeps in its reward, DP=2": Fault(
-        name="reward", guilty=0, pipeline=1, says=f"{STALLS} 'reward'.*faulty_rank.py:.* sleeping_reward", deadline_s=MET_S
+        name="reward",
+        guilty=0,
+        pipeline=1,
+        says=f"{STALLS} 'reward'.*faulty_rank.py:.* sleeping_reward",
+        deadline_s=MET_S,
     ),
     "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
 }
@@ -73,11 +77,17 @@ def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.
 def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):
     fault = FAULTS[case]
     reward = "tests.faults.faulty_rank:sleeping_reward" if fault.name == "reward" else "tests.reward_functions:parity"
-    extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}", f"reward.functions=[{reward}]"]
+    extra = [
+        f"parallel.pipeline={fault.pipeline}",
+        f"run.deadline_s={fault.deadline_s}",
+        f"reward.functions=[{reward}]",
+    ]
     results = run_ranks(nursery, fault, arguments(arithmetic, tmp_path / "run", *extra), tmp_path)
     replica, stage = (0, fault.guilty) if fault.pipeline == 2 else (fault.guilty, 0)
     who = f"rank {fault.guilty} (data-parallel {replica}, pipeline stage {stage})"
-    wanted = re.compile(fault.says.format(who=re.escape(who)) if "{who}" in fault.says else f"{re.escape(who)} {fault.says}")
+    wanted = re.compile(
+        fault.says.format(who=re.escape(who)) if "{who}" in fault.says else f"{re.escape(who)} {fault.says}"
+    )
     for rank, (code, printed) in enumerate(results):
         if rank == fault.guilty and fault.name == "kill":
             assert code == -signal.SIGKILL, printed
@@ -97,11 +107,19 @@ def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> RankStat
 @pytest.mark.parametrize(
     ("peers", "guilty", "words"),
     [
-        ([peer(0, lost="timed out"), peer(1, waits=False), peer(2)], 1, "keeps the others waiting: it has been in 'update'"),
+        (
+            [peer(0, lost="timed out"), peer(1, waits=False), peer(2)],
+            1,
+            "keeps the others waiting: it has been in 'update'",
+        ),
         ([peer(0, lost="timed out"), peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
         ([peer(0, lost="timed out"), peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
         ([peer(0, lost="timed out"), peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
-        ([peer(0, lost="timed out"), peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
+        (
+            [peer(0, lost="timed out"), peer(1, waits=False, ended=True), peer(2)],
+            None,
+            "no rank is known to be the cause",
+        ),
         ([peer(0, lost="timed out"), peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
     ],
 )
@@ -116,9 +134,16 @@ def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
     ranks = {f"{name}_rank": 0 for name in ("tensor", "context", "expert", "expert_tensor")}
     groups = {f"{name}_group": None for name in ("tensor", "pipeline", "data", "context", "expert", "model")}
     return Topology(
-        rank=rank, world_size=world, data_size=world // pipeline, data_rank=rank % (world // pipeline), pipeline_size=pipeline,
-        pipeline_rank=rank // (world // pipeline), **sizes, **ranks, **groups,
-    )  # fmt: skip
+        rank=rank,
+        world_size=world,
+        data_size=world // pipeline,
+        data_rank=rank % (world // pipeline),
+        pipeline_size=pipeline,
+        pipeline_rank=rank // (world // pipeline),
+        **sizes,
+        **ranks,
+        **groups,
+    )
 
 
 def one_raises(rank: int, world: int) -> str:
@@ -139,7 +164,9 @@ def test_an_error_is_told_to_every_rank_with_its_stage(pool: Pool) -> None:
     first, guilty, last = pool.run(3, one_raises, timeout_s=30)
     assert guilty.startswith("rank 1 (data-parallel 0, pipeline stage 1) raised it; it had been in 'reward'")
     for said in (first, last):
-        assert said.startswith("rank 1 (data-parallel 0, pipeline stage 1) raised KeyError: 'planted'; it had been in 'reward'"), said
+        assert said.startswith(
+            "rank 1 (data-parallel 0, pipeline stage 1) raised KeyError: 'planted'; it had been in 'reward'"
+        ), said
         assert said.endswith("from what raise_together says")
 
 

@@ -22,7 +22,12 @@ from tests.runs.command import ROOT, arguments, rows_of, timeless
 from tests.workers.environment import worker_environment
 
 ROLLOUTS, SIGNALLED_AFTER = 8, 2  # rows of the metrics: the run is in its second rollout or later
-GIVEN = ("checkpoint.save_every_rollouts=1000", f"train.num_rollouts={ROLLOUTS}", "optimizer.schedule=cosine", "metrics.progress=false")
+GIVEN = (
+    "checkpoint.save_every_rollouts=1000",
+    f"train.num_rollouts={ROLLOUTS}",
+    "optimizer.schedule=cosine",
+    "metrics.progress=false",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,11 @@ def whole(nursery, arithmetic, tmp_path_factory) -> pathlib.Path:
 
 def wait_for_rows(run_dir: pathlib.Path, still_runs) -> None:
     path, deadline = run_dir / "metrics.jsonl", time.monotonic() + BOUND_S
-    while still_runs() and time.monotonic() < deadline and (not path.exists() or path.read_text().count("\n") < SIGNALLED_AFTER):
+    while (
+        still_runs()
+        and time.monotonic() < deadline
+        and (not path.exists() or path.read_text().count("\n") < SIGNALLED_AFTER)
+    ):
         time.sleep(0.01)
 
 
@@ -65,7 +74,10 @@ def test_a_signal_to_any_rank_saves_and_the_same_command_goes_on(nursery, arithm
         for rank in told:
             ranks.forks[rank].send_signal(number)
         assert ranks.wait(BOUND_S) == [EXIT_PREEMPTED, EXIT_PREEMPTED] == [75, 75], ranks.said()
-        assert all(f"rank {rank}: {signal.Signals(number).name}: the step in progress is finished" in ranks.said() for rank in told)
+        assert all(
+            f"rank {rank}: {signal.Signals(number).name}: the step in progress is finished" in ranks.said()
+            for rank in told
+        )
     assert_saved(run_dir)
     with nursery.ranks(2, command, tmp_path / "second") as ranks:
         assert ranks.wait(BOUND_S) == [0, 0], ranks.said()
@@ -83,7 +95,9 @@ def test_under_torchrun_a_signal_to_the_launcher_does_the_same(arithmetic, whole
     for number, printed in enumerate([tmp_path / "first.txt", tmp_path / "second.txt"]):
         with contextlib.ExitStack() as held:
             out = held.enter_context(printed.open("w"))
-            process = subprocess.Popen(command, cwd=ROOT, env=worker_environment(), stdout=out, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=worker_environment(), stdout=out, stderr=subprocess.STDOUT
+            )
             held.callback(process.wait)
             held.callback(process.kill)
             if number == 0:

@@ -84,25 +84,39 @@ def random_batch(seed: int, *, num_empty: int = 0) -> Batch:
 
     old = uniform(-4.0, -0.1)
     return Batch(
-        groups=np.repeat(np.arange(count // size), size), response_tokens=lengths, mask=torch.from_numpy(drawn), advantages=values,
-        logprobs=old + uniform(-1.6, 1.6), old=old, rollout=old + uniform(-0.8, 0.8), reference=old + uniform(-1.0, 1.0),
-        entropy=uniform(0.0, 3.0), max_response_tokens=width + 3,
-    )  # fmt: skip
+        groups=np.repeat(np.arange(count // size), size),
+        response_tokens=lengths,
+        mask=torch.from_numpy(drawn),
+        advantages=values,
+        logprobs=old + uniform(-1.6, 1.6),
+        old=old,
+        rollout=old + uniform(-0.8, 0.8),
+        reference=old + uniform(-1.0, 1.0),
+        entropy=uniform(0.0, 3.0),
+        max_response_tokens=width + 3,
+    )
 
 
 def facts_of(batch: Batch) -> BatchFacts:
     count = len(batch.groups)
     zeros = np.zeros(count, dtype=np.int64)
     return BatchFacts(
-        sample_ids=tuple(str(i) for i in range(count)), groups=batch.groups, prompt_tokens=zeros + 1,
-        response_tokens=batch.response_tokens, loss_tokens=batch.loss_tokens, owners=zeros, owner_rows=np.arange(count),
-    )  # fmt: skip
+        sample_ids=tuple(str(i) for i in range(count)),
+        groups=batch.groups,
+        prompt_tokens=zeros + 1,
+        response_tokens=batch.response_tokens,
+        loss_tokens=batch.loss_tokens,
+        owners=zeros,
+        owner_rows=np.arange(count),
+    )
 
 
 def token_weights(batch: Batch, reduction: str) -> torch.Tensor:
     """[S] the weight of each loss token of each sample, whole batch counted."""
     every = np.arange(len(batch.groups))
-    return torch.from_numpy(reduction_weights(reduction, facts_of(batch), every, max_response_tokens=batch.max_response_tokens))
+    return torch.from_numpy(
+        reduction_weights(reduction, facts_of(batch), every, max_response_tokens=batch.max_response_tokens)
+    )
 
 
 def correction_weights(batch: Batch, config: CorrectionConfig) -> torch.Tensor:
@@ -140,13 +154,19 @@ def ours(batch: Batch, config: LossConfig, correction: CorrectionConfig | None =
     importance = correction_weights(batch, correction or CorrectionConfig())
     owner = torch.arange(len(batch.groups))[:, None].expand_as(batch.mask)[batch.mask]
     tokens = SimpleNamespace(
-        num_sequences=len(batch.groups), sequences=owner, weights=weights[owner],
-        advantages=(weights * batch.advantage_tensor)[owner] * importance[batch.mask], old_logprobs=batch.old[batch.mask],
+        num_sequences=len(batch.groups),
+        sequences=owner,
+        weights=weights[owner],
+        advantages=(weights * batch.advantage_tensor)[owner] * importance[batch.mask],
+        old_logprobs=batch.old[batch.mask],
         rollout_logprobs=batch.rollout[batch.mask],
-        reference_logprobs=batch.reference[batch.mask] if config.kl_coefficient else None, kl_coefficient=None,
-    )  # fmt: skip
+        reference_logprobs=batch.reference[batch.mask] if config.kl_coefficient else None,
+        kl_coefficient=None,
+    )
     objective = Objective(config)
-    return outcome(batch, lambda logprobs, entropy: objective.policy(tokens, logprobs[batch.mask], entropy[batch.mask])[0])
+    return outcome(
+        batch, lambda logprobs, entropy: objective.policy(tokens, logprobs[batch.mask], entropy[batch.mask])[0]
+    )
 
 
 def assert_same(found: Outcome, wanted: Outcome, tolerance: dict[str, float] = DOUBLE) -> None:
@@ -163,22 +183,35 @@ def random_rewards(batch: Batch, seed: int, *, num_functions: int = 1) -> np.nda
 
 
 def our_advantages(
-    batch: Batch, rewards: np.ndarray, estimator: str, *, function_weights: tuple[float, ...] = (), loss_tokens=None, **settings
+    batch: Batch,
+    rewards: np.ndarray,
+    estimator: str,
+    *,
+    function_weights: tuple[float, ...] = (),
+    loss_tokens=None,
+    **settings,
 ) -> torch.Tensor:
     """[S]; rewards [S, F], NaN where a function did not apply; a sample that none applied to is not included."""
     included = ~np.isnan(rewards).all(1)
     total = np.nan_to_num(rewards).sum(1)
     given = GroupRewards(
-        totals=total, groups=batch.groups, included=included, loss_tokens=loss_tokens, by_function=rewards,
+        totals=total,
+        groups=batch.groups,
+        included=included,
+        loss_tokens=loss_tokens,
+        by_function=rewards,
         function_weights=function_weights,
-    )  # fmt: skip
+    )
     return torch.from_numpy(advantages(given, estimator=estimator, **settings))
 
 
 MISSING = "verl, or what it imports, is not installed; `make test-oracles` installs both"
 REDUCTIONS = {
-    "token-sum": "token_sum", "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum_mean", "seq-mean-token-sum-norm": "sequence_sum_norm",
-}  # fmt: skip
+    "token-sum": "token_sum",
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum_mean",
+    "seq-mean-token-sum-norm": "sequence_sum_norm",
+}
 # Whitening divides by the root of the variance plus 1e-8, which is 5e-8 of a variance of 0.1.
 WHITENED = {"rtol": 1e-7, "atol": 1e-7}

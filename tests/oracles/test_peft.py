@@ -24,7 +24,9 @@ FAMILIES = ("qwen2_tied", "qwen3", "llama")
 def peft_model(family: str):
     """(PEFT's model around the tiny one, its adapters by the names that are used here)."""
     _, model = tiny_model(family)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ALL), task_type="CAUSAL_LM"))
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ALL), task_type="CAUSAL_LM")
+    )
     named = {plain(name): p for name, p in wrapped.named_parameters() if p.requires_grad}
     return wrapped, named
 
@@ -63,7 +65,9 @@ def write(rank: int, world: int, folder: str, family: str, overrides: tuple[str,
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.tensor=2",), ("parallel.pipeline=2",)], ids=["DP2", "TP2", "PP2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_reads_our_directory_and_merges_it_to_our_export(pool: Pool, tmp_path: pathlib.Path, family: str, overrides: tuple) -> None:
+def test_peft_reads_our_directory_and_merges_it_to_our_export(
+    pool: Pool, tmp_path: pathlib.Path, family: str, overrides: tuple
+) -> None:
     """And what untrained adapters hold is drawn as PEFT draws it: uniform within ±1/√in, B zero."""
     found = pool.run(2, write, str(tmp_path / "adapter"), family, overrides, timeout_s=90)[0]
     _, model = tiny_model(family)
@@ -79,4 +83,6 @@ def test_peft_reads_our_directory_and_merges_it_to_our_export(pool: Pool, tmp_pa
     exported = {name: x for name, x in found.items() if ".lora_" not in name}
     assert relative_error(exported, {name: wanted[name] for name in exported}) < 1e-6
     _, untouched = tiny_model(family)
-    assert relative_error(exported, {name: untouched.state_dict()[name] for name in exported}) > 1e-3, "three steps moved something"
+    assert relative_error(exported, {name: untouched.state_dict()[name] for name in exported}) > 1e-3, (
+        "three steps moved something"
+    )

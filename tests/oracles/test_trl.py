@@ -31,8 +31,12 @@ trl = pytest.importorskip("trl", reason="TRL is not installed; `make test-oracle
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
 CLIP = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
 REDUCTIONS = {
-    "grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "sequence_sum_norm", "dapo": "token_mean", "luspo": "sequence_sum_mean",
-}  # fmt: skip
+    "grpo": "sequence_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "sequence_sum_norm",
+    "dapo": "token_mean",
+    "luspo": "sequence_sum_mean",
+}
 LEVELS = {"token": "ppo", "sequence": "gspo"}
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 TRL_EPSILON = 1e-4  # what TRL adds to every standard deviation
@@ -41,22 +45,41 @@ TRL_EPSILON = 1e-4  # what TRL adds to every standard deviation
 def one_process(**attributes) -> SimpleNamespace:
     """accelerate's Accelerator of one process, as far as the trainers read it."""
     return SimpleNamespace(
-        num_processes=1, process_index=0, device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x,
-        reduce=lambda x, reduction: x, sync_gradients=True, **attributes,
-    )  # fmt: skip
+        num_processes=1,
+        process_index=0,
+        device=torch.device("cpu"),
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        sync_gradients=True,
+        **attributes,
+    )
 
 
 def make_trainer(batch: Batch, *, args: dict | None = None, **changed) -> SimpleNamespace:
     """What GRPOTrainer._compute_loss reads of its trainer, at the values that switch every option off."""
     settings = dict(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
     trainer = dict(
-        accelerator=one_process(), model=SimpleNamespace(training=True), args=SimpleNamespace(**{**settings, **(args or {})}),
-        loss_type="grpo", importance_sampling_level="token", epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, beta=0.0,
-        current_gradient_accumulation_steps=1, max_completion_length=batch.max_response_tokens, off_policy_mask_threshold=None,
-        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask, use_vllm=False, vllm_importance_sampling_correction=False,
-        top_entropy_quantile=1.0, aux_loss_enabled=False, _entropy_bonus_enabled=False, use_adaptive_entropy=False,
+        accelerator=one_process(),
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(**{**settings, **(args or {})}),
+        loss_type="grpo",
+        importance_sampling_level="token",
+        epsilon_low=CLIP_LOW,
+        epsilon_high=CLIP_HIGH,
+        beta=0.0,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=batch.max_response_tokens,
+        off_policy_mask_threshold=None,
+        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        top_entropy_quantile=1.0,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        use_adaptive_entropy=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
-    )  # fmt: skip
+    )
     return SimpleNamespace(**{**trainer, **changed})
 
 
@@ -66,10 +89,18 @@ def trl_loss(batch: Batch, trainer: SimpleNamespace, *, num_items: int | None = 
     ones = torch.ones(len(batch.groups), 1, dtype=torch.long)
     num_items = int(batch.mask.sum()) if num_items is None else num_items
     inputs = dict(
-        prompt_ids=ones, prompt_mask=ones, completion_ids=inside.long(), completion_mask=inside.long(), tool_mask=batch.mask.long(),
-        advantages=batch.advantage_tensor, old_per_token_logps=batch.old, sampling_per_token_logps=batch.rollout,
-        ref_per_token_logps=batch.reference, num_items_in_batch=torch.tensor(num_items), **inputs,
-    )  # fmt: skip
+        prompt_ids=ones,
+        prompt_mask=ones,
+        completion_ids=inside.long(),
+        completion_mask=inside.long(),
+        tool_mask=batch.mask.long(),
+        advantages=batch.advantage_tensor,
+        old_per_token_logps=batch.old,
+        sampling_per_token_logps=batch.rollout,
+        ref_per_token_logps=batch.reference,
+        num_items_in_batch=torch.tensor(num_items),
+        **inputs,
+    )
 
     def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logprobs, entropy, None)
@@ -85,7 +116,9 @@ def test_loss_types_equal_reductions(seed: int, loss_type: str, level: str) -> N
     """`importance_sampling_level=sequence` differentiates the sequence's ratio, our gspo each token's own (arXiv:2507.18071, eq. 14)."""
     batch = random_batch(seed)
     config = LossConfig(policy=LEVELS[level], reduction=REDUCTIONS[loss_type], **CLIP)
-    assert_same(trl_loss(batch, make_trainer(batch, loss_type=loss_type, importance_sampling_level=level)), ours(batch, config))
+    assert_same(
+        trl_loss(batch, make_trainer(batch, loss_type=loss_type, importance_sampling_level=level)), ours(batch, config)
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -113,7 +146,10 @@ def test_trl_counts_samples_without_loss_tokens(seed: int, loss_type: str) -> No
     found = trl_loss(batch, make_trainer(batch, loss_type=loss_type))
     wanted = ours(batch, LossConfig(reduction=REDUCTIONS[loss_type], **CLIP))
     share = 1.0 if REDUCTIONS[loss_type] == "token_mean" else batch.present / len(batch.groups)
-    assert_same(found, Outcome(loss=share * wanted.loss, gradient=share * wanted.gradient, entropy_gradient=wanted.entropy_gradient))
+    assert_same(
+        found,
+        Outcome(loss=share * wanted.loss, gradient=share * wanted.gradient, entropy_gradient=wanted.entropy_gradient),
+    )
 
 
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
@@ -151,7 +187,9 @@ def test_unbiased_kl_of_gspo_keeps_the_token_ratio_in_ours(seed: int) -> None:
     batch = random_batch(seed)
     args, reduction = {"use_bias_correction_kl": True}, "sequence_mean"
     found = trl_loss(batch, make_trainer(batch, importance_sampling_level="sequence", beta=0.3, args=args))
-    wanted = ours(batch, LossConfig(policy="gspo", reduction=reduction, kl_coefficient=0.3, kl_estimator="unbiased", **CLIP))
+    wanted = ours(
+        batch, LossConfig(policy="gspo", reduction=reduction, kl_coefficient=0.3, kl_estimator="unbiased", **CLIP)
+    )
     single = (batch.mask.sum(1) == 1)[:, None]  # where the two ratios are one
     torch.testing.assert_close(found.gradient * single, wanted.gradient * single, **DOUBLE)
     assert not torch.allclose(found.gradient, wanted.gradient, rtol=1e-3, atol=1e-6)
@@ -170,7 +208,9 @@ def test_entropy_bonus(seed: int, loss_type: str) -> None:
 def test_off_policy_mask(seed: int) -> None:
     """Ours is decided on π_old, so that it is known before the forward: TRL's own function at π_old, and its loss at π_θ = π_old."""
     batch = random_batch(seed)
-    keeps = trl.GRPOTrainer.get_off_policy_mask(batch.advantage_tensor[:, None], batch.old, batch.rollout, batch.mask.long(), 0.1)[:, 0]
+    keeps = trl.GRPOTrainer.get_off_policy_mask(
+        batch.advantage_tensor[:, None], batch.old, batch.rollout, batch.mask.long(), 0.1
+    )[:, 0]
     gap = ((batch.old - batch.rollout) * batch.mask).sum(1) / batch.mask.sum(1)
     assert np.array_equal(off_policy(batch.advantages, gap.numpy(), 0.1), keeps.numpy() == 0)
     first_step = batch.change(logprobs=batch.old)
@@ -180,7 +220,10 @@ def test_off_policy_mask(seed: int) -> None:
 
 
 def test_the_off_policy_mask_masks_something() -> None:
-    dropped = [(correction_weights(random_batch(s), CorrectionConfig(off_policy_delta=0.1)).sum(1) == 0).double().mean() for s in SEEDS]
+    dropped = [
+        (correction_weights(random_batch(s), CorrectionConfig(off_policy_delta=0.1)).sum(1) == 0).double().mean()
+        for s in SEEDS
+    ]
     assert 0.05 < torch.stack(dropped).mean() < 0.5
 
 
@@ -193,21 +236,45 @@ def generating_trainer(batch: Batch, rewards: np.ndarray, **changed) -> SimpleNa
     grpo = ([[1]] * len(lengths), completions, tools, [""] * len(lengths), sampled, None, None, None)
     size = int((batch.groups == batch.groups[0]).sum())
     args = SimpleNamespace(
-        per_device_train_batch_size=size, steps_per_generation=1, gradient_accumulation_steps=1, gradient_checkpointing_kwargs=None
-    )  # fmt: skip
+        per_device_train_batch_size=size,
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing_kwargs=None,
+    )
     trainer = dict(
-        accelerator=one_process(), model=SimpleNamespace(training=True, is_gradient_checkpointing=False), environment_factories=None,
-        tools=None, environments=None, _tokenizer=SimpleNamespace(pad_token_id=0), pad_to_multiple_of=None,
-        mask_truncated_completions=False, args=args,
-        num_iterations=1, beta=0.0, num_generations=size, multi_objective_aggregation="sum_then_normalize", scale_rewards="group",
-        reward_weights=torch.ones(rewards.shape[1], dtype=torch.float64), reward_funcs=[None] * rewards.shape[1],
-        reward_func_names=[str(i) for i in range(rewards.shape[1])], use_vllm=True, vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=2.0,
-        _metrics=defaultdict(lambda: defaultdict(list)), _logs=defaultdict(lambda: defaultdict(list)), _pending_extra_logs={},
-        _pending_metrics={}, log_multimodal=False, reward_clip_range=None, normalize_advantages=False,
-        _generate=lambda prompts: grpo, _calculate_rewards=lambda *args: torch.from_numpy(rewards),
+        accelerator=one_process(),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        environment_factories=None,
+        tools=None,
+        environments=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        args=args,
+        num_iterations=1,
+        beta=0.0,
+        num_generations=size,
+        multi_objective_aggregation="sum_then_normalize",
+        scale_rewards="group",
+        reward_weights=torch.ones(rewards.shape[1], dtype=torch.float64),
+        reward_funcs=[None] * rewards.shape[1],
+        reward_func_names=[str(i) for i in range(rewards.shape[1])],
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=2.0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _logs=defaultdict(lambda: defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+        log_multimodal=False,
+        reward_clip_range=None,
+        normalize_advantages=False,
+        _generate=lambda prompts: grpo,
+        _calculate_rewards=lambda *args: torch.from_numpy(rewards),
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (batch.old, None, None),
-    )  # fmt: skip
+    )
     trainer["_logs"].update({name: [] for name in ("prompt", "completion", "advantages")})
     return SimpleNamespace(**{**trainer, **changed})
 
@@ -231,9 +298,10 @@ def trl_scored(batch: Batch, rewards: np.ndarray, **changed) -> dict[str, torch.
 def trl_importance(batch: Batch, correction: CorrectionConfig) -> torch.Tensor:
     """[S, T] or [S, 1]."""
     changed = dict(
-        vllm_importance_sampling_mode=correction.mode, vllm_importance_sampling_clip_min=correction.floor,
+        vllm_importance_sampling_mode=correction.mode,
+        vllm_importance_sampling_clip_min=correction.floor,
         vllm_importance_sampling_clip_max=correction.cap,
-    )  # fmt: skip
+    )
     return trl_scored(batch, random_rewards(batch, 0), **changed)["importance_sampling_ratio"]
 
 
@@ -250,7 +318,9 @@ def test_importance_sampling_modes(seed: int, mode: str, floor: float | None) ->
     for level, policy in LEVELS.items():
         if policy == "gspo" and mode.startswith("token"):
             continue  # the test below
-        settings = dict(use_vllm=True, vllm_importance_sampling_correction=True, beta=0.3, importance_sampling_level=level)
+        settings = dict(
+            use_vllm=True, vllm_importance_sampling_correction=True, beta=0.3, importance_sampling_level=level
+        )
         found = trl_loss(batch, make_trainer(batch, loss_type="dapo", **settings), importance_sampling_ratio=ratio)
         assert_same(found, ours(batch, LossConfig(policy=policy, kl_coefficient=0.3, **CLIP), correction))
 
@@ -259,7 +329,8 @@ def test_importance_sampling_modes(seed: int, mode: str, floor: float | None) ->
 def test_caps_and_masks_are_met(mode: str) -> None:
     plain = CorrectionConfig(mode=mode, cap=100.0)
     moved = [
-        correction_weights(random_batch(s), CorrectionConfig(mode=mode, cap=1.5)) != correction_weights(random_batch(s), plain)
+        correction_weights(random_batch(s), CorrectionConfig(mode=mode, cap=1.5))
+        != correction_weights(random_batch(s), plain)
         for s in SEEDS
     ]
     met = torch.cat([m[random_batch(s).mask] for m, s in zip(moved, SEEDS, strict=True)])
@@ -273,7 +344,9 @@ def test_token_weights_under_a_sequence_ratio_are_averaged_in_trl(seed: int) -> 
     batch = random_batch(seed)
     correction = CorrectionConfig(mode="token_truncate", cap=1.5)
     settings = dict(use_vllm=True, vllm_importance_sampling_correction=True, importance_sampling_level="sequence")
-    found = trl_loss(batch, make_trainer(batch, **settings), importance_sampling_ratio=trl_importance(batch, correction))
+    found = trl_loss(
+        batch, make_trainer(batch, **settings), importance_sampling_ratio=trl_importance(batch, correction)
+    )
     config = LossConfig(policy="gspo", reduction="sequence_mean", **CLIP)
     mean = (correction_weights(batch, correction).sum(1) / batch.mask.sum(1)).numpy()
     assert_same(found, ours(batch.change(advantages=batch.advantages * mean), config))
@@ -321,7 +394,9 @@ def test_rloo_advantages(seed: int) -> None:
     generated = ([[1]] * len(completions), completions, [""] * len(completions))
     with double_by_default():
         trainer = generating_trainer(batch, rewards, _generate=lambda prompts: generated)
-        found = trl.RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * len(completions))["advantages"]
+        found = trl.RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * len(completions))[
+            "advantages"
+        ]
     torch.testing.assert_close(found, our_advantages(batch, rewards, "rloo"), **DOUBLE)
 
 
@@ -331,6 +406,8 @@ def test_normalize_then_sum_equals_gdpo_over_samples(seed: int) -> None:
     batch = random_batch(seed)
     rewards = with_gaps(random_rewards(batch, seed, num_functions=2), seed)
     weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
-    found = trl_scored(batch, rewards, multi_objective_aggregation="normalize_then_sum", reward_weights=weights)["advantages"]
+    found = trl_scored(batch, rewards, multi_objective_aggregation="normalize_then_sum", reward_weights=weights)[
+        "advantages"
+    ]
     settings = dict(epsilon=TRL_EPSILON, whiten="center_and_scale", function_weights=(0.5, 2.0))
     torch.testing.assert_close(found, our_advantages(batch, rewards, "gdpo", **settings), **DOUBLE)

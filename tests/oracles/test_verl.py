@@ -39,9 +39,15 @@ SINGLE = {"rtol": 1e-6, "atol": 1e-6}
 def verl_config(batch: Batch, *, low: float = 0.2, high: float = 0.3, dual: float = 1e9, dro_beta: float | None = None):
     """verl always clips twice, at 3 unless told; 1e9 is never met."""
     return actor.ActorConfig(
-        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual,
-        policy_loss=actor.PolicyLossConfig(dro_beta=dro_beta), global_batch_info={"loss_scale_factor": batch.max_response_tokens},
-    )  # fmt: skip
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=dual,
+        policy_loss=actor.PolicyLossConfig(dro_beta=dro_beta),
+        global_batch_info={"loss_scale_factor": batch.max_response_tokens},
+    )
 
 
 def verl_loss(batch: Batch, name: str, mode: str, weights: torch.Tensor | None = None, **settings) -> Outcome:
@@ -52,7 +58,7 @@ def verl_loss(batch: Batch, name: str, mode: str, weights: torch.Tensor | None =
     def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         return term(
             batch.old, logprobs, advantages, batch.mask, loss_agg_mode=mode, config=config, rollout_is_weights=weights
-        )[0]  # fmt: skip
+        )[0]
 
     return outcome(batch, loss_of)
 
@@ -79,9 +85,15 @@ def test_micro_batches_on_two_ranks_add_up_to_one_sum(seed: int, mode: str) -> N
     """verl's counts of the whole mini-batch times dp_size, averaged over two ranks of two micro-batches each."""
     batch = random_batch(seed)
     every = list(range(len(batch.groups)))
-    counts = dict(batch_num_tokens=int(batch.mask.sum()), global_batch_size=len(every), loss_scale_factor=batch.max_response_tokens)
+    counts = dict(
+        batch_num_tokens=int(batch.mask.sum()),
+        global_batch_size=len(every),
+        loss_scale_factor=batch.max_response_tokens,
+    )
     parts = [batch.select(every[start::4]) for start in range(4)]
-    ranks = [sum(algorithms.agg_loss(p.logprobs, p.mask, mode, dp_size=2, **counts) for p in parts[r::2]) for r in range(2)]
+    ranks = [
+        sum(algorithms.agg_loss(p.logprobs, p.mask, mode, dp_size=2, **counts) for p in parts[r::2]) for r in range(2)
+    ]
     wanted = (token_weights(batch, REDUCTIONS[mode])[:, None] * batch.mask * batch.logprobs).sum()
     torch.testing.assert_close(sum(ranks) / 2, wanted, **DOUBLE)
 
@@ -165,10 +177,14 @@ def test_kl_and_entropy_take_the_reduction_of_the_policy(seed: int, mode: str, e
 
         policy, _ = algorithms.compute_policy_loss_vanilla(
             batch.old, logprobs, advantages, batch.mask, mode, config, rollout_is_weights=importance
-        )  # fmt: skip
-        return policy - 0.01 * summed(entropy) + 0.3 * summed(algorithms.kl_penalty(logprobs, batch.reference, estimator))
+        )
+        return (
+            policy - 0.01 * summed(entropy) + 0.3 * summed(algorithms.kl_penalty(logprobs, batch.reference, estimator))
+        )
 
-    wanted = LossConfig(reduction=REDUCTIONS[mode], entropy_coefficient=0.01, kl_coefficient=0.3, kl_estimator=estimator, **CLIP)
+    wanted = LossConfig(
+        reduction=REDUCTIONS[mode], entropy_coefficient=0.01, kl_coefficient=0.3, kl_estimator=estimator, **CLIP
+    )
     assert_same(outcome(batch, loss_of), ours(batch, wanted, correction), DOUBLE)
 
 
@@ -187,13 +203,17 @@ def test_rollout_weights(seed: int, threshold: str, level: str, policy: str) -> 
     assert_same(verl_loss(batch, policy, "seq-mean-token-mean", found), ours(batch, config, correction), DOUBLE)
 
 
-@pytest.mark.parametrize(("option", "level"), [("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")])
+@pytest.mark.parametrize(
+    ("option", "level"), [("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")]
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rejection_keeps_what_our_masks_keep(seed: int, option: str, level: str) -> None:
     """verl bounds μ/π_old, ours π_old/μ: the thresholds are each other's inverses. By definition, verl takes what it rejects out of the
     token counts as well and weighs what it keeps by `rollout_is` alone; ours keeps the counts and weighs by the same ratio."""
     batch = random_batch(seed)
-    kept, _ = corrections.compute_rollout_rejection_mask(batch.old - batch.rollout, batch.mask, option, f"{1 / 1.2}_{1 / 0.8}")
+    kept, _ = corrections.compute_rollout_rejection_mask(
+        batch.old - batch.rollout, batch.mask, option, f"{1 / 1.2}_{1 / 0.8}"
+    )
     weights = correction_weights(batch, CorrectionConfig(mode=f"{level}_mask", cap=1.2, floor=0.8))
     assert torch.equal(kept, weights != 0)
 
@@ -232,10 +252,14 @@ def test_advantages(seed: int, name: str, estimator: str, settings: dict, tolera
     batch = random_batch(seed, num_empty=1)
     rewards = random_rewards(batch, seed)
     found = verl_advantages(batch, rewards, name, **settings)
-    torch.testing.assert_close(found, on_tokens(batch, our_advantages(batch, rewards, estimator, epsilon=1e-6)), **tolerance)
+    torch.testing.assert_close(
+        found, on_tokens(batch, our_advantages(batch, rewards, estimator, epsilon=1e-6)), **tolerance
+    )
 
 
-@pytest.mark.parametrize(("name", "estimator"), [("reinforce_plus_plus_baseline", "reinforce_plus_plus"), ("gdpo", "gdpo")])
+@pytest.mark.parametrize(
+    ("name", "estimator"), [("reinforce_plus_plus_baseline", "reinforce_plus_plus"), ("gdpo", "gdpo")]
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whitened_advantages(seed: int, name: str, estimator: str) -> None:
     """Weighted by loss tokens, and centred: `advantage.whiten=center_and_scale`. `scale` is ours alone, to keep zeros at 0."""
@@ -243,7 +267,9 @@ def test_whitened_advantages(seed: int, name: str, estimator: str) -> None:
     rewards = random_rewards(batch, seed)
     found = verl_advantages(batch, rewards, name, epsilon=1e-9)
     settings = dict(epsilon=1e-9, whiten="center_and_scale", loss_tokens=batch.loss_tokens)
-    torch.testing.assert_close(found, on_tokens(batch, our_advantages(batch, rewards, estimator, **settings)), **WHITENED)
+    torch.testing.assert_close(
+        found, on_tokens(batch, our_advantages(batch, rewards, estimator, **settings)), **WHITENED
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -252,9 +278,14 @@ def test_gdpo_of_two_functions(seed: int) -> None:
     rewards = random_rewards(batch, seed, num_functions=2)
     counted = torch.ones(len(batch.groups), 1 + batch.mask.shape[1], dtype=torch.long)
     found = verl_advantages(
-        batch, rewards, "gdpo", epsilon=1e-9, config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [0.5, 2.0]},
-        non_tensor_batch={"a": rewards[:, 0], "b": rewards[:, 1]}, batch={"prompts": counted[:, :1], "attention_mask": counted},
-    )  # fmt: skip
+        batch,
+        rewards,
+        "gdpo",
+        epsilon=1e-9,
+        config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [0.5, 2.0]},
+        non_tensor_batch={"a": rewards[:, 0], "b": rewards[:, 1]},
+        batch={"prompts": counted[:, :1], "attention_mask": counted},
+    )
     settings = dict(epsilon=1e-9, whiten="center_and_scale", loss_tokens=batch.loss_tokens, function_weights=(0.5, 2.0))
     wanted = on_tokens(batch, our_advantages(batch, rewards, "gdpo", **settings))
     torch.testing.assert_close(found, wanted, check_dtype=False, **SINGLE)

@@ -38,7 +38,9 @@ def drawn(batch: Batch, seed: int, *, spread: float = 1.0) -> tuple[torch.Tensor
     return tuple(spread * torch.randn(4, *batch.mask.shape, generator=random, dtype=torch.float64))
 
 
-def our_advantages(batch: Batch, rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+def our_advantages(
+    batch: Batch, rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
     arrays = [flat(batch, x) for x in (rewards, values, batch.mask)]
     return generalised_advantages(*arrays, batch.response_tokens, gamma=gamma, lam=lam)
 
@@ -65,7 +67,9 @@ def test_gae_as_verl_gives_it(seed: int, gamma: float, lam: float) -> None:
     found, found_returns = algorithms.compute_gae_advantage_return(rewards, values, batch.mask.double(), gamma, lam)
     advantages, returns = our_advantages(batch, rewards, values, gamma, lam)
     mask = flat(batch, batch.mask)
-    torch.testing.assert_close(found[batch.mask].numpy(), whiten_tokens(advantages, mask, "center_and_scale", 0.0)[mask], **WHITENED)
+    torch.testing.assert_close(
+        found[batch.mask].numpy(), whiten_tokens(advantages, mask, "center_and_scale", 0.0)[mask], **WHITENED
+    )
     torch.testing.assert_close(found_returns[batch.mask].numpy(), returns[mask], **DOUBLE)
 
 
@@ -89,7 +93,9 @@ def test_a_reward_on_a_token_without_loss_is_lost_in_verl_alone() -> None:
     _, returns = algorithms.compute_gae_advantage_return(scores, values, mask, 1.0, 1.0)
     assert returns[0, :2].tolist() == [0.0, 0.0]
     ours = token_rewards(np.ones(1), np.array([True, True, False]), np.array([3]))
-    advantages, _ = generalised_advantages(ours, np.zeros(3), np.array([True, True, False]), np.array([3]), gamma=1.0, lam=1.0)
+    advantages, _ = generalised_advantages(
+        ours, np.zeros(3), np.array([True, True, False]), np.array([3]), gamma=1.0, lam=1.0
+    )
     assert advantages.tolist() == [1.0, 1.0, 0.0]
 
 
@@ -103,7 +109,7 @@ def test_value_loss(seed: int, mode: str, clip: float) -> None:
     values.requires_grad_()
     found, share = algorithms.compute_value_loss(
         values, returns, old, batch.mask, clip, loss_agg_mode=mode, loss_scale_factor=batch.max_response_tokens
-    )  # fmt: skip
+    )
     weights = token_weights(batch, REDUCTIONS[mode])[:, None].expand_as(old)
     chosen = [x[batch.mask] for x in (values, old, returns, weights)]
     wanted = value_loss(*chosen, clip=None if clip == 1e9 else clip)
@@ -123,7 +129,10 @@ def test_value_clip_clips() -> None:
 def test_adaptive_coefficient(seed: int) -> None:
     """After every one of 50 updates, above and below the target and its clip."""
     random = np.random.default_rng(seed)
-    theirs, ours = algorithms.AdaptiveKLController(0.2, 0.1, 10_000), KLCoefficient(value=0.2, target=0.1, horizon=10_000)
+    theirs, ours = (
+        algorithms.AdaptiveKLController(0.2, 0.1, 10_000),
+        KLCoefficient(value=0.2, target=0.1, horizon=10_000),
+    )
     for kl in random.normal(0.1, 0.1, 50):
         count = int(random.integers(1, 1024))
         theirs.update(kl, count)
@@ -150,7 +159,12 @@ def apply_kl_penalty() -> Callable:
     (folder,) = importlib.util.find_spec("verl.trainer.ppo").submodule_search_locations
     tree = ast.parse((pathlib.Path(folder) / "ray_trainer.py").read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "apply_kl_penalty"]
-    names = {"core_algos": algorithms, "DataProto": protocol.DataProto, "masked_mean": algorithms.verl_F.masked_mean, "torch": torch}
+    names = {
+        "core_algos": algorithms,
+        "DataProto": protocol.DataProto,
+        "masked_mean": algorithms.verl_F.masked_mean,
+        "torch": torch,
+    }
     exec(compile(tree, "ray_trainer.py", "exec"), names)
     return names["apply_kl_penalty"]
 
@@ -166,8 +180,11 @@ def test_kl_in_the_reward(seed: int, estimator: str) -> None:
     scores = torch.zeros_like(batch.old)
     scores[everyone, last] = torch.from_numpy(totals)
     given = {
-        "response_mask": batch.mask.double(), "token_level_scores": scores, "old_log_probs": batch.old, "ref_log_prob": batch.reference
-    }  # fmt: skip
+        "response_mask": batch.mask.double(),
+        "token_level_scores": scores,
+        "old_log_probs": batch.old,
+        "ref_log_prob": batch.reference,
+    }
     controller = algorithms.AdaptiveKLController(0.3, 0.05, 10_000)
     done, said = apply_kl_penalty()(protocol.DataProto.from_dict(tensors=given), controller, kl_penalty=estimator)
     kl = kl_per_token(batch.old, batch.reference, batch.old, estimator=estimator)

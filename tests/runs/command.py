@@ -12,14 +12,24 @@ from safetensors.torch import load_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 START, TARGET, HORIZON = 0.05, 1e-4, 200
-KL = (f"loss.kl_coefficient={START}", "skip.mode=approximate", "optimizer.lr=1e-3", "reference.refresh_every_rollouts=2")
+KL = (
+    f"loss.kl_coefficient={START}",
+    "skip.mode=approximate",
+    "optimizer.lr=1e-3",
+    "reference.refresh_every_rollouts=2",
+)
 ADAPTIVE = (*KL, "reference.controller=adaptive", f"reference.kl_target={TARGET}", f"reference.kl_horizon={HORIZON}")
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null")
 PPO = (
-    "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "rollout.samples_per_prompt=2", "train.samples_per_mini_batch=8",
+    "advantage.estimator=gae",
+    "advantage.lam=0.95",
+    "critic.lr=1e-3",
+    "rollout.samples_per_prompt=2",
+    "train.samples_per_mini_batch=8",
     "reward.functions=[tests.reward_functions:graded]",
-    "optimizer.schedule=constant", "train.epochs_per_rollout=2",
-)  # fmt: skip
+    "optimizer.schedule=constant",
+    "train.epochs_per_rollout=2",
+)
 
 
 def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
@@ -34,11 +44,22 @@ def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]
 
 def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:
     return [
-        "--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir),
-        f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "parallel.pipeline=1", "run.deadline_s=60",
-        "sft.steps=0", "train.num_rollouts=2", "train.prompts_per_rollout=8", "train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4",
-        "reward.functions=[tests.reward_functions:parity]", *overrides,
-    ]  # fmt: skip
+        "--config",
+        str(ROOT / "examples" / "quickstart" / "quickstart.yaml"),
+        "--run-dir",
+        str(run_dir),
+        f"model.hf_path={folder / 'model'}",
+        f"data.train={folder / 'train.jsonl'}",
+        "parallel.pipeline=1",
+        "run.deadline_s=60",
+        "sft.steps=0",
+        "train.num_rollouts=2",
+        "train.prompts_per_rollout=8",
+        "train.samples_per_mini_batch=16",
+        "rollout.samples_per_prompt=4",
+        "reward.functions=[tests.reward_functions:parity]",
+        *overrides,
+    ]
 
 
 def rows_of(run_dir: pathlib.Path) -> list[dict]:
@@ -58,7 +79,9 @@ def timeless(row: dict) -> dict:
 def weights_of_last(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    folders = sorted((run_dir / "checkpoints").glob("step_*/hf"), key=lambda x: int(x.parent.name.removeprefix("step_")))
+    folders = sorted(
+        (run_dir / "checkpoints").glob("step_*/hf"), key=lambda x: int(x.parent.name.removeprefix("step_"))
+    )
     return load_file(folders[-1] / "model.safetensors")
 
 

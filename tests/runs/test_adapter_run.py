@@ -14,7 +14,12 @@ LORA = ("lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3")
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null")
 RUNS = {
     "PP2-warmup": ("parallel.pipeline=2", "sft.steps=2"),
-    "DP2-sharded-kl": ("optimizer.distributed=true", "loss.kl_coefficient=0.01", "skip.mode=approximate", "sft.steps=2"),
+    "DP2-sharded-kl": (
+        "optimizer.distributed=true",
+        "loss.kl_coefficient=0.01",
+        "skip.mode=approximate",
+        "sft.steps=2",
+    ),
     "TP2-SP": ("parallel.tensor=2", "parallel.sequence_parallel=true"),
 }
 
@@ -40,7 +45,9 @@ def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, t
     assert max(gaps) < 1e-4  # the engine has W + (alpha / rank) · B A, the trainer adds the two products
     (adapter,) = (whole / "checkpoints").glob("step_*/hf_adapter")
     assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4
-    assert len(load_file(adapter / "adapter_model.safetensors")) == 2 * 7 * 2  # of two layers A and B of each projection
+    assert (
+        len(load_file(adapter / "adapter_model.safetensors")) == 2 * 7 * 2
+    )  # of two layers A and B of each projection
 
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1"])
@@ -60,7 +67,11 @@ def test_skip_run_of_adapters_ends_with_the_dense_runs_weights(pool, arithmetic,
 def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):
     """One process, TP2 with sequence parallelism and PP2: the same rollouts, the same merged weights, rounding apart."""
     weights = []
-    for world, layout in ((1, ()), (2, ("parallel.tensor=2", "parallel.sequence_parallel=true")), (2, ("parallel.pipeline=2",))):
+    for world, layout in (
+        (1, ()),
+        (2, ("parallel.tensor=2", "parallel.sequence_parallel=true")),
+        (2, ("parallel.pipeline=2",)),
+    ):
         run_dir = tmp_path / f"{len(weights)}"
         results = pool.run(world, command_line, arguments(arithmetic, run_dir, *LORA, *layout), timeout_s=120)
         assert [code for code, _ in results] == [0] * world, results
@@ -71,6 +82,8 @@ def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):
 
 def test_half_precision_adapters_run(pool, arithmetic, tmp_path):
     """The engine has weights that are merged in float32 and rounded once: the gap is that of half precision."""
-    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *LORA, "model.dtype=bfloat16"), timeout_s=60)
+    ((code, said),) = pool.run(
+        1, command_line, arguments(arithmetic, tmp_path, *LORA, "model.dtype=bfloat16"), timeout_s=60
+    )
     assert code == 0, said
     assert max(row["train/logprob_gap_mean"] for row in rows_of(tmp_path) if "train/logprob_gap_mean" in row) < 0.05

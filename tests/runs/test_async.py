@@ -36,8 +36,16 @@ def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, 
     found = {}
     for mode, extra in MODES.items():
         folder = tmp_path / mode
-        end_of(pool, world, arguments(arithmetic, folder, *degrees, *VERIFIED, *extra, PARTS, "rollout.producer.max_staleness_steps=0"))
-        found[mode] = ([timeless(row) for row in rows_of(folder)], (folder / "trace.jsonl").read_text(), weights_of(folder))
+        end_of(
+            pool,
+            world,
+            arguments(arithmetic, folder, *degrees, *VERIFIED, *extra, PARTS, "rollout.producer.max_staleness_steps=0"),
+        )
+        found[mode] = (
+            [timeless(row) for row in rows_of(folder)],
+            (folder / "trace.jsonl").read_text(),
+            weights_of(folder),
+        )
     rows, trace, weights = found.pop("sync")
     assert len(rows) == 4 and {row["async/staleness_max"] for row in rows if "async/staleness_max" in row} == {0.0}
     for mode, (its_rows, its_trace, its_weights) in found.items():
@@ -76,9 +84,16 @@ def test_staleness_is_bounded_by_admission(pool, arithmetic, tmp_path):
 
 
 AGAIN = (
-    "reward.functions=[tests.reward_functions:mostly_dead,math_verify]", "reward.weights=[1.0,0.5]", "replay.capacity_groups=6", "replay.max_uses=2",
-    "reroll.max_groups=2", "reroll.start_fraction=0.25", "reroll.max_attempts=2", "train.num_rollouts=6", "optimizer.schedule=constant",
-)  # fmt: skip
+    "reward.functions=[tests.reward_functions:mostly_dead,math_verify]",
+    "reward.weights=[1.0,0.5]",
+    "replay.capacity_groups=6",
+    "replay.max_uses=2",
+    "reroll.max_groups=2",
+    "reroll.start_fraction=0.25",
+    "reroll.max_attempts=2",
+    "train.num_rollouts=6",
+    "optimizer.schedule=constant",
+)
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
@@ -90,7 +105,10 @@ def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):
     for ranks, layout_degrees, folder in ((1, (), tmp_path / "alone"), (world, degrees, tmp_path / layout)):
         end_of(pool, ranks, arguments(arithmetic, folder, *layout_degrees, *given))
         rows = [row for row in rows_of(folder) if "async/staleness_max" in row]
-        counted = [{name: value for name, value in row.items() if name.startswith(("replay/", "reroll/", "reward/"))} for row in rows]
+        counted = [
+            {name: value for name, value in row.items() if name.startswith(("replay/", "reroll/", "reward/"))}
+            for row in rows
+        ]
         found.append((counted, weights_of(folder)))
     (counted, weights), (other, other_weights) = found
     assert counted == other
@@ -102,7 +120,14 @@ def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):
 def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
     """DP2, streaming, one rollout ahead, replay, re-roll, reward workers: what a checkpoint carries is all that there is. Going on with
     as many ranks is equal to the bit; with one rank of two, whose gradients sum otherwise, the same groups are trained."""
-    given = ("checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", *MODES["streaming"], PARTS, *AGAIN, "reward.num_workers=1")
+    given = (
+        "checkpoint.save_every_rollouts=1",
+        "checkpoint.keep_last=null",
+        *MODES["streaming"],
+        PARTS,
+        *AGAIN,
+        "reward.num_workers=1",
+    )
     whole = tmp_path / "whole"
     end_of(pool, 2, arguments(arithmetic, whole, *given))
     for taken, world in ((0, 2), (3, 2), (5, 2), (3, 1)):
@@ -113,8 +138,17 @@ def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arith
         shutil.rmtree(part / "checkpoints" / "step_12")
         end_of(pool, world, arguments(arithmetic, part, *given))
         if world == 1:
-            names = ("reward/mean", "async/staleness_max", "replay/size", "replay/replaced", "reroll/issued", "reroll/size")
-            assert [[row.get(name) for name in names] for row in rows_of(part)] == [[row.get(x) for x in names] for row in rows_of(whole)]
+            names = (
+                "reward/mean",
+                "async/staleness_max",
+                "replay/size",
+                "replay/replaced",
+                "reroll/issued",
+                "reroll/size",
+            )
+            assert [[row.get(name) for name in names] for row in rows_of(part)] == [
+                [row.get(x) for x in names] for row in rows_of(whole)
+            ]
             continue
         for row, other in zip(rows_of(whole), rows_of(part), strict=True):
             assert timeless(row) == timeless(other), taken
@@ -126,8 +160,18 @@ def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arith
 def test_what_is_too_old_is_dropped_counted_and_asked_again(pool, arithmetic, tmp_path):
     """A run ahead by two, gone on with under a smaller bound: its pending rollouts are too old, and every prompt is trained once all the
     same (an epoch of 48 prompts, none twice)."""
-    given = ("data.train=" + str(few_prompts(arithmetic, tmp_path, 48)), *MODES["prefetch"], "optimizer.schedule=constant")
-    given = (*given, "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", "train.num_rollouts=null", "train.epochs=1")
+    given = (
+        "data.train=" + str(few_prompts(arithmetic, tmp_path, 48)),
+        *MODES["prefetch"],
+        "optimizer.schedule=constant",
+    )
+    given = (
+        *given,
+        "checkpoint.save_every_rollouts=1",
+        "checkpoint.keep_last=null",
+        "train.num_rollouts=null",
+        "train.epochs=1",
+    )
     whole, part = tmp_path / "whole", tmp_path / "part"
     end_of(pool, 2, arguments(arithmetic, whole, *given))
     assert len(trained_prompts(whole)) == len(set(trained_prompts(whole))) == 48
@@ -137,7 +181,10 @@ def test_what_is_too_old_is_dropped_counted_and_asked_again(pool, arithmetic, tm
     shutil.rmtree(part / "checkpoints" / "step_12")
     end_of(pool, 2, arguments(arithmetic, part, *given, "rollout.producer.max_staleness_steps=2"))
     rows = [row for row in rows_of(part) if "async/staleness_max" in row]
-    assert sum(row["async/dropped_stale"] for row in rows) == 16 and max(row["async/staleness_max"] for row in rows[3:]) == 2.0
+    assert (
+        sum(row["async/dropped_stale"] for row in rows) == 16
+        and max(row["async/staleness_max"] for row in rows[3:]) == 2.0
+    )
     assert sorted(trained_prompts(part)) == sorted(trained_prompts(whole))
 
 
@@ -157,7 +204,9 @@ def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path,
     rows = rows_of(folder)
     assert all(row["skip/zero_advantage_ratio"] == 0.0 for row in rows)
     firsts = [row for row in rows if "dynamic_sampling/rounds" in row]
-    assert len(firsts) == 2 and all(row["dynamic_sampling/left"] == 0.0 and row["dynamic_sampling/rounds"] > 1 for row in firsts)
+    assert len(firsts) == 2 and all(
+        row["dynamic_sampling/left"] == 0.0 and row["dynamic_sampling/rounds"] > 1 for row in firsts
+    )
     once = ("rollout.dynamic_sampling.max_rounds=1", "train.num_rollouts=1")
     end_of(pool, world, arguments(arithmetic, tmp_path / "once", *given, *once))
     (left,) = [row["dynamic_sampling/left"] for row in rows_of(tmp_path / "once") if "dynamic_sampling/left" in row]
@@ -172,7 +221,9 @@ def test_what_is_generated_meanwhile_is_what_lagging_weights_generate(pool, arit
     """The second rollout of a run ahead comes from the first weights, as that of a synchronous run whose engine lags: equal to the bit."""
     found = []
     for name, extra in (("ahead", AHEAD), ("lagging", ("weight_sync.interval_steps=100",))):
-        end_of(pool, 2, arguments(arithmetic, tmp_path / name, *extra, "optimizer.lr=1e-2", "correction.mode=token_mask"))
+        end_of(
+            pool, 2, arguments(arithmetic, tmp_path / name, *extra, "optimizer.lr=1e-2", "correction.mode=token_mask")
+        )
         found.append(([timeless(row) for row in rows_of(tmp_path / name)], weights_of(tmp_path / name)))
     (rows, weights), (other_rows, other_weights) = found
     assert rows == other_rows and rows[2]["async/staleness_max"] == 2.0 and rows[2]["train/logprob_gap_mean"] > 1e-3

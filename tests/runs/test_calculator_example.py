@@ -21,11 +21,19 @@ SHORT_S, WHOLE_S = patient(600), patient(3000)  # some 25 s and 150 s on two fre
 
 def launch(run_dir: pathlib.Path, *overrides: str, timeout_s: float) -> list[dict]:
     """run.sh; its metrics, a row per optimizer step."""
-    environment = os.environ | {"RUN_DIR": str(run_dir), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {
+        "RUN_DIR": str(run_dir),
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(
-        ["bash", "examples/calculator/run.sh", "metrics.progress=false", *overrides], cwd=ROOT, env=environment, capture_output=True,
-        text=True, timeout=timeout_s, check=False,
-    )  # fmt: skip
+        ["bash", "examples/calculator/run.sh", "metrics.progress=false", *overrides],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -54,11 +62,19 @@ def test_every_solution_is_an_episode_that_the_calculator_agrees_with() -> None:
 @pytest.mark.long
 def test_a_few_steps(tmp_path) -> None:
     rows = launch(
-        tmp_path, "sft.steps=12", "train.num_rollouts=2", "train.prompts_per_rollout=4", "train.samples_per_mini_batch=16",
-        "rollout.samples_per_prompt=4", "eval.max_prompts=4", timeout_s=SHORT_S,
-    )  # fmt: skip
+        tmp_path,
+        "sft.steps=12",
+        "train.num_rollouts=2",
+        "train.prompts_per_rollout=4",
+        "train.samples_per_mini_batch=16",
+        "rollout.samples_per_prompt=4",
+        "eval.max_prompts=4",
+        timeout_s=SHORT_S,
+    )
     rl = [row for row in rows if row["phase"] == "rl" and "reward/mean" in row]
-    assert len(rl) == 2 and all(row["rollout/turns_mean"] >= 1 and row["reward/environment"] == row["reward/mean"] for row in rl)
+    assert len(rl) == 2 and all(
+        row["rollout/turns_mean"] >= 1 and row["reward/environment"] == row["reward/mean"] for row in rl
+    )
     assert sum("eval/products/mean@1" in row for row in rows) == 2
     warm = [row["train/loss"] for row in rows if row["phase"] == "warmup"]
     assert warm[-1] < warm[0]
@@ -70,7 +86,9 @@ def test_the_model_learns_to_call_the_calculator(tmp_path) -> None:
     rl = [row for row in rows if row["phase"] == "rl" and "reward/mean" in row]
     reward, turns = [row["reward/mean"] for row in rl], [row["rollout/turns_mean"] for row in rl]
     evaluated = [row["eval/products/mean@1"] for row in rows if "eval/products/mean@1" in row]
-    print(f"reward {reward[0]:.3f} to {sum(reward[-10:]) / 10:.3f}, turns {turns[0]:.2f} to {turns[-1]:.2f}, greedy {evaluated}")
+    print(
+        f"reward {reward[0]:.3f} to {sum(reward[-10:]) / 10:.3f}, turns {turns[0]:.2f} to {turns[-1]:.2f}, greedy {evaluated}"
+    )
     # Another processor rounds otherwise and so draws other samples: seen 0.76 and 1.00 at the end of the same command.
     assert reward[0] < 0.4 and sum(reward[-10:]) / 10 > 0.6
     assert turns[0] < 1.6 and turns[-1] > 1.9

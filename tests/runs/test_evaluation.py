@@ -48,7 +48,9 @@ def greedy_mean(weights: dict[str, torch.Tensor] | None, folder: pathlib.Path, n
     for line in (folder / "test.jsonl").read_text().splitlines()[:num_prompts]:
         ids = torch.tensor([tokenizer(json.loads(line)["prompt"], add_special_tokens=False).input_ids])
         with torch.no_grad():
-            found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)[0, ids.shape[1] :]
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)[
+                0, ids.shape[1] :
+            ]
         totals += graded([], [], [found.tolist()])
     return sum(totals) / len(totals)
 
@@ -62,7 +64,9 @@ def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):
     assert set(first) == {f"{name}_before" for name in names} and set(last) == names and not any(between)
     values = (first["eval/test/mean@1_before"], last["eval/test/mean@1"])
     # 1e-12: the order of additions
-    assert values == pytest.approx((greedy_mean(None, arithmetic, 20), greedy_mean(weights_of(tmp_path), arithmetic, 20)), rel=1e-12)
+    assert values == pytest.approx(
+        (greedy_mean(None, arithmetic, 20), greedy_mean(weights_of(tmp_path), arithmetic, 20)), rel=1e-12
+    )
     assert values[0] != values[1], "training must have moved something, or the second value shows nothing"
 
 
@@ -74,7 +78,15 @@ def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path)
         run(pool, world, arguments(arithmetic, folder, *sets_of(arithmetic), *SAMPLED, *ROLLOUTS, GRADED))
         found.append(evaluated(folder))
     assert found[0] == found[1]
-    kinds = ("mean@4", "pass@1", "pass@2", "pass@4", "response_tokens_mean", "excluded", "tests.runs.test_evaluation:graded")
+    kinds = (
+        "mean@4",
+        "pass@1",
+        "pass@2",
+        "pass@4",
+        "response_tokens_mean",
+        "excluded",
+        "tests.runs.test_evaluation:graded",
+    )
     names = {f"eval/{name}/{kind}" for name in ("test", "seen") for kind in kinds}
     assert set(found[0][0]) == {f"{name}_before" for name in names} and set(found[0][-1]) == names
     assert found[0][-1]["eval/test/mean@4"] != found[0][-1]["eval/seen/mean@4"]
@@ -85,7 +97,11 @@ def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path)
 PRODUCERS = {
     "sync": (),
     "prefetch": ("rollout.producer.mode=prefetch",),
-    "streaming": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2"),
+    "streaming": (
+        "rollout.producer.mode=streaming",
+        "rollout.producer.min_groups=3",
+        "rollout.producer.max_staleness_steps=2",
+    ),
 }
 
 
@@ -95,8 +111,15 @@ def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, pr
     found = {}
     evaluation = (*sets_of(arithmetic), *SAMPLED, "eval.every_rollouts=1")
     for name, extra in (("none", ()), ("one", evaluation), ("two", evaluation)):
-        run(pool, 2, arguments(arithmetic, tmp_path / name, *PRODUCERS[producer], GRADED, "train.num_rollouts=4", *extra))
-        rows = [{key: value for key, value in timeless(row).items() if not key.startswith("eval/")} for row in rows_of(tmp_path / name)]
+        run(
+            pool,
+            2,
+            arguments(arithmetic, tmp_path / name, *PRODUCERS[producer], GRADED, "train.num_rollouts=4", *extra),
+        )
+        rows = [
+            {key: value for key, value in timeless(row).items() if not key.startswith("eval/")}
+            for row in rows_of(tmp_path / name)
+        ]
         found[name] = (rows, (tmp_path / name / "trace.jsonl").read_text(), weights_of(tmp_path / name))
     assert evaluated(tmp_path / "one") == evaluated(tmp_path / "two") and any(evaluated(tmp_path / "one"))
     rows, trace, weights = found["none"]
@@ -110,10 +133,29 @@ def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, pr
 def test_samples_without_reward_are_counted_and_not_averaged(pool, arithmetic, tmp_path):
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()[:60]]
     failing = sum(row["prompt"].startswith("7") for row in rows)
-    extra = ("reward.functions=[tests.reward_functions:explode_on_seven]", "reward.on_error=drop", "eval.max_prompts=60")
-    run(pool, 2, arguments(arithmetic, tmp_path, f"eval.sets.seen={arithmetic / 'train.jsonl'}", *extra, "train.num_rollouts=1", *SAMPLED))
+    extra = (
+        "reward.functions=[tests.reward_functions:explode_on_seven]",
+        "reward.on_error=drop",
+        "eval.max_prompts=60",
+    )
+    run(
+        pool,
+        2,
+        arguments(
+            arithmetic,
+            tmp_path,
+            f"eval.sets.seen={arithmetic / 'train.jsonl'}",
+            *extra,
+            "train.num_rollouts=1",
+            *SAMPLED,
+        ),
+    )
     first = evaluated(tmp_path)[0]
-    assert failing and first["eval/seen/excluded_before"] == 4 * failing and first["eval/seen/pass@4_before"] <= 1 - failing / 60
+    assert (
+        failing
+        and first["eval/seen/excluded_before"] == 4 * failing
+        and first["eval/seen/pass@4_before"] <= 1 - failing / 60
+    )
 
 
 def test_evaluation_at_the_start_can_be_left_out(pool, arithmetic, tmp_path):
@@ -133,7 +175,12 @@ def test_evaluation_of_nothing_is_refused(pool, arithmetic, tmp_path):
 def test_evaluation_has_a_temperature_of_its_own(pool, arithmetic, tmp_path):
     """Before the first step it is what a run at that temperature says, and training stays at the rollouts'."""
     cold = (*sets_of(arithmetic), *SAMPLED, "eval.temperature=0.4")
-    runs = {"none": (), "own": cold, "both": (*cold, "rollout.temperature=0.4"), "warm": (*sets_of(arithmetic), *SAMPLED)}
+    runs = {
+        "none": (),
+        "own": cold,
+        "both": (*cold, "rollout.temperature=0.4"),
+        "warm": (*sets_of(arithmetic), *SAMPLED),
+    }
     for name, extra in runs.items():
         run(pool, 1, arguments(arithmetic, tmp_path / name, GRADED, *extra))
     assert evaluated(tmp_path / "own")[0] == evaluated(tmp_path / "both")[0] != evaluated(tmp_path / "warm")[0]

@@ -29,11 +29,29 @@ PROMPTS, SAMPLES = 8, 8  # an optimizer step for each prompt's group
 WARMUP_STEPS, ROLLOUTS, STEPS_PER_ROLLOUT = 30, 2, PROMPTS
 
 # Semantics §9, as far as a synchronous run without KL, entropy, replay or reroll on a CPU has them.
-EVERY_ROW = {"step", "step_kind", "phase", "weight_version", "train/grad_norm", "train/lr", "train/loss", "time/step_s", "skip/ghost_steps"}
+EVERY_ROW = {
+    "step",
+    "step_kind",
+    "phase",
+    "weight_version",
+    "train/grad_norm",
+    "train/lr",
+    "train/loss",
+    "time/step_s",
+    "skip/ghost_steps",
+}
 EVERY_RL_ROW = EVERY_ROW | {
-    "rollout", "skip/zero_advantage_ratio", "skip/samples_dropped", "skip/tokens_dropped", "skip/microbatches_dropped",
-    "skip/silent_ranks", "skip/tokens_executed", "skip/tokens_dense", "time/update_s", "perf/dense_equivalent_tokens_per_second",
-}  # fmt: skip
+    "rollout",
+    "skip/zero_advantage_ratio",
+    "skip/samples_dropped",
+    "skip/tokens_dropped",
+    "skip/microbatches_dropped",
+    "skip/silent_ranks",
+    "skip/tokens_executed",
+    "skip/tokens_dense",
+    "time/update_s",
+    "perf/dense_equivalent_tokens_per_second",
+}
 FIRST_OF_ROLLOUT = EVERY_RL_ROW | {
     "reward/mean",
     "reward/math_verify",
@@ -46,7 +64,10 @@ FIRST_OF_ROLLOUT = EVERY_RL_ROW | {
 
 def problem(number: int, solution: str) -> dict:
     """A row in GSM8K's own columns, a calculator call included."""
-    return {"question": f"Ann has {number} pens and gives some away. How many?", "answer": f"<<{number}-1={number}>>{solution}"}
+    return {
+        "question": f"Ann has {number} pens and gives some away. How many?",
+        "answer": f"<<{number}-1={number}>>{solution}",
+    }
 
 
 # Answers that no question tells apart: half of a group's samples are right, so it has signal. One of 20 digits, a token each,
@@ -58,9 +79,14 @@ IMPOSSIBLE = problem(7, "#### 12345678901234567890")
 def launch(command: Sequence[str], **environment: str) -> str:
     """Runs a command from the root of the repository within TIMEOUT_S; its output. Leaves no process behind."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=worker_environment() | {"HF_HUB_OFFLINE": "1"} | environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=worker_environment() | {"HF_HUB_OFFLINE": "1"} | environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -76,17 +102,53 @@ def run_dir(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("gsm8k")
     for name, rows in (("train", [*COINS, IMPOSSIBLE]), ("test", COINS[:3])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    inputs, sizes = folder / "inputs", "--hidden 64 --layers 2 --heads 2 --kv-heads 2 --intermediate 128 --max-position 256"
-    prepare = ["examples/gsm8k/prepare.py", "--gsm8k", str(folder), "--out", str(inputs), "--vocab-size", "300", *sizes.split()]
+    inputs, sizes = (
+        folder / "inputs",
+        "--hidden 64 --layers 2 --heads 2 --kv-heads 2 --intermediate 128 --max-position 256",
+    )
+    prepare = [
+        "examples/gsm8k/prepare.py",
+        "--gsm8k",
+        str(folder),
+        "--out",
+        str(inputs),
+        "--vocab-size",
+        "300",
+        *sizes.split(),
+    ]
     launch([sys.executable, *prepare])
     overrides = {
-        "model.hf_path": inputs / "model", "data.train": inputs / "train.jsonl", "eval.path": inputs / "test.jsonl",
-        "data.max_prompt_tokens": 96, "rollout.max_response_tokens": 16, "rollout.samples_per_prompt": SAMPLES,
-        "sft.steps": WARMUP_STEPS, "sft.samples_per_step": 8, "sft.lr": 3e-3, "train.num_rollouts": ROLLOUTS,
-        "train.prompts_per_rollout": PROMPTS, "train.samples_per_mini_batch": SAMPLES, "metrics.progress": "false",
-    }  # fmt: skip
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_rl.train"]
-    arguments = ["--config", str(CONFIG), "--run-dir", str(folder / "run"), *(f"{key}={value}" for key, value in overrides.items())]
+        "model.hf_path": inputs / "model",
+        "data.train": inputs / "train.jsonl",
+        "eval.path": inputs / "test.jsonl",
+        "data.max_prompt_tokens": 96,
+        "rollout.max_response_tokens": 16,
+        "rollout.samples_per_prompt": SAMPLES,
+        "sft.steps": WARMUP_STEPS,
+        "sft.samples_per_step": 8,
+        "sft.lr": 3e-3,
+        "train.num_rollouts": ROLLOUTS,
+        "train.prompts_per_rollout": PROMPTS,
+        "train.samples_per_mini_batch": SAMPLES,
+        "metrics.progress": "false",
+    }
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "megatron_rl.train",
+    ]
+    arguments = [
+        "--config",
+        str(CONFIG),
+        "--run-dir",
+        str(folder / "run"),
+        *(f"{key}={value}" for key, value in overrides.items()),
+    ]
     launch([*torchrun, *arguments])
     return folder / "run"
 

@@ -21,11 +21,19 @@ BOUND_S = patient(600)
 
 @pytest.mark.long(seconds=60)
 def test_adapters_rise_from_below_08_to_above_082(tmp_path):
-    environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {
+        "RUN_DIR": str(tmp_path),
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(
-        ["bash", "examples/lora/run.sh", "train.num_rollouts=60"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BOUND_S,
+        ["bash", "examples/lora/run.sh", "train.num_rollouts=60"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     reward = [row["reward/mean"] for row in rows if "reward/mean" in row]

@@ -34,9 +34,11 @@ def test_a_run_leaves_a_critics_metrics(pool, arithmetic, tmp_path):
 def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):
     """Of the policy and of the critic, apart and together; weights to rounding, which AdamW amplifies (test_train.py)."""
     layouts = [
-        (1, ()), (2, ("parallel.tensor=2",)), (2, ("parallel.pipeline=2", "critic.parallel.pipeline=1", "critic.parallel.tensor=2")),
+        (1, ()),
+        (2, ("parallel.tensor=2",)),
+        (2, ("parallel.pipeline=2", "critic.parallel.pipeline=1", "critic.parallel.tensor=2")),
         (2, ("critic.parallel.pipeline=2",)),
-    ]  # fmt: skip
+    ]
     found = []
     for number, (world, layout) in enumerate(layouts):
         rows = run(pool, world, tmp_path / str(number), arithmetic, *layout)
@@ -45,10 +47,14 @@ def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):
         assert (weights - found[0][0]).norm() / found[0][0].norm() < 1e-5
         for row, wanted in zip(rows, found[0][1], strict=True):
             for name in ("train/loss", "critic/loss", "critic/return_mean", "critic/value_mean", "critic/grad_norm"):
-                assert (name in row) == (name in wanted) and row.get(name, 0.0) == pytest.approx(wanted.get(name, 0.0), rel=2e-3, abs=2e-5)
+                assert (name in row) == (name in wanted) and row.get(name, 0.0) == pytest.approx(
+                    wanted.get(name, 0.0), rel=2e-3, abs=2e-5
+                )
 
 
-@pytest.mark.parametrize("layout", [("parallel.pipeline=2", "critic.parallel.pipeline=1"), ("optimizer.distributed=true", *KL)])
+@pytest.mark.parametrize(
+    "layout", [("parallel.pipeline=2", "critic.parallel.pipeline=1"), ("optimizer.distributed=true", *KL)]
+)
 def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, layout):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
@@ -61,7 +67,16 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, lay
 
 
 def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):
-    rows = run(pool, 2, tmp_path, arithmetic, "train.num_rollouts=3", "critic.warmup_rollouts=2", "critic.init=policy", "sft.steps=1")
+    rows = run(
+        pool,
+        2,
+        tmp_path,
+        arithmetic,
+        "train.num_rollouts=3",
+        "critic.warmup_rollouts=2",
+        "critic.init=policy",
+        "sft.steps=1",
+    )
     rl = [row for row in rows if row["phase"] == "rl"]
     held, trained = rl[:8], rl[8:]
     assert {row["weight_version"] for row in held} == {1} and all(row["train/applied"] == 0 for row in held)
@@ -72,11 +87,21 @@ def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):
 
 def test_an_adaptive_coefficient_waits_for_the_policy(pool, arithmetic, tmp_path):
     """The KL in the reward of a held rollout is that of a policy that has not moved: it moves no coefficient."""
-    adaptive = (*KL, "reference.controller=adaptive", "reference.kl_horizon=50", "reference.kl_target=1e-9", "critic.warmup_rollouts=2")
-    rows = [row for row in run(pool, 1, tmp_path, arithmetic, *adaptive, "train.num_rollouts=5") if row["phase"] == "rl"]
+    adaptive = (
+        *KL,
+        "reference.controller=adaptive",
+        "reference.kl_horizon=50",
+        "reference.kl_target=1e-9",
+        "critic.warmup_rollouts=2",
+    )
+    rows = [
+        row for row in run(pool, 1, tmp_path, arithmetic, *adaptive, "train.num_rollouts=5") if row["phase"] == "rl"
+    ]
     betas = [rows[4 * k]["train/kl_coefficient"] for k in range(5)]
     assert betas[:3] == [0.1] * 3 and betas[3] != 0.1
-    assert all("reward/kl_penalty" in rows[4 * k] for k in range(5)) and rows[0]["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-4)
+    assert all("reward/kl_penalty" in rows[4 * k] for k in range(5)) and rows[0]["reward/kl_penalty"] == pytest.approx(
+        0.0, abs=1e-4
+    )
 
 
 def test_a_folder_of_a_policy_alone_is_named_or_set_aside(pool, arithmetic, tmp_path):

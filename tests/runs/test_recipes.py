@@ -16,13 +16,22 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 # What does not fit the tiny model: lengths, sizes, and a reward that an untrained model earns now and then.
 TINY = (
-    "run.deadline_s=60", "data.max_prompt_tokens=16", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=6",
-    "train.prompts_per_rollout=8", "optimizer.lr=1e-3", "plan.max_tokens_per_microbatch=256",
-)  # fmt: skip
+    "run.deadline_s=60",
+    "data.max_prompt_tokens=16",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_tokens=6",
+    "train.prompts_per_rollout=8",
+    "optimizer.lr=1e-3",
+    "plan.max_tokens_per_microbatch=256",
+)
 PARITY = ("train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity]", "reward.weights=[1.0]")
 OWN = {
     "dapo": (*PARITY, "reward.overlong_buffer_tokens=2", "train.samples_per_mini_batch=16"),
-    "gdpo": ("train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity,arithmetic]", "train.samples_per_mini_batch=16"),
+    "gdpo": (
+        "train.num_rollouts=2",
+        "reward.functions=[tests.reward_functions:parity,arithmetic]",
+        "train.samples_per_mini_batch=16",
+    ),
     "ppo": (
         "train.num_rollouts=2",
         "reward.functions=[tests.reward_functions:graded]",
@@ -42,16 +51,23 @@ def overrides_of(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_path, name):
     given = [
-        "--config", str(RECIPES / f"{name}.yaml"), "--run-dir", str(tmp_path), f"model.hf_path={arithmetic / 'model'}",
-        f"data.train={arithmetic / 'train.jsonl'}", *overrides_of(name),
-    ]  # fmt: skip
+        "--config",
+        str(RECIPES / f"{name}.yaml"),
+        "--run-dir",
+        str(tmp_path),
+        f"model.hf_path={arithmetic / 'model'}",
+        f"data.train={arithmetic / 'train.jsonl'}",
+        *overrides_of(name),
+    ]
     ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
     assert code == 0, said
     rows = rows_of(tmp_path)
     real = [row for row in rows if row["step_kind"] == "REAL"]
     assert real and all(math.isfinite(row["train/loss"]) and 0 < row["train/grad_norm"] < math.inf for row in real)
     if name == "sft":
-        assert [row["phase"] for row in rows] == ["warmup"] * 3 and (tmp_path / "checkpoints" / "step_3" / "hf").is_dir()
+        assert [row["phase"] for row in rows] == ["warmup"] * 3 and (
+            tmp_path / "checkpoints" / "step_3" / "hf"
+        ).is_dir()
         return
     halves = "train.samples_per_mini_batch=16" in overrides_of(name)
     assert [row["rollout"] for row in rows] == ([1, 1, 2, 2] if halves else [1, 2])
@@ -70,9 +86,14 @@ def assert_acts(name: str, rows: list[dict]) -> None:
             assert sum(row["rollout/masked_truncated"] for row in firsts) > 0
         case "ppo":
             assert [row["train/applied"] for row in rows] == [0, 1]  # the first rollout is the critic's alone
-            assert all(row["critic/steps"] == 1 and "reward/kl_penalty" in row for row in firsts) and rows[1]["skip/samples_dropped"] == 0
+            assert (
+                all(row["critic/steps"] == 1 and "reward/kl_penalty" in row for row in firsts)
+                and rows[1]["skip/samples_dropped"] == 0
+            )
         case "gspo":
-            assert any(row["train/clip_ratio"] > 0 for row in rows[1:])  # a clip of 3e-4 binds at the second step of a rollout
+            assert any(
+                row["train/clip_ratio"] > 0 for row in rows[1:]
+            )  # a clip of 3e-4 binds at the second step of a rollout
         case "gdpo":
             assert all("reward/arithmetic" in row for row in firsts)
         case "rloo" | "dr_grpo":

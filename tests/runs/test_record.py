@@ -14,7 +14,11 @@ from megatron_rl.simulator.workload import read_trace
 from tests.runs.command import arguments, command_line, rows_of
 from tools import simulate_cluster
 
-GDPO = ("advantage.estimator=gdpo", "reward.functions=[tests.reward_functions:parity,arithmetic]", "reward.weights=[1.0,0.5]")
+GDPO = (
+    "advantage.estimator=gdpo",
+    "reward.functions=[tests.reward_functions:parity,arithmetic]",
+    "reward.weights=[1.0,0.5]",
+)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,9 @@ def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsy
         assert workload.lengths.sum() == sum(row["skip/tokens_dense"] for row in own)
         dead = ~workload.signal(config)
         size = config.train.samples_per_mini_batch
-        assert [dead[i : i + size].mean() for i in range(0, len(dead), size)] == [row["skip/zero_advantage_ratio"] for row in own]
+        assert [dead[i : i + size].mean() for i in range(0, len(dead), size)] == [
+            row["skip/zero_advantage_ratio"] for row in own
+        ]
         assert workload.response_tokens.mean() == own[0]["rollout/response_tokens_mean"]
         assert workload.rewards.mean() == own[0]["reward/mean"] and 0 < dead.sum() < len(dead)
     check_coefficients(run_dir, rows, world, config)
@@ -47,8 +53,14 @@ def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsy
 def check_coefficients(run_dir: pathlib.Path, rows: list[dict], world: int, config) -> None:
     content, last = json.loads((run_dir / "coefficients.json").read_text()), rows[-1]
     slowest = max(content["stages"], key=lambda stage: stage["token"])
-    assert {f"cost/{name}_s": value for name, value in slowest.items()} == {name: last[name] for name in map("cost/{}_s".format, slowest)}
-    assert len(content["stages"]) == config.parallel.pipeline and content["virtual"] == 1 and 0 < content["forward_share"] < 1
+    assert {f"cost/{name}_s": value for name, value in slowest.items()} == {
+        name: last[name] for name in map("cost/{}_s".format, slowest)
+    }
+    assert (
+        len(content["stages"]) == config.parallel.pipeline
+        and content["virtual"] == 1
+        and 0 < content["forward_share"] < 1
+    )
     assert 0 < content["optimizer_s"] < max(row["time/update_s"] for row in rows)
     assert f"{world} process(es)" in content["measured_on"] and not list(run_dir.glob("*.tmp"))
 
@@ -64,7 +76,10 @@ def check_command_lines(run_dir: pathlib.Path, world: int, workloads, capsys) ->
         w.lengths.sum() for w in workloads
     ]
     measured = json.loads((run_dir / "coefficients.json").read_text())
-    assert content["dense"]["optimizer_s"] == pytest.approx(2 * measured["optimizer_s"]) and content["gain_predicted"] > 0.9
+    assert (
+        content["dense"]["optimizer_s"] == pytest.approx(2 * measured["optimizer_s"])
+        and content["gain_predicted"] > 0.9
+    )
     assert np.isfinite(content["dense"]["update_s"])
     assert train.main(["--config", str(run_dir / "config.yaml"), "--dry-run", *alone]) == 0
     assert "coefficients of coefficients.json" in capsys.readouterr().out

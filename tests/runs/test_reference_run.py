@@ -31,7 +31,13 @@ def end_of(pool, given: list[str]) -> None:
 @pytest.mark.parametrize(("layout", "placement"), [("parallel.pipeline=1", "host"), ("parallel.tensor=2", "device")])
 def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, tmp_path, layout, placement):
     """One step per rollout, so that train/kl is the rollout's KL. Just after a renewal it is rounding: β falls by the whole clip."""
-    given = (*ADAPTIVE, layout, f"reference.placement={placement}", "train.samples_per_mini_batch=null", "train.num_rollouts=6")
+    given = (
+        *ADAPTIVE,
+        layout,
+        f"reference.placement={placement}",
+        "train.samples_per_mini_batch=null",
+        "train.num_rollouts=6",
+    )
     end_of(pool, arguments(arithmetic, tmp_path, *given))
     rows, wanted = rows_of(tmp_path), START
     assert len(rows) == 6
@@ -59,9 +65,19 @@ def test_both_placements_train_the_same_run(pool, arithmetic, tmp_path):
     found = {}
     for placement in ("host", "device"):
         end_of(
-            pool, arguments(arithmetic, tmp_path / placement, *ADAPTIVE, "train.epochs_per_rollout=2", f"reference.placement={placement}")
+            pool,
+            arguments(
+                arithmetic,
+                tmp_path / placement,
+                *ADAPTIVE,
+                "train.epochs_per_rollout=2",
+                f"reference.placement={placement}",
+            ),
         )
-        found[placement] = [timeless(row) for row in rows_of(tmp_path / placement)], weights_of_last(tmp_path / placement)
+        found[placement] = (
+            [timeless(row) for row in rows_of(tmp_path / placement)],
+            weights_of_last(tmp_path / placement),
+        )
     (rows, weights), (other_rows, other_weights) = found.values()
     assert rows == other_rows and all(torch.equal(weights[k], other_weights[k]) for k in weights)
 
@@ -100,15 +116,22 @@ def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, t
     assert all(torch.equal(one[k], two[k]) for k in one)
     assert [timeless(x) for x in rows_of(undisturbed)] == [timeless(x) for x in rows_of(tmp_path)]
     states = [state_of(tmp_path, i)["reference"]["coefficient"] for i in range(6)]
-    assert states[0] == START and len(set(states)) > 3 and states[5] == state_of(undisturbed, 5)["reference"]["coefficient"]
+    assert (
+        states[0] == START
+        and len(set(states)) > 3
+        and states[5] == state_of(undisturbed, 5)["reference"]["coefficient"]
+    )
 
 
 def test_a_run_without_a_reference_cannot_go_on_with_one(pool, arithmetic, tmp_path):
     end_of(pool, arguments(arithmetic, tmp_path, *SAVED, "train.num_rollouts=1"))
-    results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *SAVED, *KL, "train.num_rollouts=2"), timeout_s=120)
-    assert all(code == 1 and "needs the reference policy, and the checkpoint was taken without one" in said for code, said in results), (
-        results
+    results = pool.run(
+        2, command_line, arguments(arithmetic, tmp_path, *SAVED, *KL, "train.num_rollouts=2"), timeout_s=120
     )
+    assert all(
+        code == 1 and "needs the reference policy, and the checkpoint was taken without one" in said
+        for code, said in results
+    ), results
 
 
 def test_kl_in_the_reward_says_that_its_passes_drop_nothing(pool, arithmetic, tmp_path):
@@ -122,7 +145,9 @@ def test_kl_in_the_reward_says_that_its_passes_drop_nothing(pool, arithmetic, tm
 
 
 def test_what_does_not_go_together_is_refused_before_weights_are_read(pool, arithmetic, tmp_path):
-    given = arguments(arithmetic, tmp_path, "reference.kl_in=reward", "loss.kl_estimator=unbiased", "loss.kl_coefficient=0.1")
+    given = arguments(
+        arithmetic, tmp_path, "reference.kl_in=reward", "loss.kl_estimator=unbiased", "loss.kl_coefficient=0.1"
+    )
     ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
     assert code == 2 and "loss.kl_estimator=k3" in said and "Traceback" not in said, said
     assert not (tmp_path / "config.yaml").exists()

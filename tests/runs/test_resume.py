@@ -10,7 +10,12 @@ from tests.runs.command import SAVED, arguments, command_line, rows_of, timeless
 
 RUNS = {
     "PP2-warmup": ("parallel.pipeline=2", "sft.steps=2"),
-    "DP2-sharded-kl": ("optimizer.distributed=true", "loss.kl_coefficient=0.01", "skip.mode=approximate", "sft.steps=2"),
+    "DP2-sharded-kl": (
+        "optimizer.distributed=true",
+        "loss.kl_coefficient=0.01",
+        "skip.mode=approximate",
+        "sft.steps=2",
+    ),
     "TP2-calibrated": ("parallel.tensor=2", "plan.calibrate=true"),
 }
 
@@ -20,7 +25,12 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, nam
     """Ended after two rollouts of four. With ``plan.calibrate`` plans follow measured times: equal to rounding, not to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
-        results = pool.run(2, command_line, arguments(arithmetic, folder, *SAVED, *RUNS[name], f"train.num_rollouts={steps}"), timeout_s=120)
+        results = pool.run(
+            2,
+            command_line,
+            arguments(arithmetic, folder, *SAVED, *RUNS[name], f"train.num_rollouts={steps}"),
+            timeout_s=120,
+        )
         assert [code for code, _ in results] == [0, 0], results
     assert whole_checkpoints(parts / "checkpoints") == whole_checkpoints(whole / "checkpoints") == [0, 1, 2, 3, 4]
     one, two = (weights_of_last(x) for x in (whole, parts))
@@ -31,4 +41,3 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, nam
     assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(parts)]
     traces = [(x / "trace.jsonl").read_text() for x in (whole, parts)]
     assert traces[0] == traces[1] and len(traces[0].splitlines()) == 4
-

@@ -9,7 +9,11 @@ import torch
 
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 
-FUNCTIONS = ("reward.functions=[tests.reward_functions:parity,math_verify]", "reward.weights=[1.0,0.5]", "reward.on_error=zero")
+FUNCTIONS = (
+    "reward.functions=[tests.reward_functions:parity,math_verify]",
+    "reward.weights=[1.0,0.5]",
+    "reward.on_error=zero",
+)
 
 
 def run_and_count(rank: int, world: int, given: list[str]) -> tuple[int, str, int]:
@@ -33,7 +37,9 @@ def test_a_run_with_workers_equals_one_without(pool, arithmetic, tmp_path):
         given = arguments(arithmetic, run_dir, *FUNCTIONS, f"reward.num_workers={num_workers}")
         results = pool.run(2, run_and_count, given, timeout_s=120)
         assert [(code, left) for code, _, left in results] == [(0, 0)] * 2, results
-        rewards.append([{key: value for key, value in row.items() if key.startswith("reward/")} for row in rows_of(run_dir)])
+        rewards.append(
+            [{key: value for key, value in row.items() if key.startswith("reward/")} for row in rows_of(run_dir)]
+        )
         weights.append(weights_of(run_dir))
     assert rewards[0] == rewards[1] and "reward/math_verify" in rewards[0][0]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

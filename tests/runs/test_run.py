@@ -11,7 +11,14 @@ import torch
 from megatron_rl.types import StepKind
 from tests.equality.rig import ForwardedLengths, equal_by_name, open_rig, sizes
 from tests.pairwise import quick
-from tests.reference import make_samples, near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
+from tests.reference import (
+    make_samples,
+    near_policy,
+    reference_gradient,
+    reference_logprobs,
+    relative_error,
+    tiny_model,
+)
 from tests.workers.pool import Pool
 
 NUM_SAMPLES, PER_MINI_BATCH, ROLLOUTS, LR = 24, 6, 6, 1e-3
@@ -31,7 +38,9 @@ def run_advantages(rollout: int) -> np.ndarray:
 
 def one_run(drops: bool, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
     counts = {"steps": 0, "ghosts": 0, "silent": 0, "dropped": 0}
-    with open_rig("qwen2_tied", *sizes(1, pipeline), *SETTINGS, *extra, samples=NUM_SAMPLES, unique_lengths=True) as rig:
+    with open_rig(
+        "qwen2_tied", *sizes(1, pipeline), *SETTINGS, *extra, samples=NUM_SAMPLES, unique_lengths=True
+    ) as rig:
         seen, place = ForwardedLengths(rig), rig.backend.topology
         lengths = rig.batch.facts.total_tokens
         assert len(set(lengths.tolist())) == NUM_SAMPLES  # a length names its sample
@@ -71,7 +80,10 @@ def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple[str, .
 
 @pytest.mark.parametrize(
     "extra",
-    quick(["optimizer.distributed=false", "optimizer.distributed=true", "parallel.virtual_pipeline=2"], "optimizer.distributed=true"),
+    quick(
+        ["optimizer.distributed=false", "optimizer.distributed=true", "parallel.virtual_pipeline=2"],
+        "optimizer.distributed=true",
+    ),
 )
 def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
     for found in pool.run(4, skip_against_dense, 2, (extra,), timeout_s=90):
@@ -94,7 +106,12 @@ def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None
 # ---- two epochs over one rollout, against a plain AdamW loop -----------------------------------------------------------
 
 
-EPOCH_SETTINGS = ("optimizer.lr=0.003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5", "train.samples_per_mini_batch=4")
+EPOCH_SETTINGS = (
+    "optimizer.lr=0.003",
+    "optimizer.weight_decay=0.1",
+    "optimizer.clip_grad=0.5",
+    "train.samples_per_mini_batch=4",
+)
 EPOCH_LAYERS = 4  # at which the second epoch does not clip every token
 
 
@@ -141,7 +158,9 @@ def two_epochs(rank: int, world: int, family: str, tensor: int, pipeline: int) -
         wanted, wanted_norms, reference_old = plain_adamw(family)
         # Off-policy by now: the gradient at the weights as they are, old log-probs as they were.
         rig.model.load_state_dict(weights, strict=False)
-        expected, _ = reference_gradient(rig.model, rig.samples[:4], rig.groups[:4], list(advantages[:4]), old=reference_old[:4])
+        expected, _ = reference_gradient(
+            rig.model, rig.samples[:4], rig.groups[:4], list(advantages[:4]), old=reference_old[:4]
+        )
         return {
             "weights": relative_error(weights, {k: v for k, v in wanted.items() if k in weights}),
             "gradient": relative_error(gradient, expected),
@@ -152,7 +171,8 @@ def two_epochs(rank: int, world: int, family: str, tensor: int, pipeline: int) -
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "pipeline", "data"), [("qwen3", 1, 2, 2), ("llama", 2, 1, 2), ("qwen2_tied", 2, 2, 1), ("qwen2_tied", 1, 1, 1)]
+    ("family", "tensor", "pipeline", "data"),
+    [("qwen3", 1, 2, 2), ("llama", 2, 1, 2), ("qwen2_tied", 2, 2, 1), ("qwen2_tied", 1, 1, 1)],
 )
 def test_two_epochs_equal_a_plain_adamw_loop(pool: Pool, family: str, tensor: int, pipeline: int, data: int) -> None:
     found = pool.run(tensor * pipeline * data, two_epochs, family, tensor, pipeline, timeout_s=60)[0]

@@ -36,7 +36,9 @@ def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_p
     shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.num_rollouts=3")
     apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=2")
     ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=3")
-    assert whole_checkpoints(apart / "checkpoints") == whole_checkpoints(apart / "checkpoints" / "critic") == [0, 1, 2, 3]
+    assert (
+        whole_checkpoints(apart / "checkpoints") == whole_checkpoints(apart / "checkpoints" / "critic") == [0, 1, 2, 3]
+    )
     one, two = weights_of_last(shared), weights_of_last(apart)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert [timeless(row) for row in rows_of(shared)] == [timeless(row) for row in rows_of(apart)]
@@ -52,10 +54,15 @@ def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.parametrize(("side", "said"), [("policy", "its value is inf"), ("critic", "holds neither model.safetensors nor")])
+@pytest.mark.parametrize(
+    ("side", "said"), [("policy", "its value is inf"), ("critic", "holds neither model.safetensors nor")]
+)
 def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, said):
     shutil.copytree(arithmetic / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
-    override = {"policy": "reward.functions=[tests.reward_functions:infinite]", "critic": f"critic.hf_path={tmp_path / 'empty'}"}[side]
+    override = {
+        "policy": "reward.functions=[tests.reward_functions:infinite]",
+        "critic": f"critic.hf_path={tmp_path / 'empty'}",
+    }[side]
     given = arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override, NEVER)
     with nursery.ranks(2, given, tmp_path / "printed") as ranks:
         codes = ranks.wait(BOUND_S)  # no wait ran into its deadline
@@ -91,7 +98,13 @@ def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic
 
 def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):
     """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the deadline."""
-    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2", "train.num_rollouts=100000", NEVER)
+    grids = (
+        "critic.placement=separate",
+        "critic.ranks=2",
+        "critic.parallel.tensor=2",
+        "train.num_rollouts=100000",
+        NEVER,
+    )
     with nursery.ranks(3, arguments(arithmetic, tmp_path, *PPO, *grids), tmp_path / "printed") as ranks:
         wait_for_rows(tmp_path, 4)
         ranks.forks[2].kill()
@@ -112,7 +125,13 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
         load_config(None, given[:2])
     with pytest.raises(ConfigError, match="critic.init=policy"):
         load_config(None, [*given, "critic.init=policy"])
-    wrong = "critic.hf_path=/nowhere", "critic.parallel.tensors=2", "replay.capacity_groups=8", "critic.warmup_rollouts=2", "advantage.noise_std=0.1"
+    wrong = (
+        "critic.hf_path=/nowhere",
+        "critic.parallel.tensors=2",
+        "replay.capacity_groups=8",
+        "critic.warmup_rollouts=2",
+        "advantage.noise_std=0.1",
+    )
     wrong += "critic.optimizer.lr=1", "correction.off_policy_delta=0.1"
     for override in wrong:
         extra = ["advantage.noise_steps=3"] if "noise" in override else []

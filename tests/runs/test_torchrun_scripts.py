@@ -29,8 +29,11 @@ def inputs(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("inputs")
     subprocess.run(
         [sys.executable, "examples/quickstart/prepare.py", "--out", str(folder), "--seed", "0"],
-        cwd=ROOT, timeout=BOUND_S, check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        cwd=ROOT,
+        timeout=BOUND_S,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return folder
 
 
@@ -38,11 +41,25 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 def started(script: str, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str):
     """The script in a session of its own, ended whatever happens; its output goes to a file."""
     command = [
-        "bash", f"examples/torchrun/{script}", "--config", "examples/quickstart/quickstart.yaml", "--run-dir", str(run_dir),
-        f"model.hf_path={inputs}/model", f"data.train={inputs}/train.jsonl", f"train.num_rollouts={STEPS}", "train.prompts_per_rollout=16",
-        "train.samples_per_mini_batch=64", "sft.steps=10", "metrics.progress=false", *overrides,
-    ]  # fmt: skip
-    environment = worker_environment() | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}", "SAVE_EVERY": "3"}
+        "bash",
+        f"examples/torchrun/{script}",
+        "--config",
+        "examples/quickstart/quickstart.yaml",
+        "--run-dir",
+        str(run_dir),
+        f"model.hf_path={inputs}/model",
+        f"data.train={inputs}/train.jsonl",
+        f"train.num_rollouts={STEPS}",
+        "train.prompts_per_rollout=16",
+        "train.samples_per_mini_batch=64",
+        "sft.steps=10",
+        "metrics.progress=false",
+        *overrides,
+    ]
+    environment = worker_environment() | {
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SAVE_EVERY": "3",
+    }
     with open(f"{run_dir}.{variables.get('LOCAL_ADDR', 'out')}", "a+", encoding="utf-8") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment | variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

@@ -15,10 +15,14 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=120)
     assert [code for code, _ in results] == [0, 0], results
     rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == list(range(1, 3 + 2 * 2 * 2 + 1))  # warm-up, then rollouts x epochs x mini-batches
+    assert [row["step"] for row in rows] == list(
+        range(1, 3 + 2 * 2 * 2 + 1)
+    )  # warm-up, then rollouts x epochs x mini-batches
     assert [row["phase"] for row in rows] == ["warmup"] * 3 + ["rl"] * 8
     named = {name for row in rows for name in row}
-    wanted = "skip/zero_advantage_ratio skip/samples_dropped skip/tokens_dropped skip/microbatches_dropped skip/silent_ranks"
+    wanted = (
+        "skip/zero_advantage_ratio skip/samples_dropped skip/tokens_dropped skip/microbatches_dropped skip/silent_ranks"
+    )
     wanted += " skip/ghost_steps skip/speedup_ideal time/rollout_s time/reward_s time/logprob_s time/update_s time/weight_sync_s"
     wanted += " train/loss train/grad_norm train/entropy train/clip_ratio train/lr reward/mean eval/test/mean@1"
     wanted += " perf/dense_equivalent_tokens_per_second reward/tests.reward_functions:parity"
@@ -28,12 +32,21 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     assert rows[3]["train/logprob_gap_max"] < 1e-4  # float32, the same weights in two implementations
 
 
-@pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1", "parallel.context=2"])
+@pytest.mark.parametrize(
+    "layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1", "parallel.context=2"]
+)
 def test_skip_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):
     """Two rollouts, four optimizer steps, sampling included; nothing repacked, so bitwise, and so are the rollouts."""
     weights = {}
     for mode in ("exact", "off"):
-        given = arguments(arithmetic, tmp_path / mode, layout, f"skip.mode={mode}", "plan.repack=false", "plan.samples_per_microbatch=2")
+        given = arguments(
+            arithmetic,
+            tmp_path / mode,
+            layout,
+            f"skip.mode={mode}",
+            "plan.repack=false",
+            "plan.samples_per_microbatch=2",
+        )
         results = pool.run(2, command_line, given, timeout_s=120)
         assert [code for code, _ in results] == [0, 0], results
         weights[mode] = weights_of(tmp_path / mode)
@@ -71,7 +84,11 @@ def test_a_mixture_trains_the_same_run(pool, mixture, tmp_path, layout):
 
 
 def test_a_run_without_signal_is_ghosts_and_freeze_moves_nothing(pool, arithmetic, tmp_path):
-    extra = ["reward.functions=[tests.reward_functions:constant]", "skip.ghost=freeze", "metrics.dense_every_rollouts=1"]
+    extra = [
+        "reward.functions=[tests.reward_functions:constant]",
+        "skip.ghost=freeze",
+        "metrics.dense_every_rollouts=1",
+    ]
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
     assert code == 0, said
     rows = rows_of(tmp_path)
@@ -82,7 +99,12 @@ def test_a_run_without_signal_is_ghosts_and_freeze_moves_nothing(pool, arithmeti
 
 
 def test_kl_and_entropy_train_under_approximate(pool, arithmetic, tmp_path):
-    extra = ["skip.mode=approximate", "loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01", "loss.kl_estimator=unbiased"]
+    extra = [
+        "skip.mode=approximate",
+        "loss.kl_coefficient=0.1",
+        "loss.entropy_coefficient=0.01",
+        "loss.kl_estimator=unbiased",
+    ]
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
     assert code == 0, said
     rows = rows_of(tmp_path)
@@ -100,10 +122,22 @@ def test_other_settings_run(pool, arithmetic, tmp_path, setting):
 
 BAD_INPUT = {
     "unknown key": (["train.stepz=3"], ["train.stepz", "nearest known key is train.num_rollouts"]),
-    "unknown megatron field": (["megatron.transformer.recompute_granularty=full"], ["recompute_granularty", "recompute_granularity"]),
-    "the seam's field": (["megatron.transformer.calculate_per_token_loss=false"], ["calculate_per_token_loss", "token-sum seam"]),
-    "kl under exact": (["loss.kl_coefficient=0.1"], ["loss.kl_coefficient=0.1", "skip.mode=approximate", "skip.mode=off"]),
-    "entropy under exact": (["loss.entropy_coefficient=0.1"], ["loss.entropy_coefficient=0.1", "skip.mode=approximate"]),
+    "unknown megatron field": (
+        ["megatron.transformer.recompute_granularty=full"],
+        ["recompute_granularty", "recompute_granularity"],
+    ),
+    "the seam's field": (
+        ["megatron.transformer.calculate_per_token_loss=false"],
+        ["calculate_per_token_loss", "token-sum seam"],
+    ),
+    "kl under exact": (
+        ["loss.kl_coefficient=0.1"],
+        ["loss.kl_coefficient=0.1", "skip.mode=approximate", "skip.mode=off"],
+    ),
+    "entropy under exact": (
+        ["loss.entropy_coefficient=0.1"],
+        ["loss.entropy_coefficient=0.1", "skip.mode=approximate"],
+    ),
     "no such model": (["model.hf_path=nowhere"], ["model.hf_path", "nowhere", "config.json"]),
     "no such data": (["data.train=nowhere.jsonl"], ["data.train", "nowhere.jsonl"]),
     "one sample per prompt": (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "at least 2"]),
@@ -123,7 +157,9 @@ def test_bad_settings_are_named_with_their_value_and_the_way_out(pool, arithmeti
 
 def test_tensor_parallel_that_does_not_divide_the_heads(pool, arithmetic, tmp_path):
     results = pool.run(3, command_line, arguments(arithmetic, tmp_path, "parallel.tensor=3"), timeout_s=60)
-    assert all(code == 2 and "parallel.tensor=3 does not divide num_attention_heads=2" in said for code, said in results), results
+    assert all(
+        code == 2 and "parallel.tensor=3 does not divide num_attention_heads=2" in said for code, said in results
+    ), results
 
 
 @pytest.mark.parametrize(
@@ -142,7 +178,9 @@ def test_bad_data_names_file_and_line(pool, arithmetic, tmp_path, content, words
 
 
 def test_a_prompt_longer_than_allowed_is_named_or_dropped(pool, arithmetic, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "%s=", "answer": "2"}\n' % ("1+" * 20))
+    (tmp_path / "data.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "%s=", "answer": "2"}\n' % ("1+" * 20)
+    )
     given = arguments(arithmetic, tmp_path / "run", f"data.train={tmp_path / 'data.jsonl'}")
     ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
     assert code == 2 and "41" in said and "16" in said, said
@@ -151,7 +189,12 @@ def test_a_prompt_longer_than_allowed_is_named_or_dropped(pool, arithmetic, tmp_
 
 
 def test_a_reward_that_raises_stops_every_rank_with_the_samples_id_and_traceback(pool, arithmetic, tmp_path):
-    given = arguments(arithmetic, tmp_path, "reward.functions=[tests.reward_functions:explode_on_seven]", "train.prompts_per_rollout=60")
+    given = arguments(
+        arithmetic,
+        tmp_path,
+        "reward.functions=[tests.reward_functions:explode_on_seven]",
+        "train.prompts_per_rollout=60",
+    )
     results = pool.run(2, command_line, given, timeout_s=60)
     assert [code for code, _ in results] == [1, 1], results
     said = "".join(text for _, text in results)
@@ -161,11 +204,20 @@ def test_a_reward_that_raises_stops_every_rank_with_the_samples_id_and_traceback
 @pytest.mark.parametrize("policy", ["drop", "zero"])
 def test_a_reward_that_raises_costs_only_its_sample(pool, arithmetic, tmp_path, policy):
     reward = "reward.functions=[tests.reward_functions:explode_on_seven]"
-    given = arguments(arithmetic, tmp_path, reward, f"reward.on_error={policy}", "train.prompts_per_rollout=60", "train.num_rollouts=1")
+    given = arguments(
+        arithmetic,
+        tmp_path,
+        reward,
+        f"reward.on_error={policy}",
+        "train.prompts_per_rollout=60",
+        "train.num_rollouts=1",
+    )
     results = pool.run(2, command_line, given, timeout_s=60)
     assert [code for code, _ in results] == [0, 0], results
     excluded = rows_of(tmp_path)[0]["reward/excluded"]
-    assert excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0  # a prompt's four samples fail together
+    assert (
+        excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0
+    )  # a prompt's four samples fail together
 
 
 def test_an_infinite_reward_is_refused_before_it_becomes_nan(pool, arithmetic, tmp_path):

@@ -15,10 +15,14 @@ from tests.runs.command import arguments, command_line, rows_of, timeless, weigh
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
 TURNS = (
-    "environment.name=tests.runs.test_turn_runs:Riddle", "environment.max_turns=3", "rollout.max_response_tokens=24",
-    "reward.functions=[environment,tests.reward_functions:parity]", "reward.weights=[1.0,0.5]", "optimizer.schedule=constant",
+    "environment.name=tests.runs.test_turn_runs:Riddle",
+    "environment.max_turns=3",
+    "rollout.max_response_tokens=24",
+    "reward.functions=[environment,tests.reward_functions:parity]",
+    "reward.weights=[1.0,0.5]",
+    "optimizer.schedule=constant",
     "sft.steps=20",  # on short answers: turns end soon
-)  # fmt: skip
+)
 
 
 class Riddle:
@@ -55,7 +59,13 @@ def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):
     for ranks, extra, name in folders:
         end_of(pool, ranks, arguments(arithmetic, tmp_path / name, *TURNS, *extra, "train.num_rollouts=3"))
         rows = [row for row in rows_of(tmp_path / name) if "reward/mean" in row]
-        keys = ("reward/mean", "reward/environment", "rollout/turns_mean", "rollout/tokens", "rollout/response_tokens_mean")
+        keys = (
+            "reward/mean",
+            "reward/environment",
+            "rollout/turns_mean",
+            "rollout/tokens",
+            "rollout/response_tokens_mean",
+        )
         found.append(([[row[key] for key in keys] for row in rows], weights_of(tmp_path / name)))
     (alone, weights), (one, first), (other, second) = found
     print(alone)
@@ -81,10 +91,20 @@ def test_skip_equals_dense(pool, arithmetic, tmp_path):
 def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
     """What a checkpoint holds of rollouts ahead and of replayed groups has its masks and its environment's rewards."""
     given = (
-        *TURNS, "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null", "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",
-        "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.capacity_groups=6", "replay.max_uses=2", "train.num_rollouts=5",
-        "reward.functions=[tests.reward_functions:mostly_dead,environment]", "reward.weights=[1.0,0.25]", "environment.arguments={}",
-    )  # fmt: skip
+        *TURNS,
+        "checkpoint.save_every_rollouts=1",
+        "checkpoint.keep_last=null",
+        "rollout.producer.mode=streaming",
+        "rollout.producer.prefetch_rollouts=1",
+        "rollout.producer.min_groups=4",
+        "correction.mode=token_truncate",
+        "replay.capacity_groups=6",
+        "replay.max_uses=2",
+        "train.num_rollouts=5",
+        "reward.functions=[tests.reward_functions:mostly_dead,environment]",
+        "reward.weights=[1.0,0.25]",
+        "environment.arguments={}",
+    )
     whole, part = tmp_path / "whole", tmp_path / "part"
     end_of(pool, 2, arguments(arithmetic, whole, *given))
     shutil.copytree(whole, part)
@@ -114,15 +134,27 @@ def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):
         made = []
         for row in rows:
             turns = [("assistant", row["answer"]), ("user", said), ("assistant", "4")]
-            asked = [{"role": "system", "content": "="}, {"role": "user", "content": row["prompt"]}] if name == "chat" else row["prompt"]
+            asked = (
+                [{"role": "system", "content": "="}, {"role": "user", "content": row["prompt"]}]
+                if name == "chat"
+                else row["prompt"]
+            )
             made.append({**row, "prompt": asked, "solution": [{"role": role, "content": text} for role, text in turns]})
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     found = []
-    for name, extra in (("plain", ("data.template='={prompt} '",)), ("chat", ("data.template=chat", "environment.role=user"))):
+    for name, extra in (
+        ("plain", ("data.template='={prompt} '",)),
+        ("chat", ("data.template=chat", "environment.role=user")),
+    ):
         given = (
-            *TURNS, f"model.hf_path={tmp_path / 'model'}", f"data.train={tmp_path / name}.jsonl", *extra,
-            "reward.functions=[environment]", "reward.weights=[1.0]", f"environment.arguments={{end: '{' ' * (name == 'plain')}'}}",
-        )  # fmt: skip
+            *TURNS,
+            f"model.hf_path={tmp_path / 'model'}",
+            f"data.train={tmp_path / name}.jsonl",
+            *extra,
+            "reward.functions=[environment]",
+            "reward.weights=[1.0]",
+            f"environment.arguments={{end: '{' ' * (name == 'plain')}'}}",
+        )
         end_of(pool, 2, arguments(arithmetic, tmp_path / name, *given))
         found.append((weights_of(tmp_path / name), rows_of(tmp_path / name)))
     (weights, logged), (other, other_logged) = found
@@ -146,13 +178,20 @@ def test_an_environment_that_fails_ends_the_run_or_costs_its_group(pool, arithme
     others = [row for row in rows if row != broken][:7]
     data.write_text("".join(json.dumps(row) + "\n" for row in [*others, broken]))
     given = arguments(
-        arithmetic, tmp_path / "run", *TURNS, f"data.train={data}", "train.num_rollouts=1",
-        "environment.name=tests.runs.test_turn_runs:Breaking", f"environment.on_error={on_error}",
-    )  # fmt: skip
+        arithmetic,
+        tmp_path / "run",
+        *TURNS,
+        f"data.train={data}",
+        "train.num_rollouts=1",
+        "environment.name=tests.runs.test_turn_runs:Breaking",
+        f"environment.on_error={on_error}",
+    )
     results = pool.run(2, command_line, given, timeout_s=120)
     assert [found for found, _ in results] == [code] * 2, results
     if code:
-        assert any("a riddle without an answer" in said and "environment.on_error=drop" in said for _, said in results), results
+        assert any(
+            "a riddle without an answer" in said and "environment.on_error=drop" in said for _, said in results
+        ), results
     else:
         (first, *_) = [row for row in rows_of(tmp_path / "run") if row["phase"] == "rl"]
         assert first["reward/excluded"] == 4.0

@@ -63,7 +63,12 @@ def install() -> str | None:
     for step in (command, ["apt-get", "update"], command):  # a fresh image has no package lists yet
         try:
             done = subprocess.run(
-                step, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True, timeout=INSTALL_S, check=False
+                step,
+                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return f"`{' '.join(step)}` took more than {INSTALL_S:g} s"
@@ -136,7 +141,9 @@ class Cluster:
 
     def run(self, *command: str, timeout_s: float = COMMAND_S) -> str:
         """A command's output. Raises ClusterError with what it said where it fails."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
         if done.returncode:
             raise ClusterError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -152,12 +159,21 @@ class Cluster:
         self.folder.chmod(0o755)  # munged's socket must be reachable by all
         munge = self.folder / "munge"
         (self.folder / "slurm.conf").write_text(_configuration(self.folder), encoding="utf-8")
-        (self.folder / "gres.conf").write_text("".join(f"NodeName={node} Name=gpu File=/dev/null\n" for node in NODES), encoding="utf-8")
+        (self.folder / "gres.conf").write_text(
+            "".join(f"NodeName={node} Name=gpu File=/dev/null\n" for node in NODES), encoding="utf-8"
+        )
         self.run("mungekey", "--create", f"--keyfile={munge}/key")
         self._launch(
-            "munged", "munged", "--foreground", f"--socket={munge}/socket", f"--key-file={munge}/key", f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=2",
-        )  # fmt: skip
+            "munged",
+            "munged",
+            "--foreground",
+            f"--socket={munge}/socket",
+            f"--key-file={munge}/key",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+            "--num-threads=2",
+        )
         self._wait("munged's socket", lambda: (munge / "socket").exists())
         self._launch("slurmctld", "slurmctld", "-D", "-f", f"{self.folder}/slurm.conf")
         for node in NODES:
@@ -167,7 +183,12 @@ class Cluster:
     def _launch(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("wb") as out:
             self._processes[name] = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def _is_up(self) -> bool:
@@ -187,7 +208,9 @@ class Cluster:
 
     def logs(self) -> str:
         """The end of every daemon's output."""
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(self.folder.glob("*.out")))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(self.folder.glob("*.out"))
+        )
 
     def _stop(self) -> None:
         if "slurmctld" in self._processes:
@@ -216,7 +239,9 @@ def _node_names():
         try:
             fcntl.flock(hosts, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ClusterError(f"another test cluster runs on this machine (it holds the lock on {HOSTS}); wait for it to end") from None
+            raise ClusterError(
+                f"another test cluster runs on this machine (it holds the lock on {HOSTS}); wait for it to end"
+            ) from None
         before = hosts.read().replace(HOSTS_LINE, "")  # one that a killed cluster left
         try:
             _rewrite(hosts, before + ("" if before.endswith("\n") or not before else "\n") + HOSTS_LINE)

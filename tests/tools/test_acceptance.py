@@ -28,7 +28,12 @@ def fill(folder: pathlib.Path, *arguments: str, bound_s: float = patient(600)) -
     out = folder / "matrix.json"
     command = [sys.executable, str(ROOT / "tools/acceptance.py"), "--json", str(out), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=bound_s, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        timeout=bound_s,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=folder,
     )
     return done.returncode, json.loads(out.read_text())["cells"] if out.exists() else [], done.stdout + done.stderr
 
@@ -87,11 +92,22 @@ def test_cells_that_this_host_cannot_run_say_why() -> None:
     assert acceptance.why_not(by_name["tp2-pp2"], one_gpu, 4, {}) == "needs 4 GPUs, this host has 1"
     assert acceptance.why_not(by_name["single"], one_gpu, 4, {}) == ""
     assert acceptance.why_not(by_name["tp2-pp2"], CPU_HOST, 2, {}) == "needs 4 processes, --max-processes is 2"
-    assert acceptance.why_not(by_name["te-single"], CPU_HOST, 4, {}) == "needs a GPU for transformer_engine, this host has none"
+    assert (
+        acceptance.why_not(by_name["te-single"], CPU_HOST, 4, {})
+        == "needs a GPU for transformer_engine, this host has none"
+    )
     absent = {"apex": "ModuleNotFoundError: No module named 'apex'"}
     assert acceptance.why_not(by_name["adam-apex"], one_gpu, 4, absent) == f"apex cannot be imported: {absent['apex']}"
-    row = {"feature": "f", "dtype": "float32", "layout": "TP2", "status": "not run", "reason": "needs 2 GPUs, this host has 1"}
-    assert acceptance.table_row(row, "NCCL, x") == "| f, float32 | TP2 | - | not run: needs 2 GPUs, this host has 1 | - |"
+    row = {
+        "feature": "f",
+        "dtype": "float32",
+        "layout": "TP2",
+        "status": "not run",
+        "reason": "needs 2 GPUs, this host has 1",
+    }
+    assert (
+        acceptance.table_row(row, "NCCL, x") == "| f, float32 | TP2 | - | not run: needs 2 GPUs, this host has 1 | - |"
+    )
 
 
 def test_reason_is_the_first_error_without_paths() -> None:
@@ -105,7 +121,14 @@ def test_reason_is_the_first_error_without_paths() -> None:
 def test_cells_have_names_of_their_own_and_cover_every_layout() -> None:
     assert len({cell.name for cell in CELLS}) == len(CELLS)
     assert all(set(cell.checks) <= set(LABELS) for cell in CELLS)
-    assert {(c.tensor, c.pipeline, c.data) for c in CELLS} >= {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)}
+    assert {(c.tensor, c.pipeline, c.data) for c in CELLS} >= {
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (2, 2, 1),
+        (1, 2, 2),
+    }
 
 
 @pytest.mark.long

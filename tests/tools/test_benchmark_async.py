@@ -13,7 +13,20 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools" / "benchmarks
 import async_modes as benchmark_async
 import refill as benchmark_refill
 
-SMALL = ["--engine", "transformers", "--hidden", "64", "--layers", "1", "--samples", "4", "--response-tokens", "8", "--rounds", "1"]
+SMALL = [
+    "--engine",
+    "transformers",
+    "--hidden",
+    "64",
+    "--layers",
+    "1",
+    "--samples",
+    "4",
+    "--response-tokens",
+    "8",
+    "--rounds",
+    "1",
+]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +60,14 @@ def test_overlap_is_of_the_shorter_of_the_two():
 
 
 def test_a_live_group_costs_what_the_dead_ones_took():
-    row = {"groups with signal": 8.0, "tokens": 800.0, "rollout s": 1.0, "logprob s": 1.0, "update s": 2.0, "all s": 4.0}
+    row = {
+        "groups with signal": 8.0,
+        "tokens": 800.0,
+        "rollout s": 1.0,
+        "logprob s": 1.0,
+        "update s": 2.0,
+        "all s": 4.0,
+    }
     (found,) = benchmark_refill.table_of({"skip": [row, row]})
     assert found["tokens a live group"] == 100.0 and found["s a live group"] == 0.5
 
@@ -57,12 +77,30 @@ def test_a_live_group_costs_what_the_dead_ones_took():
 def test_the_whole_of_both(tmp_path, capsys):
     """A few seconds each: every mode runs, staleness is that of the mode, refilled rollouts have no group without signal."""
     path = tmp_path / "async.json"
-    given = ["--modes", "sync", "prefetch", "--prompts", "4", "--min-groups", "2", "--steps", "4", "--json", str(path), *SMALL]
+    given = [
+        "--modes",
+        "sync",
+        "prefetch",
+        "--prompts",
+        "4",
+        "--min-groups",
+        "2",
+        "--steps",
+        "4",
+        "--json",
+        str(path),
+        *SMALL,
+    ]
     assert benchmark_async.main(given) == 0
     assert [row["staleness"] for row in json.loads(path.read_text())["modes"]] == [0.0, 1.0]
     path = tmp_path / "refill.json"
     assert benchmark_refill.main(["--prompts", "6", "--steps", "3", "--json", str(path), *SMALL]) == 0
     modes = {row["mode"]: row for row in json.loads(path.read_text())["modes"]}
-    assert modes["refill"]["groups with signal"] > 4 > modes["skip"]["groups with signal"] == modes["train all"]["groups with signal"]
+    assert (
+        modes["refill"]["groups with signal"]
+        > 4
+        > modes["skip"]["groups with signal"]
+        == modes["train all"]["groups with signal"]
+    )
     assert modes["refill"]["tokens"] > modes["skip"]["tokens"] == modes["train all"]["tokens"]
     assert "overlap" in capsys.readouterr().out

@@ -26,7 +26,21 @@ def test_ratios_are_those_of_the_figures(tool, tmp_path: pathlib.Path, monkeypat
     monkeypatch.setattr(tool, "measure_memory", lambda path, given, tokens: 100 + 8 * tokens if path == "plain" else 50)
     path = tmp_path / "logprob.json"
     limit = 2 * 10 * 30 * 4 / 1e9
-    sizes = ["--tokens", "20", "5", "10", "--vocab", "30", "--hidden", "4", "--repeats", "2", "--chunk-tokens", "3", "--train-entropy"]
+    sizes = [
+        "--tokens",
+        "20",
+        "5",
+        "10",
+        "--vocab",
+        "30",
+        "--hidden",
+        "4",
+        "--repeats",
+        "2",
+        "--chunk-tokens",
+        "3",
+        "--train-entropy",
+    ]
     assert tool.main([*sizes, "--plain-limit-gb", str(limit), "--json", str(path)]) == 0
     small, large, beyond = json.loads(path.read_text())["rows"]
     assert [x["tokens"] for x in (small, large, beyond)] == [5, 10, 20]
@@ -34,7 +48,10 @@ def test_ratios_are_those_of_the_figures(tool, tmp_path: pathlib.Path, monkeypat
     assert [x["plain_is_extrapolated"] for x in (small, large, beyond)] == [False, False, True]
     assert beyond["memory_ratio"] == 260 / 50 and "plain_s" not in beyond and beyond["lean_s"] > 0
     for row in (small, large):
-        assert row["time_ratio"] == row["lean_s"] / row["plain_s"] and row["cpu_ratio"] == row["lean_cpu_s"] / row["plain_cpu_s"]
+        assert (
+            row["time_ratio"] == row["lean_s"] / row["plain_s"]
+            and row["cpu_ratio"] == row["lean_cpu_s"] / row["plain_cpu_s"]
+        )
 
 
 def test_one_size_is_extrapolated_in_proportion(tool) -> None:

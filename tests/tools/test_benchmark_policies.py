@@ -39,9 +39,12 @@ def cases() -> list[Case]:
         signal = random.random(count) < random.choice([0.0, 0.1, 0.3, 0.7, 1.0])
         stage = StageCost(overhead=20.0, token=1.0, square=0.0)
         rules = PlanRules(
-            data_size=data_size, lockstep_ranks=int(random.choice([1, data_size])), max_tokens=int(random.choice([33, 80, 1000])),
-            cost=CostModel(stages=(stage,) * int(random.integers(1, 4))), microbatch_multiple=int(random.choice([1, 1, 2])),
-        )  # fmt: skip
+            data_size=data_size,
+            lockstep_ranks=int(random.choice([1, data_size])),
+            max_tokens=int(random.choice([33, 80, 1000])),
+            cost=CostModel(stages=(stage,) * int(random.integers(1, 4))),
+            microbatch_multiple=int(random.choice([1, 1, 2])),
+        )
         mini_batches = split_mini_batches(np.arange(count), size)
         found.append((mini_batches, random.integers(1, 70, count), signal, rules))
     return found
@@ -49,7 +52,9 @@ def cases() -> list[Case]:
 
 def ran(plan: StepPlan, rules: PlanRules) -> list[int]:
     """Samples that run with their loss, over all ranks."""
-    return [int(i) for rank in range(rules.data_size) for m in plan.microbatches(rank) if not m.filler for i in m.samples]
+    return [
+        int(i) for rank in range(rules.data_size) for m in plan.microbatches(rank) if not m.filler for i in m.samples
+    ]
 
 
 def all_ran(plan: BatchPlan, rules: PlanRules) -> list[int]:
@@ -132,18 +137,25 @@ def test_policies_of_eight_samples_by_hand() -> None:
     signal = np.isin(np.arange(8), [0, 1, 2])
     found = {name: policy(mini_batches, lengths, signal, PlanRules()) for name, policy in plans.POLICIES.items()}
     assert {name: [x.order.tolist() for x in plan.mini_batches] for name, plan in found.items()} == {
-        "dense": [[0, 1, 2, 3], [4, 5, 6, 7]], "ours": [[0, 1, 2], []], "keep_one": [[0, 1, 2], [7]], "filter_pad": [[0, 1], [2, 7]],
+        "dense": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "ours": [[0, 1, 2], []],
+        "keep_one": [[0, 1, 2], [7]],
+        "filter_pad": [[0, 1], [2, 7]],
         "fewest_steps": [[0, 1, 2, 7]],
-    }  # fmt: skip
+    }
 
 
 def facts_of(loss_tokens: list[int]) -> BatchFacts:
     count = len(loss_tokens)
     return BatchFacts(
-        sample_ids=tuple(f"s{i}" for i in range(count)), groups=np.arange(count), prompt_tokens=np.full(count, 2),
-        response_tokens=np.array(loss_tokens), loss_tokens=np.array(loss_tokens), owners=np.zeros(count, dtype=np.int64),
+        sample_ids=tuple(f"s{i}" for i in range(count)),
+        groups=np.arange(count),
+        prompt_tokens=np.full(count, 2),
+        response_tokens=np.array(loss_tokens),
+        loss_tokens=np.array(loss_tokens),
+        owners=np.zeros(count, dtype=np.int64),
         owner_rows=np.arange(count),
-    )  # fmt: skip
+    )
 
 
 def test_weights_are_each_samples_own_or_counted_over_what_the_step_runs() -> None:
@@ -160,7 +172,9 @@ def test_weights_are_each_samples_own_or_counted_over_what_the_step_runs() -> No
 
 
 def test_errors_are_distances_over_all_weights() -> None:
-    start, truth, found = ({"a": torch.tensor([x, 0.0]), "b": torch.tensor([y])} for x, y in ((0.0, 0.0), (3.0, 4.0), (3.0, 4.5)))
+    start, truth, found = (
+        {"a": torch.tensor([x, 0.0]), "b": torch.tensor([y])} for x, y in ((0.0, 0.0), (3.0, 4.0), (3.0, 4.5))
+    )
     assert run.errors(found, truth, start) == {"error_of_movement": 0.1, "error_of_weights": 0.1}
     assert run.errors(found, truth, truth)["error_of_movement"] is None
 
@@ -223,7 +237,20 @@ def test_ours_ends_where_dense_ends_and_fewer_steps_do_not(pool: Pool, pipeline:
 
 def measured(rank: int, world: int) -> str:
     """One dead share as the tool measures it, as JSON."""
-    sizes_of = ["--groups", "8", "--group-size", "2", "--mean-tokens", "12", "--mini-batches", "2", "--rollouts", "2", "--repeats", "2"]
+    sizes_of = [
+        "--groups",
+        "8",
+        "--group-size",
+        "2",
+        "--mean-tokens",
+        "12",
+        "--mini-batches",
+        "2",
+        "--rollouts",
+        "2",
+        "--repeats",
+        "2",
+    ]
     given = tool.parse([*sizes_of, "--max-tokens-per-microbatch", "16", "32", "64", "--lr", "1e-3"])
     with open_rig("qwen2_tied", "optimizer.epsilon=1e-3", layers=2) as rig:
         rig.backend.keep_reference()

@@ -57,7 +57,9 @@ def test_every_wrong_outcome_is_found() -> None:
     good = [
         Outcome(error=f"…{SAID[kind]} …")
         if kind in SAID
-        else Outcome(value=value_of(rollout.prompt.text, rollout.text, rollout.response_ids, rollout.prompt.columns["answer"]))
+        else Outcome(
+            value=value_of(rollout.prompt.text, rollout.text, rollout.response_ids, rollout.prompt.columns["answer"])
+        )
         for kind, rollout in zip(kinds, rollouts, strict=True)
     ]
     assert faults_in(rollouts, kinds, good) == []
@@ -66,7 +68,12 @@ def test_every_wrong_outcome_is_found() -> None:
     assert [fault.split()[0] for fault in faults_in(rollouts, kinds, swapped)] == ["0@0#0", "1@0#0"]
     for place, kind in enumerate(kinds):
         other = "kill" if kind == "raise" else "raise"
-        for wrong in (Outcome(), Outcome(value=1.0), Outcome(error=SAID[other]), replace(good[place], value=2.0, error=good[place].error)):
+        for wrong in (
+            Outcome(),
+            Outcome(value=1.0),
+            Outcome(error=SAID[other]),
+            replace(good[place], value=2.0, error=good[place].error),
+        ):
             (fault,) = faults_in(rollouts, kinds, [*good[:place], wrong, *good[place + 1 :]])
             assert fault.startswith(rollouts[place].sample_id)
 
@@ -87,7 +94,20 @@ def test_half_of_the_math_answers_are_right() -> None:
 
 def test_the_whole_in_small(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    arguments = ["--samples", "50", "--group-size", "4", "--workers", "2", "--raising", "0.02", "--hanging", "0.02", "--killing", "0.02"]
+    arguments = [
+        "--samples",
+        "50",
+        "--group-size",
+        "4",
+        "--workers",
+        "2",
+        "--raising",
+        "0.02",
+        "--hanging",
+        "0.02",
+        "--killing",
+        "0.02",
+    ]
     arguments += [
         "--deadline",
         "2",
@@ -106,7 +126,12 @@ def test_the_whole_in_small(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     assert [table[name] for name in ("samples", "raising", "hanging", "killing", "wrong answers")] == [50, 1, 1, 1, 0]
     # The hang costs one start where its group was cut for another's fault and two where not; the kill two or three.
     assert 2 + 1 + 2 <= table["workers started"] <= 2 + 2 + 3
-    assert 1.0 < table["median seconds of a hanging sample"] == table["worst seconds of a hanging sample"] <= table["seconds"] + 0.1
+    assert (
+        1.0
+        < table["median seconds of a hanging sample"]
+        == table["worst seconds of a hanging sample"]
+        <= table["seconds"] + 0.1
+    )
     assert written["math_verify"]["table"]["wrong answers"] == 0 and written["math_verify"]["table"]["ratio"] > 0
     assert "workers started" in capsys.readouterr().out
 

@@ -41,8 +41,14 @@ def run_tool(out: pathlib.Path, processes: int, *arguments: str) -> list[dict]:
 def test_shares_are_those_of_the_figures(tmp_path: pathlib.Path) -> None:
     """Wall time on one process: one batch, so that medians are of repeats alone."""
     half, ghost = run_tool(tmp_path / "skip.json", 1, "--layers", "2", "--repeats", "2", "--dead-share", "0.5", "1.0")
-    assert half["ratio"] == half["dense_s"] / half["skip_s"] and half["ideal"] == half["dense_tokens"] / half["surviving_tokens"]
-    assert half["share_of_ideal"] == half["ratio"] / half["ideal"] and half["share_of_planned"] == half["ratio"] / half["planned_ideal"]
+    assert (
+        half["ratio"] == half["dense_s"] / half["skip_s"]
+        and half["ideal"] == half["dense_tokens"] / half["surviving_tokens"]
+    )
+    assert (
+        half["share_of_ideal"] == half["ratio"] / half["ideal"]
+        and half["share_of_planned"] == half["ratio"] / half["planned_ideal"]
+    )
     assert half["fixed_fraction"] == half["optimizer_step_s"] / half["dense_s"]
     assert len(half["dense_over_predicted"]) == len(half["skip_over_predicted"]) == 2
     factors = np.array(half["skip_over_predicted"])
@@ -53,9 +59,23 @@ def test_shares_are_those_of_the_figures(tmp_path: pathlib.Path) -> None:
 @pytest.mark.long
 def test_virtual_clock_runs_more_stages_than_cores(tmp_path: pathlib.Path) -> None:
     (row,) = run_tool(
-        tmp_path / "clock.json", 4, "--layers", "8", "--pp", "4", "--virtual-pipeline", "2", "--virtual-clock", "--calibrate",
-        "--batches", "2", "--repeats", "1", "--dead-share", "0.5",
-    )  # fmt: skip
+        tmp_path / "clock.json",
+        4,
+        "--layers",
+        "8",
+        "--pp",
+        "4",
+        "--virtual-pipeline",
+        "2",
+        "--virtual-clock",
+        "--calibrate",
+        "--batches",
+        "2",
+        "--repeats",
+        "1",
+        "--dead-share",
+        "0.5",
+    )
     assert row["dense_s"] > row["skip_s"] > 0 and "optimizer_step_s" not in row
     assert all(m % 4 == 0 for m in row["dense_microbatches"] + row["skip_microbatches"])
 
@@ -63,8 +83,14 @@ def test_virtual_clock_runs_more_stages_than_cores(tmp_path: pathlib.Path) -> No
 def test_plan_clock_without_overhead_on_one_stage_is_the_ratio_of_tokens() -> None:
     model = CostModel(stages=(StageCost(overhead=50.0, token=2.0, square=0.0),))
     lengths, signal, rules = np.array([10, 20, 30, 40]), np.array([True, False, True, False]), PlanRules(max_tokens=50)
-    dense, skip = (plan_steps("train", [np.arange(4)], lengths, signal, rules, drops=drops).mini_batches[0] for drops in (False, True))
-    assert plan_clock(without_overhead(model), dense, lengths) == 200.0 and plan_clock(without_overhead(model), skip, lengths) == 80.0
+    dense, skip = (
+        plan_steps("train", [np.arange(4)], lengths, signal, rules, drops=drops).mini_batches[0]
+        for drops in (False, True)
+    )
+    assert (
+        plan_clock(without_overhead(model), dense, lengths) == 200.0
+        and plan_clock(without_overhead(model), skip, lengths) == 80.0
+    )
     assert plan_clock(model, dense, lengths) == 200.0 + 50.0 * len(dense.microbatch_offsets[1:])
 
 

@@ -43,7 +43,9 @@ SMALL += ["--trl-samples", "2", "4", "8", "--max-tokens-per-microbatch", "128", 
 
 
 def test_settings_are_sorted_and_counted_once() -> None:
-    given = benchmark_update.parse(["--trl-samples", "16", "4", "8", "8", "--max-tokens-per-microbatch", "4096", "1024"])
+    given = benchmark_update.parse(
+        ["--trl-samples", "16", "4", "8", "8", "--max-tokens-per-microbatch", "4096", "1024"]
+    )
     assert given.trl_samples == [4, 8, 16] and given.max_tokens_per_microbatch == [1024, 4096]
 
 
@@ -81,11 +83,14 @@ def make_samples(lengths: list[int]) -> list[Sample]:
     """Sample i has a prompt of a quarter of its tokens; tokens are 100 · i + position, so that each is found again."""
     return [
         Sample(
-            sample_id=f"s{i}", prompt_tokens=max(2, n // 4), token_ids=100 * (i + 1) + np.arange(n),
-            loss_mask=np.ones(n - max(2, n // 4), dtype=bool), logprobs=np.zeros(n - max(2, n // 4), dtype=np.float32),
+            sample_id=f"s{i}",
+            prompt_tokens=max(2, n // 4),
+            token_ids=100 * (i + 1) + np.arange(n),
+            loss_mask=np.ones(n - max(2, n // 4), dtype=bool),
+            logprobs=np.zeros(n - max(2, n // 4), dtype=np.float32),
         )
         for i, n in enumerate(lengths)
-    ]  # fmt: skip
+    ]
 
 
 def test_every_size_in_every_layout() -> None:
@@ -116,18 +121,27 @@ def test_microbatches_hold_every_sample_once_with_its_advantage(setting) -> None
     found = {}
     for part in made:
         assert len(part["prompt_ids"]) == setting.samples
-        assert part["num_items_in_batch"] == sum(len(x.token_ids) - x.prompt_tokens for x in samples)  # of the whole batch, in each
+        assert part["num_items_in_batch"] == sum(
+            len(x.token_ids) - x.prompt_tokens for x in samples
+        )  # of the whole batch, in each
         for row in range(setting.samples):
             prompt = part["prompt_ids"][row][part["prompt_mask"][row].bool()].tolist()
             response = part["completion_ids"][row][part["completion_mask"][row].bool()].tolist()
             found[prompt[0]] = (prompt + response, len(prompt), part["advantages"][row].item())
-    wanted = {int(x.token_ids[0]): (x.token_ids.tolist(), x.prompt_tokens, a) for x, a in zip(samples, advantages, strict=True)}
+    wanted = {
+        int(x.token_ids[0]): (x.token_ids.tolist(), x.prompt_tokens, a)
+        for x, a in zip(samples, advantages, strict=True)
+    }
     assert found == wanted
 
 
 def test_layouts_pad_less_and_less() -> None:
     samples = make_samples([8, 40, 12, 21, 9, 33, 16, 27])
-    sizes = {x.layout: padded_tokens(make_microbatches(samples, np.zeros(8), x)) for x in trl_settings([2]) if not x.checkpointing}
+    sizes = {
+        x.layout: padded_tokens(make_microbatches(samples, np.zeros(8), x))
+        for x in trl_settings([2])
+        if not x.checkpointing
+    }
     assert sizes["batch"] == 8 * (10 + 30)  # the longest prompt and the longest response, for every sample
     assert sizes["sorted"] < sizes["trimmed"] < sizes["batch"]
 
@@ -169,7 +183,12 @@ def compare(**wrong: dict) -> list[dict]:
 
 
 def test_each_setting_is_compared_with_the_other_side() -> None:
-    assert [(x["setting"], x["against"], x["error"]) for x in compare()] == [("x", "z", 0), ("y", "z", 0), ("z", "x", 0), ("w", "x", 0)]
+    assert [(x["setting"], x["against"], x["error"]) for x in compare()] == [
+        ("x", "z", 0),
+        ("y", "z", 0),
+        ("z", "x", 0),
+        ("w", "x", 0),
+    ]
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -216,7 +235,11 @@ def test_best_is_the_fastest_of_each_family() -> None:
     best = best_of(make_rows(trl_shipped=8.0, trl_helped=6.0, dense=4.0, skip=2.0))
     assert [row["setting"] for row in best.values()] == ["trl_shipped 1", "trl_helped 1", "dense 1", "skip 1"]
     assert [row["over_shipped"] for row in best.values()] == [1.0, 8 / 6, 2.0, 4.0]
-    assert [row["over_helped"] for row in best.values()] == [6 / 8, 1.0, 1.5, 3.0] == [row["cpu_over_helped"] for row in best.values()]
+    assert (
+        [row["over_helped"] for row in best.values()]
+        == [6 / 8, 1.0, 1.5, 3.0]
+        == [row["cpu_over_helped"] for row in best.values()]
+    )
 
 
 def test_trl_is_not_slower_for_the_help() -> None:
@@ -229,10 +252,16 @@ def test_tables_say_what_was_compared_and_what_trl_ran() -> None:
 
     rows = make_rows(trl_shipped=8.0, trl_helped=6.0, dense=4.0, skip=2.0)
     result = {
-        "dead_share": 0.75, "dense_tokens": 100, "samples": 16, "samples_without_signal": 12, "samples_forwarded_by_trl": 16,
-        "gradient_error": 3e-7, "gradients": [{"setting": x["setting"], "error": 3e-7} for x in rows], "best": best_of(rows),
+        "dead_share": 0.75,
+        "dense_tokens": 100,
+        "samples": 16,
+        "samples_without_signal": 12,
+        "samples_forwarded_by_trl": 16,
+        "gradient_error": 3e-7,
+        "gradients": [{"setting": x["setting"], "error": 3e-7} for x in rows],
+        "best": best_of(rows),
         "settings": rows,
-    }  # fmt: skip
+    }
     console = Console(width=150, file=io.StringIO())
     console.print(benchmark_update.summary_table(result), benchmark_update.settings_table(result))
     printed = console.file.getvalue()
@@ -258,7 +287,9 @@ def test_gradients_agree_and_every_setting_is_measured(tmp_path: pathlib.Path) -
     assert done.returncode == 0, done.stderr[-2000:]
     written = json.loads((tmp_path / "update.json").read_text())
     for result, dead in zip(written["results"], (0, 24), strict=True):
-        assert result["samples_without_signal"] == dead and result["samples_forwarded_by_trl"] == result["samples"] == 32
+        assert (
+            result["samples_without_signal"] == dead and result["samples_forwarded_by_trl"] == result["samples"] == 32
+        )
         assert result["gradient_error"] < BAR and len(result["gradients"]) == len(result["settings"]) == 10 + 4
         assert all(x["s"] > 0 and x["tokens_per_s"] == result["dense_tokens"] / x["s"] for x in result["settings"])
         ours = {x["family"]: x["positions"] for x in result["settings"] if x["family"] in ("dense", "skip")}

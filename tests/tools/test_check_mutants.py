@@ -24,7 +24,9 @@ def test_every_line_occurs_once_and_still_parses_with_its_fault() -> None:
     for mutant in MUTANTS:
         text = read(ROOT, mutant)
         assert len(mutant.places(text)) == 1, mutant.name
-        assert mutant.line != mutant.becomes and ast.dump(ast.parse(mutant.planted(text))) != ast.dump(ast.parse(text)), mutant.name
+        assert mutant.line != mutant.becomes and ast.dump(ast.parse(mutant.planted(text))) != ast.dump(
+            ast.parse(text)
+        ), mutant.name
 
 
 def test_every_test_named_exists() -> None:
@@ -33,7 +35,9 @@ def test_every_test_named_exists() -> None:
         for test in mutant.tests:
             name, _, function = test.partition("::")
             assert (ROOT / name).is_file(), (mutant.name, test)
-            defined = {node.name for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.FunctionDef)}
+            defined = {
+                node.name for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.FunctionDef)
+            }
             assert not function or function.partition("[")[0] in defined, (mutant.name, test)
 
 
@@ -64,9 +68,13 @@ SMALL = {
 
 def fault(name: str, becomes: str, *tests: str) -> Mutant:
     return Mutant(
-        name=name, file="megatron_rl/algorithm/noise.py", line="y = 2 * x", becomes=becomes, fault="a wrong factor",
+        name=name,
+        file="megatron_rl/algorithm/noise.py",
+        line="y = 2 * x",
+        becomes=becomes,
+        fault="a wrong factor",
         tests=tuple(f"tests/test_small.py{x}" for x in tests),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -93,8 +101,10 @@ def test_a_kill_a_survivor_and_an_error_are_told_apart(tree: pathlib.Path, tmp_p
     assert check_mutants.main(["--json", str(rows), "--markdown", str(page)], mutants=mutants, root=tree) == 1
     found = json.loads(rows.read_text())["mutants"]
     assert [(x["name"], x["status"], x["line_number"]) for x in found] == [
-        ("seen", "KILLED", 2), ("unseen", "SURVIVED", 2), ("unimportable", "UNCLEAR", 2),
-    ]  # fmt: skip
+        ("seen", "KILLED", 2),
+        ("unseen", "SURVIVED", 2),
+        ("unimportable", "UNCLEAR", 2),
+    ]
     assert found[0]["by"] == "tests/test_small.py::test_one"
     printed = capsys.readouterr().out
     assert "KILLED by tests/test_small.py::test_one" in printed and "1 of 3 killed" in printed
@@ -103,7 +113,9 @@ def test_a_kill_a_survivor_and_an_error_are_told_apart(tree: pathlib.Path, tmp_p
 
 
 def test_the_whole_suite_is_asked_about_a_survivor(tree: pathlib.Path, capsys) -> None:
-    (tree / "tests/test_small.py").write_text(SMALL["tests/test_small.py"].replace("== 5", "== 4"))  # not committed, and copied
+    (tree / "tests/test_small.py").write_text(
+        SMALL["tests/test_small.py"].replace("== 5", "== 4")
+    )  # not committed, and copied
     assert check_mutants.main(["--whole"], mutants=[fault("unseen", "y = 3 * x", "::test_positive")], root=tree) == 0
     assert "KILLED by tests/test_small.py::test_one (of the whole suite)" in capsys.readouterr().out
 
@@ -111,8 +123,18 @@ def test_the_whole_suite_is_asked_about_a_survivor(tree: pathlib.Path, capsys) -
 def test_what_cannot_be_judged_is_said(tree: pathlib.Path, capsys) -> None:
     """Ends with 2 for a test that fails without a fault, a test that is not there and an unknown name; with 1 for a line that is gone."""
     for mutant, only, code, words in (
-        (fault("by a broken test", "y = 3 * x", "::test_broken"), [], 2, "do not all pass without a fault (pytest's exit code 1)"),
-        (fault("by no test", "y = 3 * x", "::test_none"), [], 2, "`make test` runs none of tests/test_small.py::test_none"),
+        (
+            fault("by a broken test", "y = 3 * x", "::test_broken"),
+            [],
+            2,
+            "do not all pass without a fault (pytest's exit code 1)",
+        ),
+        (
+            fault("by no test", "y = 3 * x", "::test_none"),
+            [],
+            2,
+            "`make test` runs none of tests/test_small.py::test_none",
+        ),
         (fault("known", "y = 3 * x", "::test_one"), ["--only", "unknown"], 2, "--only unknown names no mutant"),
     ):
         assert check_mutants.main(only, mutants=[mutant], root=tree) == code and words in capsys.readouterr().err

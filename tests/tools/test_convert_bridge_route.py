@@ -53,15 +53,18 @@ def folder_of(path: pathlib.Path, family: str) -> pathlib.Path:
     return path
 
 
-def test_import_and_export_call_the_bridge(bridge, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_import_and_export_call_the_bridge(
+    bridge, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     hf, out = folder_of(tmp_path / "hf", "gemma2"), tmp_path / "out"
     assert convert_checkpoint.main(["import", str(hf), str(out), "--dtype", "bfloat16"]) == 0
     assert convert_checkpoint.main(["export", str(out), str(tmp_path / "back"), "--hf", str(hf), "--quiet"]) == 0
     assert bridge.calls == [
-        ("import", str(hf), str(out), {"torch_dtype": torch.bfloat16}), ("from", str(hf)),
+        ("import", str(hf), str(out), {"torch_dtype": torch.bfloat16}),
+        ("from", str(hf)),
         ("export", str(out), str(tmp_path / "back"), False),
-    ]  # fmt: skip
+    ]
     assert capsys.readouterr().out.count("by megatron-bridge") == 2
 
 
@@ -73,9 +76,13 @@ def test_import_and_export_call_the_bridge(bridge, tmp_path: pathlib.Path, monke
         ("mamba2", True, (), "neither our tables nor the megatron-bridge"),
     ],
 )
-def test_what_the_bridge_cannot_do_is_said(bridge, tmp_path, monkeypatch, capsys, family: str, gpu: bool, extra: tuple, said: str) -> None:
+def test_what_the_bridge_cannot_do_is_said(
+    bridge, tmp_path, monkeypatch, capsys, family: str, gpu: bool, extra: tuple, said: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert convert_checkpoint.main(["import", str(folder_of(tmp_path / "hf", family)), str(tmp_path / "out"), *extra]) == 2
+    assert (
+        convert_checkpoint.main(["import", str(folder_of(tmp_path / "hf", family)), str(tmp_path / "out"), *extra]) == 2
+    )
     assert said in capsys.readouterr().err and not bridge.calls
 
 

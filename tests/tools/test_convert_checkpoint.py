@@ -28,7 +28,9 @@ import convert_checkpoint  # noqa: E402
 LOGPROB_TOLERANCE = 1e-5  # float32, 4 layers, 64 tokens: seen up to 2e-6; a lost bias or a wrong rotary frequency shows at 1e-2 and above
 
 
-def write_model(folder: pathlib.Path, family: str = "qwen2_tied", *, dtype: torch.dtype = torch.float32, shards: str = "100KB"):
+def write_model(
+    folder: pathlib.Path, family: str = "qwen2_tied", *, dtype: torch.dtype = torch.float32, shards: str = "100KB"
+):
     """A Hugging Face directory with side files that are no weights."""
     _, model = tiny_model(family, layers=4)
     model.to(dtype).save_pretrained(folder, max_shard_size=shards)
@@ -43,7 +45,9 @@ def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return set(found) == set(wanted) and all(found[k].dtype == v.dtype and torch.equal(found[k], v) for k, v in wanted.items())
+    return set(found) == set(wanted) and all(
+        found[k].dtype == v.dtype and torch.equal(found[k], v) for k, v in wanted.items()
+    )
 
 
 def run(*arguments: object) -> int:
@@ -55,11 +59,25 @@ def test_a_round_trip_is_bitwise_and_log_probs_are_those_of_transformers(tmp_pat
     """The Megatron side's weights come out of the checkpoint by Megatron-Core's own load; llama3_rope runs past its original length."""
     write_model(tmp_path / "hf", family)
     experts = ("--ep", 2) if family in MIXTURES else ()
-    arguments = ("roundtrip", tmp_path / "hf", "--tp", 2, "--pp", 2, *experts, "--check-logits", "--tolerance", LOGPROB_TOLERANCE)
+    arguments = (
+        "roundtrip",
+        tmp_path / "hf",
+        "--tp",
+        2,
+        "--pp",
+        2,
+        *experts,
+        "--check-logits",
+        "--tolerance",
+        LOGPROB_TOLERANCE,
+    )
     assert run(*arguments, "--json", tmp_path / "found.json") == 0
     found = json.loads((tmp_path / "found.json").read_text())
     print(family, f"{found['logprob_gap']:.1e}")
-    assert found["equal"] == found["tensors"] == len(tensors_of(tmp_path / "hf")) and found["equal_files"] == found["files"] >= 4
+    assert (
+        found["equal"] == found["tensors"] == len(tensors_of(tmp_path / "hf"))
+        and found["equal_files"] == found["files"] >= 4
+    )
 
 
 def test_bfloat16_comes_back_and_a_wrong_bit_is_named(tmp_path: pathlib.Path, monkeypatch, capsys) -> None:
@@ -96,7 +114,12 @@ def test_import_and_export_by_the_command_line(tmp_path: pathlib.Path, capsys) -
     assert run("import", tmp_path / "hf", megatron, "--iteration", 7) == 0
     assert run("import", tmp_path / "hf", megatron, "--tp", 2) == 0
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
-    assert sorted(x.name for x in megatron.iterdir()) == ["hf", "iter_0000007", "latest_checkpointed_iteration.txt", "release"]
+    assert sorted(x.name for x in megatron.iterdir()) == [
+        "hf",
+        "iter_0000007",
+        "latest_checkpointed_iteration.txt",
+        "release",
+    ]
     assert sorted(x.name for x in (megatron / "release").glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
     assert not (megatron / "hf" / "modeling_own.py").exists()
     assert run("export", megatron, tmp_path / "one") == 0
@@ -246,7 +269,10 @@ def rewrite(folder: pathlib.Path, change) -> None:
 def test_dtypes_that_one_tensor_cannot_hold_are_refused_and_cast_when_asked(tmp_path: pathlib.Path, capsys) -> None:
     write_model(tmp_path / "hf", "llama")
     rewrite(
-        tmp_path / "hf", lambda t: t.update({"model.layers.1.self_attn.k_proj.weight": t["model.layers.1.self_attn.k_proj.weight"].half()})
+        tmp_path / "hf",
+        lambda t: t.update(
+            {"model.layers.1.self_attn.k_proj.weight": t["model.layers.1.self_attn.k_proj.weight"].half()}
+        ),
     )
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 2
     assert "are of 2 dtypes and become one tensor; choose one with --dtype" in capsys.readouterr().err
@@ -276,11 +302,16 @@ def test_inspect_says_what_is_there(tmp_path: pathlib.Path, capsys) -> None:
     hugging_face, megatron = (json.loads((tmp_path / x).read_text()) for x in ("a.json", "b.json"))
     assert hugging_face["parameters"] == megatron["parameters"] == parameters
     assert hugging_face["family"] == megatron["family"] == "mixtral" and megatron["kind"] == "Megatron torch_dist"
-    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight [4, 4, 192, 64] torch.float32" in capsys.readouterr().out
+    assert (
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight [4, 4, 192, 64] torch.float32" in capsys.readouterr().out
+    )
     (tmp_path / "megatron" / "hf" / "config.json").unlink()
     assert run("inspect", tmp_path / "megatron") == 2
     assert run("export", tmp_path / "megatron", tmp_path / "out") == 2
-    assert "has no hf/config.json; name a directory with the model's config and tokenizer by --hf" in capsys.readouterr().err
+    assert (
+        "has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
+        in capsys.readouterr().err
+    )
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--hf", tmp_path / "hf") == 0
     assert run("export", tmp_path, tmp_path / "other", "--hf", tmp_path / "hf") == 2
     assert "it is no Megatron-LM checkpoint" in capsys.readouterr().err
@@ -294,7 +325,10 @@ def test_parts_that_the_configs_model_has_not_are_refused_on_the_way_out(tmp_pat
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 0
     changed(tmp_path / "megatron" / "hf", tie_word_embeddings=True)
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--dtype", "bfloat16") == 2
-    assert "holds 1 tensors of which the config's model has no part, output_layer.weight the first" in capsys.readouterr().err
+    assert (
+        "holds 1 tensors of which the config's model has no part, output_layer.weight the first"
+        in capsys.readouterr().err
+    )
     changed(tmp_path / "megatron" / "hf", tie_word_embeddings=False, vocab_size=100)
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--dtype", "bfloat16") == 2
     assert "has shape (99, 64) and the config asks for (100, 64)" in capsys.readouterr().err
@@ -310,7 +344,9 @@ def test_nothing_but_metadata_is_unpickled(tmp_path: pathlib.Path, monkeypatch) 
     writer = TorchDistWriter(tmp_path)
     writer.add_chunk(0, ["a"], (2,), (0,), torch.ones(2))
     writer.finish({"iteration": 1})
-    assert torch.equal(TorchDistReader(tmp_path).read("a"), torch.ones(2)) and TorchDistReader(tmp_path).common() == {"iteration": 1}
+    assert torch.equal(TorchDistReader(tmp_path).read("a"), torch.ones(2)) and TorchDistReader(tmp_path).common() == {
+        "iteration": 1
+    }
     torch.save({"iteration": Payload()}, tmp_path / "common.pt")
     with pytest.raises(pickle.UnpicklingError):
         TorchDistReader(tmp_path).common()
@@ -330,7 +366,10 @@ def test_chunks_that_leave_a_hole_are_refused(tmp_path: pathlib.Path) -> None:
 
 def test_shards_hold_what_safetensors_reads(tmp_path: pathlib.Path) -> None:
     """Scalars aside: every dtype that is written, a tensor larger than a shard, and an empty last line of the plan."""
-    tensors = {f"t{i}": torch.randn(3, i + 1).to(kind) for i, kind in enumerate((torch.float32, torch.bfloat16, torch.float16) * 2)}
+    tensors = {
+        f"t{i}": torch.randn(3, i + 1).to(kind)
+        for i, kind in enumerate((torch.float32, torch.bfloat16, torch.float16) * 2)
+    }
     planned = [Planned(name=k, shape=tuple(v.shape), dtype=v.dtype) for k, v in tensors.items()]
     writer = ShardWriter(tmp_path, planned, shard_bytes=40)
     for name, tensor in tensors.items():

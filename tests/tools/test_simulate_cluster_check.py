@@ -48,7 +48,11 @@ def test_times_are_predicted_by_launches_that_were_left_out(monkeypatch) -> None
     found = checked.check(given)
     assert found["median_error"] < 1e-3 and len(found["rows"]) == 12
     table = checked.markdown(found).splitlines()
-    assert "a laptop: 12 predictions of 6 launches" in table[0] and len(table) == 4 + 12 and {line.count("|") for line in table[2:]} == {7}
+    assert (
+        "a laptop: 12 predictions of 6 launches" in table[0]
+        and len(table) == 4 + 12
+        and {line.count("|") for line in table[2:]} == {7}
+    )
     for row in found["rows"][1::2]:
         assert row["predicted_gain"] == pytest.approx(row["measured_gain"], rel=2e-3) and row["measured_gain"] > 1
     given[0]["rows"][0]["dense_s"] *= 2
@@ -59,7 +63,9 @@ def test_times_are_predicted_by_launches_that_were_left_out(monkeypatch) -> None
 def test_times_of_another_planner_are_refused(monkeypatch) -> None:
     given = records(monkeypatch)
     given[0]["rows"][0]["skip_microbatches"] = [99]
-    with pytest.raises(ValueError, match=r"skip update was measured with \[99\] micro-batches per rank and the planner now makes"):
+    with pytest.raises(
+        ValueError, match=r"skip update was measured with \[99\] micro-batches per rank and the planner now makes"
+    ):
         checked.check(given)
     with pytest.raises(ValueError, match="1 launch.* measure at least 2"):
         checked.check(given[:1])

@@ -66,7 +66,9 @@ def _program(folder: pathlib.Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def submit(tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = "a1 a2", **variables: str) -> tuple[int, list[str], str]:
+def submit(
+    tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = "a1 a2", **variables: str
+) -> tuple[int, list[str], str]:
     """The template as SLURM's slurmd would run it, with stand-ins: its exit code, what they were called with, and its output."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
         _program(tmp_path / "bin", name, text)
@@ -74,14 +76,25 @@ def submit(tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = 
     calls = tmp_path / "calls"
     calls.write_text("")
     environment = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(calls), "VENV": str(tmp_path), "RUN_DIR": str(tmp_path / "run"),
-        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": nodes,
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "VENV": str(tmp_path),
+        "RUN_DIR": str(tmp_path / "run"),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "mine",
+        "SLURM_JOB_NODELIST": nodes,
         "SLURM_CPUS_PER_TASK": "4",
-    }  # fmt: skip
+    }
     done = subprocess.run(
-        ["bash", str(SLURM / template), *arguments], env=environment | variables, cwd=tmp_path, capture_output=True, text=True,
-        timeout=BOUND_S, check=False,
-    )  # fmt: skip
+        ["bash", str(SLURM / template), *arguments],
+        env=environment | variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
     return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
 
 
@@ -95,14 +108,22 @@ def test_scripts_are_sound_bash(script):
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_template_directives(template):
     text = template.read_text()
-    for line in ("--requeue", "--open-mode=append", "--output=slurm-%x-%j.out", "--ntasks-per-node=1", "--signal=B:USR1@300"):
+    for line in (
+        "--requeue",
+        "--open-mode=append",
+        "--output=slurm-%x-%j.out",
+        "--ntasks-per-node=1",
+        "--signal=B:USR1@300",
+    ):
         assert f"#SBATCH {line}\n" in text
     assert not re.search(r"^#SBATCH.*(account|partition|--qos|-A |-p )", text, re.M)
     assert "set -euo pipefail" in text and "# Launch:" in text
 
 
 def test_one_task_per_node_meets_at_the_head_node(tmp_path):
-    code, calls, said = submit(tmp_path, "multi_node.sbatch", "--config", "x.yaml", "train.num_rollouts=3", SAVE_EVERY="4")
+    code, calls, said = submit(
+        tmp_path, "multi_node.sbatch", "--config", "x.yaml", "train.num_rollouts=3", SAVE_EVERY="4"
+    )
     assert code == 0
     (call,) = calls
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=a1,a2 --cpus-per-task=4" in call
@@ -116,7 +137,9 @@ def test_one_task_per_node_meets_at_the_head_node(tmp_path):
     [("75", "12", True), ("75", "", False), ("1", "12", False), ("0", "12", False), ("143", "12", False)],
 )
 def test_job_requeues_itself_when_it_was_asked_to_leave_and_has_saved(tmp_path, trainer_code, saves, requeued):
-    code, calls, said = submit(tmp_path, "single_node.sbatch", nodes="a1", TRAINER_CODE=trainer_code, TRAINER_SAVES=saves)
+    code, calls, said = submit(
+        tmp_path, "single_node.sbatch", nodes="a1", TRAINER_CODE=trainer_code, TRAINER_SAVES=saves
+    )
     assert code == int(trainer_code)
     assert ("scontrol requeue 7" in calls) == requeued
     assert ("not requeued" in said) == (trainer_code == "75" and not requeued)
@@ -124,7 +147,9 @@ def test_job_requeues_itself_when_it_was_asked_to_leave_and_has_saved(tmp_path, 
 
 def test_container_command_lines(tmp_path):
     _, (pyxis,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis", IMAGE="img.sqsh", MOUNTS="/data:/data")
-    assert f"--container-image=img.sqsh --container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}" in pyxis
+    assert (
+        f"--container-image=img.sqsh --container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}" in pyxis
+    )
     _, (apptainer,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="apptainer", IMAGE="img.sif")
     assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash examples/slurm/node.sh" in apptainer
     code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="docker")
@@ -146,7 +171,11 @@ def test_vllm_takes_the_last_nodes(tmp_path):
     )
     assert code == 0
     server, trainer = sorted((call for call in calls if call.startswith("srun")), key=lambda call: "node.sh" in call)
-    assert "--nodelist=a3" in server and "--model m" in server and "--api-key-env VLLM_API_KEY --tensor-parallel-size 8" in server
+    assert (
+        "--nodelist=a3" in server
+        and "--model m" in server
+        and "--api-key-env VLLM_API_KEY --tensor-parallel-size 8" in server
+    )
     assert "--host 0.0.0.0 --port 20008" in server and server.endswith("-- --max-model-len 64")
     assert "--nodelist=a1,a2" in trainer and trainer.endswith("rollout.servers=[http://a3:20008] a=b")
     assert calls.index("curl http://a3:20008/health") < calls.index(trainer)
@@ -157,13 +186,20 @@ def test_vllm_takes_the_last_nodes(tmp_path):
 def start_node(tmp_path: pathlib.Path, last: str) -> subprocess.Popen:
     _program(tmp_path / "bin", "torchrun", TORCHRUN)
     environment = os.environ | {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURMD_NODENAME": "a1",
-        "SLURM_JOB_ID": "7", "PROCESSES": "2",
-    }  # fmt: skip
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURMD_NODENAME": "a1",
+        "SLURM_JOB_ID": "7",
+        "PROCESSES": "2",
+    }
     return subprocess.Popen(
-        ["bash", str(SLURM / "node.sh"), "a1:20007", "-m", "megatron_rl.train", last], env=environment, start_new_session=True,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        ["bash", str(SLURM / "node.sh"), "a1:20007", "-m", "megatron_rl.train", last],
+        env=environment,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -172,7 +208,11 @@ def test_node_ends_with_torchruns_exit_code(tmp_path, code):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "whole_step"),  # SIGTERM to every process would end the stand-in; the real torchrun then ends its ranks by it
+    (
+        "number",
+        "code",
+        "whole_step",
+    ),  # SIGTERM to every process would end the stand-in; the real torchrun then ends its ranks by it
     [(signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)],
 )
 def test_signal_reaches_the_ranks_and_not_torchrun(tmp_path, number, code, whole_step):
@@ -184,7 +224,9 @@ def test_signal_reaches_the_ranks_and_not_torchrun(tmp_path, number, code, whole
     assert "[75, 75]" in said  # both ranks left by their own handler
 
 
-@pytest.mark.parametrize(("uid", "why"), [(1000, "slurmd needs root, and this is uid 1000"), (0, "srun missing and there is no apt-get")])
+@pytest.mark.parametrize(
+    ("uid", "why"), [(1000, "slurmd needs root, and this is uid 1000"), (0, "srun missing and there is no apt-get")]
+)
 def test_check_that_cannot_run_is_skipped_with_a_code_of_its_own(monkeypatch, capsys, uid, why):
     monkeypatch.setattr(cluster.os, "geteuid", lambda: uid)
     monkeypatch.setattr(cluster, "missing_programs", lambda: ["srun"])

@@ -63,7 +63,17 @@ def token_ids(tokenizer, text: str) -> list[int]:
 
 def test_bpe_round_trips_and_cuts_digits_apart(tmp_path, capsys):
     path = write_jsonl(tmp_path / "d.jsonl", GSM8K_ROWS)
-    arguments = ["--input", str(path), "--columns", "question", "answer", "--vocab-size", "300", "--out", str(tmp_path / "t")]
+    arguments = [
+        "--input",
+        str(path),
+        "--columns",
+        "question",
+        "answer",
+        "--vocab-size",
+        "300",
+        "--out",
+        str(tmp_path / "t"),
+    ]
     assert make_tokenizer.main([*arguments, "--json", str(tmp_path / "r.json")]) == 0
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(capsys.readouterr().out)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")

@@ -8,7 +8,11 @@ import pytest
 
 from tests.workers.nursery import Nursery
 
-TOOLS = sorted(path for path in (pathlib.Path(__file__).resolve().parents[2] / "tools").rglob("*.py") if "__main__" in path.read_text())
+TOOLS = sorted(
+    path
+    for path in (pathlib.Path(__file__).resolve().parents[2] / "tools").rglob("*.py")
+    if "__main__" in path.read_text()
+)
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)

@@ -25,7 +25,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/verify_topology.py"
 FILE = "tests.workers.nursery:run_file"
 
-BOUND_S = patient(600.0)  # a run takes 6 to 15 s on two idle cores; no collective of one waits longer than run.deadline_s
+BOUND_S = patient(
+    600.0
+)  # a run takes 6 to 15 s on two idle cores; no collective of one waits longer than run.deadline_s
 
 
 def launch(nursery: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
@@ -49,7 +51,9 @@ def answer(folder: pathlib.Path) -> dict:
     return json.loads(out.read_text()) if out.exists() else {}
 
 
-def launch_by_torchrun(_: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
+def launch_by_torchrun(
+    _: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str
+) -> tuple[int, dict, str]:
     """The same by the command that docs/verify-topology.md gives."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), str(TOOL)]
     command += prepare(family, folder, *arguments)
@@ -77,7 +81,11 @@ def end(process: subprocess.Popen) -> None:
 
 # ---- on several ranks --------------------------------------------------------------------------------------------------
 
-OVERLAPS = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=1000")
+OVERLAPS = (
+    "megatron.ddp.overlap_grad_reduce=true",
+    "megatron.ddp.overlap_param_gather=true",
+    "megatron.ddp.bucket_size=1000",
+)
 SP = ("parallel.tensor=2", "parallel.sequence_parallel=true")
 EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
 PASSING = {"TP2": (2, "qwen2_tied", ("parallel.tensor=2",))}
@@ -94,19 +102,23 @@ PASSING_LONG = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "cell", [*PASSING, *(pytest.param(name, marks=pytest.mark.long) for name in PASSING_LONG)]
-)  # fmt: skip
+@pytest.mark.parametrize("cell", [*PASSING, *(pytest.param(name, marks=pytest.mark.long) for name in PASSING_LONG)])
 def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, cell):
     world, family, arguments = {**PASSING, **PASSING_LONG}[cell]
-    code, found, output = (launch_by_torchrun if cell == "PP2" else launch)(nursery, world, family, tmp_path, *arguments)
+    code, found, output = (launch_by_torchrun if cell == "PP2" else launch)(
+        nursery, world, family, tmp_path, *arguments
+    )
     assert code == 0, output
     checks = {row["check"]: row for row in found["checks"]}
     assert found["passed"] and "verdict: PASSED" in output and all(row["passed"] for row in checks.values())
     kinds = {"embedding", "attention qkv", "attention output", "norms"}
     kinds |= {"router", "experts"} if family in ("mixtral", "qwen3_moe") else {"mlp gate/up", "mlp down"}
     kinds |= {"lm head"} if family in ("qwen2_untied", "llama", "mixtral") else set()
-    wanted = {f"gradient: {kind}" for kind in kinds} | {"activations of one sample", "log-probs per sample", "gradient norm of optim_step"}
+    wanted = {f"gradient: {kind}" for kind in kinds} | {
+        "activations of one sample",
+        "log-probs per sample",
+        "gradient norm of optim_step",
+    }
     assert set(checks) == wanted | {"weights after 3 AdamW steps", "skip against dense"}
     # float32 sums in another order somewhere, and bitwise equality of everything would mean that one thing was compared with itself
     assert checks["gradient: attention qkv"]["error"] > 0 and checks["weights after 3 AdamW steps"]["error"] > 0
@@ -114,7 +126,9 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
     assert max(found["measured"]["microbatches"]) >= 4, "with one micro-batch an average over micro-batches would hide"
     layers = found["topology"]["parallel"]["pipeline"] * found["topology"]["parallel"]["virtual_pipeline"]
     assert {x["layer"] for x in found["activations"]} == {-1, *range(layers)}
-    assert len(found["activations"]) == found["topology"]["world_size"] // model_ranks(found) * (2 + layers * points(family))
+    assert len(found["activations"]) == found["topology"]["world_size"] // model_ranks(found) * (
+        2 + layers * points(family)
+    )
     assert "lm_head.weight" in found["gradient_tensors"] or "lm head" not in kinds
     assert str(tmp_path) not in json.dumps({k: v for k, v in found.items() if k != "topology"})
 
@@ -133,22 +147,32 @@ FAULTY = {
     "tp_all_reduce": (2, ("parallel.tensor=2", *TP_FAULT, "1"), r"attention output (model.layers.1.self_attn.o_proj)"),
     "tp_all_reduce, SP": (2, (*SP, *TP_FAULT, "2"), r"attention output (model.layers.2.self_attn.o_proj)"),
     "tp_all_reduce, PP2": (
-        4, ("parallel.tensor=2", "parallel.pipeline=2", "--inject", "tp_all_reduce"), "attention output (model.layers.1.self_attn.o_proj)",
+        4,
+        ("parallel.tensor=2", "parallel.pipeline=2", "--inject", "tp_all_reduce"),
+        "attention output (model.layers.1.self_attn.o_proj)",
     ),
     "microbatch_mean": (
-        2, ("parallel.pipeline=2", "--inject", "microbatch_mean"), "every gradient is 1/{M} of the reference: divided by the {M} micro-",
+        2,
+        ("parallel.pipeline=2", "--inject", "microbatch_mean"),
+        "every gradient is 1/{M} of the reference: divided by the {M} micro-",
     ),
     "context_offset": (
-        2, ("parallel.context=2", "--inject", "context_offset"), "attention core (model.layers.0.self_attn, before o_proj)",
+        2,
+        ("parallel.context=2", "--inject", "context_offset"),
+        "attention core (model.layers.0.self_attn, before o_proj)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("cell", [x if x == "tp_all_reduce" else pytest.param(x, marks=pytest.mark.long) for x in FAULTY])
+@pytest.mark.parametrize(
+    "cell", [x if x == "tp_all_reduce" else pytest.param(x, marks=pytest.mark.long) for x in FAULTY]
+)
 def test_a_planted_fault_is_named_with_its_place(nursery, tmp_path, cell):
     world, arguments, names = FAULTY[cell]
-    code, found, output = (launch_by_torchrun if cell == "microbatch_mean" else launch)(nursery, world, "qwen2_tied", tmp_path, *arguments)
+    code, found, output = (launch_by_torchrun if cell == "microbatch_mean" else launch)(
+        nursery, world, "qwen2_tied", tmp_path, *arguments
+    )
     assert code == 1, output
     count = max(found["measured"]["microbatches"])
     names = names.format(M=count) if cell == "microbatch_mean" else names
@@ -157,7 +181,9 @@ def test_a_planted_fault_is_named_with_its_place(nursery, tmp_path, cell):
     checks = {row["check"]: row for row in found["checks"]}
     forward = checks["activations of one sample"], checks["log-probs per sample"]
     if cell == "microbatch_mean":  # nothing but what lies behind the loss
-        assert all(row["passed"] for row in forward) and found["diagnosis"].startswith("activations and log-probs agree")
+        assert all(row["passed"] for row in forward) and found["diagnosis"].startswith(
+            "activations and log-probs agree"
+        )
     else:
         assert not any(row["passed"] for row in forward)
         # dense and skip are wrong alike, but where a token's place in its micro-batch decides what its rank leaves out

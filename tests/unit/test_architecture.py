@@ -72,7 +72,9 @@ def imports_of(path: pathlib.Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively; the laws are checked on absolute names"
+            assert node.level == 0, (
+                f"{name_of(path)}:{node.lineno} imports relatively; the laws are checked on absolute names"
+            )
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
@@ -109,9 +111,13 @@ def test_imports_go_down_only() -> None:
 
 
 def test_modules_of_a_room_import_each_other_in_no_circle() -> None:
-    modules = {".".join(("megatron_rl", *path.relative_to(ROOT / "megatron_rl").with_suffix("").parts)): path for path in PACKAGE}
+    modules = {
+        ".".join(("megatron_rl", *path.relative_to(ROOT / "megatron_rl").with_suffix("").parts)): path
+        for path in PACKAGE
+    }
     edges = {
-        module: {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)} & set(modules) - {module}
+        module: {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)}
+        & set(modules) - {module}
         for module, path in modules.items()
     }
     while ends := [module for module, targets in edges.items() if not targets & set(edges)]:
@@ -131,13 +137,19 @@ def test_megatron_core_is_imported_only_at_its_seams() -> None:
 
 def test_schedules_are_called_only_in_schedule() -> None:
     seam = "megatron.core.pipeline_parallel"
-    found = [name_of(p) for p in PACKAGE if any(is_within(name, seam) for name in imports_of(p)) and name_of(p) != "backend/schedule.py"]
+    found = [
+        name_of(p)
+        for p in PACKAGE
+        if any(is_within(name, seam) for name in imports_of(p)) and name_of(p) != "backend/schedule.py"
+    ]
     assert not found, places(found)
 
 
 def test_parallel_state_is_imported_only_in_topology() -> None:
     found = [
-        name_of(p) for p in CHECKED if any("parallel_state" in name for name in imports_of(p)) and name_of(p) != "distributed/topology.py"
+        name_of(p)
+        for p in CHECKED
+        if any("parallel_state" in name for name in imports_of(p)) and name_of(p) != "distributed/topology.py"
     ]
     assert not found, places(found)
 
@@ -149,7 +161,10 @@ def test_no_file_is_named_for_what_it_is_not() -> None:
 
 
 def test_files_stay_under_400_lines() -> None:
-    sizes = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*CHECKED, *(ROOT / "tests").rglob("*.py")]}
+    sizes = {
+        name_of(path): len(path.read_text(encoding="utf-8").splitlines())
+        for path in [*CHECKED, *(ROOT / "tests").rglob("*.py")]
+    }
     found = [f"{name}: {lines} lines" for name, lines in sizes.items() if lines >= MAX_FILE_LINES]
     assert not found, places(found)
 
@@ -181,18 +196,28 @@ def test_no_blind_except() -> None:
 
 def getattr_defaults(path: pathlib.Path) -> set[tuple[str, str]]:
     """(file, attribute) of every three-argument getattr."""
-    calls = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr"]
+    calls = [
+        n
+        for n in ast.walk(tree_of(path))
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr"
+    ]
     return {(name_of(path), ast.unparse(call.args[1]).strip("'\"")) for call in calls if len(call.args) == 3}
 
 
 def test_no_getattr_with_a_default() -> None:
     found = set().union(*(getattr_defaults(path) for path in PACKAGE))
-    assert found <= set(GETATTR_DEFAULTS), places([f"{name}: getattr(…, {attribute!r}, …)" for name, attribute in found])
+    assert found <= set(GETATTR_DEFAULTS), places(
+        [f"{name}: getattr(…, {attribute!r}, …)" for name, attribute in found]
+    )
 
 
 def test_pure_stages_import_numbers_only() -> None:
     for stage in PURE_STAGES:
-        heavy = {name for name in imports_of(module_path(stage)) if name.split(".")[0] in ("torch", "megatron", "transformers")}
+        heavy = {
+            name
+            for name in imports_of(module_path(stage))
+            if name.split(".")[0] in ("torch", "megatron", "transformers")
+        }
         assert not heavy, f"{stage} imports {', '.join(sorted(heavy))}"
 
 
@@ -200,7 +225,9 @@ def test_pure_stages_run_without_torch() -> None:
     """Nothing that they import brings torch or Megatron-Core along: a plan is simulated on a laptop."""
     modules = ", ".join(f"megatron_rl.{stage}" for stage in PURE_STAGES)
     code = f"import sys, {modules}; print([m for m in ('torch', 'megatron') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -211,7 +238,10 @@ def test_pure_stages_number_their_invariants(stage: str) -> None:
     numbers = [int(n) for n in re.findall(r"^(\d+)\. ", docstring, flags=re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1)) and numbers
     room, _, name = stage.partition(".")
-    tests = "".join(path.read_text(encoding="utf-8") for path in TESTED_BY.get(stage, [ROOT / "tests" / "unit" / room / f"test_{name}.py"]))
+    tests = "".join(
+        path.read_text(encoding="utf-8")
+        for path in TESTED_BY.get(stage, [ROOT / "tests" / "unit" / room / f"test_{name}.py"])
+    )
     marked = {int(n) for n in re.findall(r"# (\d+)(?::|$)", tests, flags=re.MULTILINE)}
     exempt = {4} if name == "signal" else set()  # over settings, not over batches: test_exact_refuses
     assert marked | exempt >= set(numbers), f"the tests of {stage} do not check {sorted(set(numbers) - marked)}"
@@ -233,5 +263,7 @@ def test_no_test_module_imports_another() -> None:
 
 
 def test_ruff_finds_nothing() -> None:
-    done = subprocess.run(["ruff", "check", "--quiet", "."], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
+    done = subprocess.run(
+        ["ruff", "check", "--quiet", "."], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,9 @@ HEALTHY = Host(
     probes={"torch": Probe(None, {"cuda": None, "gpus": []}), "megatron.core": Probe(None)},
     driver=False,
 )
-ON_GPU = HEALTHY._replace(probes={**HEALTHY.probes, "torch": Probe(None, {"cuda": "13.0", "gpus": ["NVIDIA H100"]})}, driver=True)
+ON_GPU = HEALTHY._replace(
+    probes={**HEALTHY.probes, "torch": Probe(None, {"cuda": "13.0", "gpus": ["NVIDIA H100"]})}, driver=True
+)
 
 
 def with_versions(host: Host = HEALTHY, **versions: str) -> Host:
@@ -76,7 +78,9 @@ def test_version_outside_its_range(versions: dict[str, str], thing: str) -> None
 
 
 def test_versions_inside_their_ranges() -> None:
-    assert errors(with_versions(megatron_core="0.19.2", triton="3.9.0", torch="2.10.0", transformers="5.0.0.dev0")) == {}
+    assert (
+        errors(with_versions(megatron_core="0.19.2", triton="3.9.0", torch="2.10.0", transformers="5.0.0.dev0")) == {}
+    )
 
 
 def test_old_python() -> None:
@@ -133,9 +137,13 @@ def test_probe_survives_crash_hang_and_noise() -> None:
 
 
 def test_requirements_are_those_of_setup_py() -> None:
-    asked = dict(re.findall(r'^        "([\w-]+)>=([\d.]+)(?:,<[\d.]+)?"', (ROOT / "setup.py").read_text(), re.MULTILINE))
+    asked = dict(
+        re.findall(r'^        "([\w-]+)>=([\d.]+)(?:,<[\d.]+)?"', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    )
     assert asked == doctor.REQUIRED
-    assert f"megatron-core>={doctor.REQUIRED['megatron-core']},<{doctor.MEGATRON_BELOW}" in (ROOT / "setup.py").read_text()
+    assert (
+        f"megatron-core>={doctor.REQUIRED['megatron-core']},<{doctor.MEGATRON_BELOW}" in (ROOT / "setup.py").read_text()
+    )
 
 
 @pytest.mark.parametrize("file", ["doctor.py", "distributed/versions.py"])
@@ -167,7 +175,9 @@ def run_doctor(tmp_path: pathlib.Path, planted: pathlib.Path | None, *flags: str
     report = tmp_path / "report.json"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(planted), str(ROOT)] if planted else [str(ROOT)])}
     command = [sys.executable, *flags, "-m", "megatron_rl.doctor", "--json", str(report)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=patient(600), check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=patient(600), check=False
+    )
     assert report.exists(), ended.stderr
     return ended.returncode, ended.stdout, {row["thing"]: row for row in json.loads(report.read_text())["findings"]}
 
@@ -196,7 +206,11 @@ def test_planted_packages_are_named_and_mended(tmp_path: pathlib.Path) -> None:
     code, printed, found = run_doctor(tmp_path, planted)
     assert code == 1
     for thing, said, mend in (
-        ("transformer-engine", "FileNotFoundError: Could not find shared object", "pip uninstall -y transformer-engine"),
+        (
+            "transformer-engine",
+            "FileNotFoundError: Could not find shared object",
+            "pip uninstall -y transformer-engine",
+        ),
         ("apex", "not NVIDIA's", "pip uninstall -y apex"),
         ("torchvision/torchaudio", "torchvision 0.2+cu128 ", "pip uninstall -y torchvision"),
         ("megatron-core", "0.20.0, not below 0.20", 'pip install "megatron-core>=0.16.1,<0.20"'),
@@ -238,16 +252,22 @@ def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(pathlib.Path(__file__).parents[2])])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(pathlib.Path(__file__).parents[2])])
+    }
     command = [sys.executable, "-m", "megatron_rl.train", f"model.hf_path={model}", "reward.functions=[arithmetic]"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(600), check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=patient(600), check=False, cwd=tmp_path
+    )
     assert done.returncode == 1, done.stderr
     assert "FileNotFoundError: no transformer_engine shared object" in done.stderr
     assert "python -m megatron_rl.doctor" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("entry", "version"), pairwise(["trainer", "library"], ["0.15.3", "0.20.0"], strength=1))
-def test_a_release_of_megatron_core_outside_the_range_stops_the_start(tmp_path: pathlib.Path, entry: str, version: str) -> None:
+def test_a_release_of_megatron_core_outside_the_range_stops_the_start(
+    tmp_path: pathlib.Path, entry: str, version: str
+) -> None:
     """Its metadata says another version; the code behind it is the installed one and would run."""
     planted = plant(tmp_path / "planted", packages={}, metadata={"megatron-core": version})
     (tmp_path / "config.json").write_text("{}")
@@ -255,8 +275,17 @@ def test_a_release_of_megatron_core_outside_the_range_stops_the_start(tmp_path: 
     command = trainer if entry == "trainer" else ["-c", "import megatron_rl.backend.backend"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(planted), str(pathlib.Path(__file__).parents[2])])}
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=patient(600), check=False, cwd=tmp_path
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patient(600),
+        check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 1, done.stderr
-    assert f"megatron-core {version} is installed, and megatron_rl supports 0.16.1 up to, not including, 0.20" in done.stderr
+    assert (
+        f"megatron-core {version} is installed, and megatron_rl supports 0.16.1 up to, not including, 0.20"
+        in done.stderr
+    )
     assert "pip install 'megatron-core>=0.16.1,<0.20'" in done.stderr

@@ -35,7 +35,9 @@ def sum_of_ranks(rank: int, world: int, offset: int, *, scale: int = 1) -> tuple
 def describe(rank: int, world: int) -> dict[str, object]:
     import torch
 
-    inherited = [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID")]
+    inherited = [
+        name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID")
+    ]
     return {"pid": os.getpid(), "threads": torch.get_num_threads(), "inherited": inherited}
 
 

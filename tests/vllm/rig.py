@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.rollout.build import RankLocation, build_engine, role_of
@@ -34,25 +42,51 @@ CPU = torch.device("cpu")
 CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
-def model_folder(source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool, intermediate: int = 96) -> pathlib.Path:
+def model_folder(
+    source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool, intermediate: int = 96
+) -> pathlib.Path:
     """config.json and tokenizer, no weights: they come by sync. source: a folder with a tokenizer."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json"))
+    shutil.copytree(
+        source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
+    )
     vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
     CONFIGS[family](
-        vocab_size=vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        intermediate_size=intermediate, tie_word_embeddings=tied, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=0, pad_token_id=1,
-        dtype="float32", architectures=[AutoModelForCausalLM._model_mapping[CONFIGS[family]].__name__],
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+        dtype="float32",
+        architectures=[AutoModelForCausalLM._model_mapping[CONFIGS[family]].__name__],
+    ).save_pretrained(folder)
     return folder
 
 
 def config_of(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> Config:
-    return load_config(None, [
-        f"model.hf_path={folder}", f"run.dir={run_dir}", "model.dtype=float32", "rollout.engine=vllm", "data.max_prompt_tokens=160",
-        "rollout.max_response_tokens=24", "rollout.temperature=0.7", f"rollout.start_s={START_S}", f"rollout.request_s={REQUEST_S}",
-        f"weight_sync.deadline_s={DEADLINE_S}", "rollout.vllm={max_num_seqs: 64}", *overrides,
-    ])  # fmt: skip
+    return load_config(
+        None,
+        [
+            f"model.hf_path={folder}",
+            f"run.dir={run_dir}",
+            "model.dtype=float32",
+            "rollout.engine=vllm",
+            "data.max_prompt_tokens=160",
+            "rollout.max_response_tokens=24",
+            "rollout.temperature=0.7",
+            f"rollout.start_s={START_S}",
+            f"rollout.request_s={REQUEST_S}",
+            f"weight_sync.deadline_s={DEADLINE_S}",
+            "rollout.vllm={max_num_seqs: 64}",
+            *overrides,
+        ],
+    )
 
 
 def hugging_face(folder: pathlib.Path) -> PreTrainedModel:
@@ -78,7 +112,9 @@ def reference_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: fl
 def make_prompts(*lengths: int, vocab_size: int = 17) -> list[Prompt]:
     generator = np.random.default_rng(len(lengths))
     ids = [tuple(generator.integers(2, vocab_size, size=length).tolist()) for length in lengths]
-    return [Prompt(prompt_id=f"{index}@0", text="", token_ids=token_ids, columns={}) for index, token_ids in enumerate(ids)]
+    return [
+        Prompt(prompt_id=f"{index}@0", text="", token_ids=token_ids, columns={}) for index, token_ids in enumerate(ids)
+    ]
 
 
 def told(rollouts: Iterable[Rollout]) -> list[tuple]:
@@ -114,7 +150,12 @@ class Bench:
         """A sync that need not succeed, by a sender of its own where ``changes`` says something of one."""
         version = next(self.versions)
         if changes:
-            given = {"channel": "shared_memory", "bucket_bytes": 1 << 20, "deadline_s": DEADLINE_S, "device": CPU} | changes
+            given = {
+                "channel": "shared_memory",
+                "bucket_bytes": 1 << 20,
+                "deadline_s": DEADLINE_S,
+                "device": CPU,
+            } | changes
             sender = WeightSender(**given)
             report = sender.deliver(iter(weights), version, [self.replica])
             sender.forget(self.replica)
@@ -147,9 +188,14 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) ->
     seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     model = hugging_face(folder)
     engine = build_engine(
-        config, AutoTokenizer.from_pretrained(folder), seat=seat, place=role_of(config, seat), device=CPU, dtype=torch.float32,
+        config,
+        AutoTokenizer.from_pretrained(folder),
+        seat=seat,
+        place=role_of(config, seat),
+        device=CPU,
+        dtype=torch.float32,
         vocab_size=model.config.vocab_size,
-    )  # fmt: skip
+    )
     return Bench(folder, config, engine, model)
 
 

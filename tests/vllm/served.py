@@ -24,11 +24,23 @@ VERSION = -1  # as the server says of the weights in its files
 MAX_TOKENS = 512
 EOS = 0
 # Every one of these would change the samples if the server applied it.
-GENERATION_CONFIG = {"eos_token_id": [EOS, 7], "temperature": 0.1, "top_k": 1, "top_p": 0.3, "repetition_penalty": 1.7, "max_new_tokens": 3}
+GENERATION_CONFIG = {
+    "eos_token_id": [EOS, 7],
+    "temperature": 0.1,
+    "top_k": 1,
+    "top_p": 0.3,
+    "repetition_penalty": 1.7,
+    "max_new_tokens": 3,
+}
 VLLM = (
-    "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "metrics.dense_every_rollouts=1",
-    "metrics.dense_samples=64", "optimizer.lr=1e-3",
-)  # fmt: skip
+    "rollout.engine=vllm",
+    "run.deadline_s=150",
+    "rollout.start_s=120",
+    "rollout.request_s=60",
+    "metrics.dense_every_rollouts=1",
+    "metrics.dense_samples=64",
+    "optimizer.lr=1e-3",
+)
 GAP = 1e-4  # float32, the same weights in two implementations
 
 
@@ -38,15 +50,44 @@ class Served:
     def __init__(self, model_folder: pathlib.Path, folder: pathlib.Path, *options: str, replicas: int = 2) -> None:
         self.port, self.log = unused_port(replicas), folder / "tool.log"
         command = [
-            sys.executable, str(ROOT / "tools" / "serve_vllm.py"), "--model", str(model_folder), "--port", str(self.port),
-            "--replicas", str(replicas), "--api-key-env", "KEY_OF_THE_TESTS", "--log-dir", str(folder), "--grace-s", "5", "--",
-            "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-num-seqs", "32",
-            "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096", *options,
-        ]  # fmt: skip
+            sys.executable,
+            str(ROOT / "tools" / "serve_vllm.py"),
+            "--model",
+            str(model_folder),
+            "--port",
+            str(self.port),
+            "--replicas",
+            str(replicas),
+            "--api-key-env",
+            "KEY_OF_THE_TESTS",
+            "--log-dir",
+            str(folder),
+            "--grace-s",
+            "5",
+            "--",
+            "--enforce-eager",
+            "--dtype",
+            "float32",
+            "--block-size",
+            "32",
+            "--max-num-seqs",
+            "32",
+            "--no-enable-chunked-prefill",
+            "--max-num-batched-tokens",
+            "4096",
+            *options,
+        ]
         environment = {
-            **os.environ, "KEY_OF_THE_TESTS": KEY, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            **os.environ,
+            "KEY_OF_THE_TESTS": KEY,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
         with open(self.log, "w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         self.urls = [f"http://127.0.0.1:{self.port + index}" for index in range(replicas)]
@@ -78,7 +119,9 @@ class Served:
     def requests_running(self, index: int) -> int:
         request = urllib.request.Request(f"{self.urls[index]}/metrics", headers={"Authorization": f"Bearer {KEY}"})
         with urllib.request.urlopen(request, timeout=10) as answer:
-            return int(float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)[1]))
+            return int(
+                float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)[1])
+            )
 
 
 def wait_for(what: str, condition, bound_s: float = 60.0) -> None:

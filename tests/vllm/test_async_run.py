@@ -15,9 +15,15 @@ from tests.runs.command import arguments, command_line, rows_of, timeless, train
 
 pytestmark = pytest.mark.vllm
 VLLM = (
-    "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "optimizer.lr=1e-3",
-    "reward.functions=[tests.reward_functions:parity,math_verify]", "reward.num_workers=1", "rollout.producer.min_groups=2",
-)  # fmt: skip
+    "rollout.engine=vllm",
+    "run.deadline_s=150",
+    "rollout.start_s=120",
+    "rollout.request_s=60",
+    "optimizer.lr=1e-3",
+    "reward.functions=[tests.reward_functions:parity,math_verify]",
+    "reward.num_workers=1",
+    "rollout.producer.min_groups=2",
+)
 STREAMING = ("rollout.producer.mode=streaming",)
 LAYOUTS = {
     "DP2, two engines": (2, ()),
@@ -72,7 +78,9 @@ def engines_of(driver: int) -> list[int]:
         try:
             words = path.read_bytes().split(b"\0")
             rank = int(words[-2]) if b"megatron_rl.rollout.vllm.process_main" in words else 0
-            parent = int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
+            parent = (
+                int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
+            )
         except (OSError, ValueError):
             continue
         if parent == driver:
@@ -96,12 +104,21 @@ def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmeti
 
 def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):
     """DP2, two rollouts ahead, weights sent while engines generate: every prompt trained once, nothing older than the depth allows."""
-    extra = ("rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2", "weight_sync.in_flight=true", "correction.mode=token_truncate")
+    extra = (
+        "rollout.producer.mode=prefetch",
+        "rollout.producer.prefetch_rollouts=2",
+        "weight_sync.in_flight=true",
+        "correction.mode=token_truncate",
+    )
     given = arguments(arithmetic, tmp_path, *VLLM, *extra, "train.num_rollouts=5", "rollout.max_response_tokens=32")
     results = pool.run(2, command_line, given, timeout_s=300)
     assert [code for code, _ in results] == [0, 0], results
     rows = firsts_of(tmp_path)
-    assert [row["rollout"] for row in rows] == [1, 2, 3, 4, 5] and max(row["async/staleness_max"] for row in rows) <= 4.0
-    assert sum("perf/weight_sync_bytes" in row for row in rows) == 3  # for the first three rollouts' sake, then all were under way
+    assert [row["rollout"] for row in rows] == [1, 2, 3, 4, 5] and max(
+        row["async/staleness_max"] for row in rows
+    ) <= 4.0
+    assert (
+        sum("perf/weight_sync_bytes" in row for row in rows) == 3
+    )  # for the first three rollouts' sake, then all were under way
     prompts = trained_prompts(tmp_path)
     assert len(prompts) == len(set(prompts)) == 40

@@ -50,9 +50,13 @@ def temperature(bench, value: float) -> Iterator[None]:
 def test_greedy_equals_the_transformers_engine(loaded):
     ours = loaded.engine.generate(PROMPTS, 2, temperature=0.0)
     other = TransformersEngine(
-        str(loaded.folder), AutoTokenizer.from_pretrained(loaded.folder), loaded.config.rollout, seed=loaded.config.run.seed,
-        dtype=torch.float32, device=CPU,
-    )  # fmt: skip
+        str(loaded.folder),
+        AutoTokenizer.from_pretrained(loaded.folder),
+        loaded.config.rollout,
+        seed=loaded.config.run.seed,
+        dtype=torch.float32,
+        device=CPU,
+    )
     other.load_weights(iter(loaded.weights(1).items()), 1)
     theirs = other.generate(PROMPTS, 2, temperature=0.0)
     assert told(ours) == told(theirs) and [x.text for x in ours] == [x.text for x in theirs]
@@ -136,9 +140,14 @@ def test_after_every_sync_logprobs_equal_hugging_faces(family):
     """Several weights one after the other; a bucket of one byte takes one tensor, and grows to it."""
     gaps, last = [], NO_WEIGHTS
     for seed, channel, bucket_bytes in [
-        (1, "shared_memory", 1), (2, "shared_memory", 12_000), (3, "shared_memory", 1 << 26), (4, "broadcast", 1),
-        (5, "broadcast", 12_000), (6, "broadcast", 1 << 26), (7, "shared_memory", 5_000),
-    ]:  # fmt: skip
+        (1, "shared_memory", 1),
+        (2, "shared_memory", 12_000),
+        (3, "shared_memory", 1 << 26),
+        (4, "broadcast", 1),
+        (5, "broadcast", 12_000),
+        (6, "broadcast", 1 << 26),
+        (7, "shared_memory", 5_000),
+    ]:
         version = family.load(seed, channel=channel, bucket_bytes=bucket_bytes)
         assert version > last and family.engine.weight_version == version
         rollouts = family.engine.generate(PROMPTS[:2], 2)
@@ -168,7 +177,9 @@ def test_a_sync_resets_the_prefix_cache(bench, monkeypatch):
     assert bench.largest_gap(prompts) < LOGPROB_TOLERANCE
     control = bench.replica.control
     with monkeypatch.context() as planted:
-        planted.setattr(bench.replica, "control", lambda m, a, t: None if m == "reset_prefix_cache" else control(m, a, t))
+        planted.setattr(
+            bench.replica, "control", lambda m, a, t: None if m == "reset_prefix_cache" else control(m, a, t)
+        )
         bench.load(3)
     stale = bench.largest_gap(prompts)
     assert stale > 1000 * LOGPROB_TOLERANCE, stale

@@ -55,7 +55,9 @@ def own(inputs, tmp_path_factory) -> Iterator[Bench]:
     root = tmp_path_factory.mktemp("faults")
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True, intermediate=8192)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", "16384")  # glibc asks the system for larger blocks, so that a limit is met at once
+        patch.setenv(
+            "MALLOC_MMAP_THRESHOLD_", "16384"
+        )  # glibc asks the system for larger blocks, so that a limit is met at once
         started = start_bench(folder, root / "run", "rollout.max_response_tokens=60", "rollout.vllm={max_num_seqs: 16}")
     started.engine._stop_ids = ()  # all answers have their full length
     try:
@@ -80,9 +82,13 @@ class Driver:
         self.bench, version = bench, 1000
         weights = bench.weights(SEED)
         self.generation = RolloutManager(
-            bench.engine, lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts], bench.config,
-            export=lambda: iter(weights.items()), version=lambda: version, share=(0, 1),
-        )  # fmt: skip
+            bench.engine,
+            lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts],
+            bench.config,
+            export=lambda: iter(weights.items()),
+            version=lambda: version,
+            share=(0, 1),
+        )
 
     def produce(self) -> list[tuple]:
         self.generation.sync_weights()
@@ -172,7 +178,11 @@ def test_a_call_disturbed_by_a_hang_equals_an_undisturbed_one(own, driver, quiet
         own.engine._rollout = replace(own.engine._rollout, request_s=REQUEST_S)
         restart()
 
-    with settings(own, request_s=10.0), in_mid_generation(own, stop, 6) as when, pytest.MonkeyPatch.context() as planted:
+    with (
+        settings(own, request_s=10.0),
+        in_mid_generation(own, stop, 6) as when,
+        pytest.MonkeyPatch.context() as planted,
+    ):
         planted.setattr(own.replica, "restart", restart_with_time)
         assert driver.produce() == quiet
     print(f"all there {time.monotonic() - when[0]:.1f} s after it was stopped")
@@ -211,7 +221,9 @@ def test_a_send_to_an_engine_that_hangs_ends(own, driver, quiet, monkeypatch):
     own.replica.restart()
     own.replica.wait_ready(START_S)
     stop(own.pid)
-    request = GenerateRequest(request_id="long", token_ids=(5,) * 2_000_000, n=1, max_tokens=1, temperature=1.0, seed=0, stop_token_ids=())
+    request = GenerateRequest(
+        request_id="long", token_ids=(5,) * 2_000_000, n=1, max_tokens=1, temperature=1.0, seed=0, stop_token_ids=()
+    )
     with pytest.raises(ReplicaLost, match="is gone"):
         own.replica.submit(request).result(patient(HANG_S))
     own.engine.recover([own.replica.name])
@@ -237,7 +249,10 @@ def test_an_engine_out_of_memory_too_often_ends_with_advice(own, driver, quiet):
             driver.produce()
     print(ended.value)
     assert "was lost 1 times in a row, and rollout.max_restarts=0" in str(ended.value)
-    assert "too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or rollout.vllm.max_num_seqs" in str(ended.value)
+    assert (
+        "too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or rollout.vllm.max_num_seqs"
+        in str(ended.value)
+    )
     own.engine._lost = [own.replica]
     assert driver.produce() == quiet
 
@@ -322,12 +337,16 @@ def test_a_rank_killed_takes_its_engine_along(own, tmp_path, ready):
 def test_an_engine_that_cannot_start_says_why(own, tmp_path, override, words):
     """Its own words, and where its log is, instead of a wait until rollout.start_s."""
     config = config_of(own.folder, tmp_path, override)
-    replica = ProcessReplica(engine_arguments(config, CPU), engine_environment(os.environ, None, 1), tmp_path / "engine.log")
+    replica = ProcessReplica(
+        engine_arguments(config, CPU), engine_environment(os.environ, None, 1), tmp_path / "engine.log"
+    )
     replica.start()
     try:
         with pytest.raises(ReplicaLost) as lost:
             replica.wait_ready(START_S)
-        assert all(word in str(lost.value) for word in ["ended (exit code 1)", str(tmp_path / "engine.log"), *words]), lost.value
+        assert all(word in str(lost.value) for word in ["ended (exit code 1)", str(tmp_path / "engine.log"), *words]), (
+            lost.value
+        )
     finally:
         replica.close()
     assert not alive(replica.pid)

@@ -55,7 +55,11 @@ def flying_server(inputs, tmp_path_factory) -> Iterator[Bench]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KEY_OF_THE_TESTS", KEY)
             # A server with few requests at a time is not far ahead of what has been told of it, and hears of a pause soon.
-            servers = [f"rollout.servers=[{served.urls[0]}]", "rollout.api_key_env=KEY_OF_THE_TESTS", "rollout.max_requests=4"]
+            servers = [
+                f"rollout.servers=[{served.urls[0]}]",
+                "rollout.api_key_env=KEY_OF_THE_TESTS",
+                "rollout.max_requests=4",
+            ]
             started = start_bench(folder, root / "run", *LONG, "rollout.vllm={}", *servers)
         started.engine._stop_ids = ()
         started.versions = itertools.count(0)
@@ -80,7 +84,13 @@ class Call:
     """A call of ``generate`` in a thread of its own, and what it told of finished prompts meanwhile."""
 
     def __init__(
-        self, bench: Bench, times: int = 1, samples: int = SAMPLES, *, few: int | None = None, temperature: float | None = None
+        self,
+        bench: Bench,
+        times: int = 1,
+        samples: int = SAMPLES,
+        *,
+        few: int | None = None,
+        temperature: float | None = None,
     ) -> None:
         self.prompts = prompts = prompts_of(bench, times)[:few]
         self.told: list[tuple[int, list[Rollout]]] = []
@@ -92,7 +102,9 @@ class Call:
 
         def run() -> None:
             try:
-                self._result.set_result(bench.engine.generate(prompts, samples, temperature=temperature, on_finished=finish))
+                self._result.set_result(
+                    bench.engine.generate(prompts, samples, temperature=temperature, on_finished=finish)
+                )
             except BaseException as error:  # noqa: BLE001 (``result`` raises it)
                 self._result.set_exception(error)
 
@@ -133,7 +145,10 @@ def test_every_token_is_of_the_weights_that_its_span_names(either):
     for version, seed in versions.items():
         either.weights(seed)
         for rollout in [x for found in kinds.values() for x in found[:FEW]]:
-            gap = np.abs(np.array(rollout.logprobs) - reference_logprobs(either.model, rollout, either.config.rollout.temperature))
+            gap = np.abs(
+                np.array(rollout.logprobs)
+                - reference_logprobs(either.model, rollout, either.config.rollout.temperature)
+            )
             for named, tokens in spans(rollout):
                 if named == version:
                     gaps[version] = max(gaps[version], gap[tokens].max())
@@ -162,7 +177,10 @@ def test_the_same_weights_in_flight_equal_an_undisturbed_run(either):
     disturbed = call.result()
     tied = [until_a_tie(x, y) for x, y in zip(disturbed, quiet, strict=True)]
     assert sum(tied) <= 2, f"{sum(tied)} of {len(tied)} rollouts differ from where two tokens were equally likely"
-    assert any(len(x.weight_versions) == 2 for x in disturbed) and max(v for x in disturbed for v, _ in x.weight_versions) == version
+    assert (
+        any(len(x.weight_versions) == 2 for x in disturbed)
+        and max(v for x in disturbed for v, _ in x.weight_versions) == version
+    )
 
 
 def test_a_call_that_begins_in_mid_update_waits_for_it(either, monkeypatch):
@@ -192,11 +210,15 @@ def test_old_keys_and_values_would_show(flying, monkeypatch):
     control, call = flying.replica.control, Call(flying)
     call.wait_for_the_middle()
     with monkeypatch.context() as planted:
-        planted.setattr(flying.replica, "control", lambda m, a, t: None if m == "reset_prefix_cache" else control(m, a, t))
+        planted.setattr(
+            flying.replica, "control", lambda m, a, t: None if m == "reset_prefix_cache" else control(m, a, t)
+        )
         version = flying.load(2)
     stale = [0.0]
     for rollout in [x for x in call.result() if len(x.weight_versions) > 1][:FEW]:
-        gap = np.abs(np.array(rollout.logprobs) - reference_logprobs(flying.model, rollout, flying.config.rollout.temperature))
+        gap = np.abs(
+            np.array(rollout.logprobs) - reference_logprobs(flying.model, rollout, flying.config.rollout.temperature)
+        )
         stale += [gap[tokens].max() for named, tokens in spans(rollout) if named == version and tokens.start]
     assert max(stale) > 1000 * LOGPROB_TOLERANCE
     flying.load(3)

@@ -72,11 +72,19 @@ def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic,
 @pytest.mark.long(seconds=150)
 def test_the_quickstart_learns(tmp_path):
     """As tests/runs/test_quickstart.py, with rollouts by vLLM, for 60 of 200 rollouts."""
-    environment = os.environ | {"RUN_DIR": str(tmp_path), "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {
+        "RUN_DIR": str(tmp_path),
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(
-        ["bash", "examples/quickstart/run.sh", "rollout.engine=vllm", "rollout.num_engines=1", "train.num_rollouts=60"], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+        ["bash", "examples/quickstart/run.sh", "rollout.engine=vllm", "rollout.num_engines=1", "train.num_rollouts=60"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     reward = [row["reward/mean"] for row in rows if "reward/mean" in row]

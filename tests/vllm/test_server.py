@@ -88,7 +88,15 @@ def ask(replica: ServerReplica, **changes) -> list[Completion]:
 
 
 def request_of(**changes) -> GenerateRequest:
-    given = {"request_id": "q", "token_ids": PROMPT, "n": 1, "max_tokens": 40, "temperature": 0.7, "seed": 17, "stop_token_ids": ()}
+    given = {
+        "request_id": "q",
+        "token_ids": PROMPT,
+        "n": 1,
+        "max_tokens": 40,
+        "temperature": 0.7,
+        "seed": 17,
+        "stop_token_ids": (),
+    }
     return GenerateRequest(**(given | changes))
 
 
@@ -177,7 +185,14 @@ def test_without_the_key_only_health_answers(served, replica):
     for key in (None, "another"):
         stranger = Server(served.urls[0], api_key=key, key_setting="rollout.api_key_env")
         stranger.call("GET", "/health", timeout_s=30.0)
-        for route in ("/inference/v1/generate", "/update_weights", "/start_weight_update", "/collective_rpc", "/sleep", "/tokenize"):
+        for route in (
+            "/inference/v1/generate",
+            "/update_weights",
+            "/start_weight_update",
+            "/collective_rpc",
+            "/sleep",
+            "/tokenize",
+        ):
             with pytest.raises(RequestRefused, match="401"):
                 stranger.call("POST", route, {"method": "describe"}, timeout_s=30.0)
         with pytest.raises(RequestRefused, match="401"):
@@ -241,7 +256,10 @@ def test_a_server_killed_at_work_is_replaced_by_the_other(served, replicas):
     starts = len(served.starts(1))
     with killed_at_work(served, 1, "engine"):
         disturbed = spread(REQUESTS, replicas)
-    assert list(disturbed.down) == [served.urls[1]] and not disturbed.lost and disturbed.causes, (disturbed.down, disturbed.causes)
+    assert list(disturbed.down) == [served.urls[1]] and not disturbed.lost and disturbed.causes, (
+        disturbed.down,
+        disturbed.causes,
+    )
     assert_equal(quiet.finished, disturbed.finished)
     wait_for_restart(served, replicas[1], 1, starts)
     assert_equal(quiet.finished, spread(REQUESTS, replicas).finished)
@@ -255,7 +273,9 @@ def test_the_only_server_killed_at_work_loses_and_doubles_nothing(served, replic
         first = spread(REQUESTS, [replica])
     assert first.lost and list(first.down) == [served.urls[0]], (first.down, first.causes)
     wait_for_restart(served, replica, 0, starts)
-    print(f"{len(first.lost)} of 8 requests lost, serving again {time.monotonic() - started:.1f} s after the first was sent")
+    print(
+        f"{len(first.lost)} of 8 requests lost, serving again {time.monotonic() - started:.1f} s after the first was sent"
+    )
     second = spread(first.lost, [replica])
     assert not second.lost and not set(first.finished) & set(second.finished)
     assert_equal(quiet.finished, {**first.finished, **second.finished})

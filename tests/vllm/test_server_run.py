@@ -54,7 +54,9 @@ def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, ar
     starts, killed = len(two_servers.starts(1)), threading.Event()
 
     def kill() -> None:
-        wait_for("the second rollout", lambda: (tmp_path / "metrics.jsonl").exists() and len(rows_of(tmp_path)) > 4, START_S)
+        wait_for(
+            "the second rollout", lambda: (tmp_path / "metrics.jsonl").exists() and len(rows_of(tmp_path)) > 4, START_S
+        )
         two_servers.kill(1, "engine")
         killed.set()
 
@@ -68,7 +70,10 @@ def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, ar
     assert max(row.get("train/logprob_gap_max", 0.0) for row in rows) < GAP
     assert len(two_servers.starts(1)) == starts + 1
     said = "".join(text for _, text in results)
-    assert f"{two_servers.urls[1]} is left out until it serves again" in said and f"{two_servers.urls[1]} serves again" in said, said
+    assert (
+        f"{two_servers.urls[1]} is left out until it serves again" in said
+        and f"{two_servers.urls[1]} serves again" in said
+    ), said
     after = two_servers.log_of(1).rpartition("Application startup complete")[2]
     assert after.count("POST /finish_weight_update") > 1 and after.count("POST /inference/v1/generate") > 1
     assert load_file(next(tmp_path.glob("checkpoints/*/hf/model.safetensors")))
@@ -77,4 +82,6 @@ def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, ar
 def test_no_server_says_how_to_start_one(pool, arithmetic, tmp_path):
     nobody = ("rollout.servers=[http://127.0.0.1:9]", "rollout.start_s=3")
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *VLLM, *nobody), timeout_s=60)
-    assert code == 1 and "connection refused" in said and "python -m vllm.entrypoints.openai.api_server --model" in said, said
+    assert (
+        code == 1 and "connection refused" in said and "python -m vllm.entrypoints.openai.api_server --model" in said
+    ), said

@@ -44,10 +44,14 @@ def whole_sync_is_exact(bench: Bench, seed: int = 9, **changes) -> None:
 
 def holds_nothing(bench: Bench) -> None:
     assert bench.engine.weight_version == bench.replica.weight_version == NO_WEIGHTS
-    with pytest.raises(RuntimeError):  # EngineLost too: a failed engine of the run's own may be started anew before it is asked again
+    with pytest.raises(
+        RuntimeError
+    ):  # EngineLost too: a failed engine of the run's own may be started anew before it is asked again
         bench.engine.generate(PROMPTS, 1)
     if bench.pid:
-        assert bench.replica.control("weights_received", {}, DEADLINE_S) == [{"version": -1, "checksum": "", "num_tensors": 0}]
+        assert bench.replica.control("weights_received", {}, DEADLINE_S) == [
+            {"version": -1, "checksum": "", "num_tensors": 0}
+        ]
 
 
 def fails(bench: Bench, weights, *words: str, **changes) -> None:
@@ -95,7 +99,11 @@ def test_a_missing_tensor_is_named(bench, name, words):
 
 def test_a_tensor_delivered_twice_is_named(bench):
     weights = bench.weights(3)
-    fails(bench, [*weights.items(), ("model.norm.weight", weights["model.norm.weight"])], "'model.norm.weight' arrived twice")
+    fails(
+        bench,
+        [*weights.items(), ("model.norm.weight", weights["model.norm.weight"])],
+        "'model.norm.weight' arrived twice",
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,13 @@ def test_a_tensor_delivered_twice_is_named(bench):
     [f"{LAYER}self_attn.o_proj.bias", f"{LAYER}self_attn.rotary_emb.inv_freq"],
 )
 def test_a_weight_that_vllm_ignores_is_told(bench, name):
-    fails(bench, [*bench.weights(3).items(), (name, torch.ones(16))], "63,120 values arrived", "have 63,104", "no such weight")
+    fails(
+        bench,
+        [*bench.weights(3).items(), (name, torch.ones(16))],
+        "63,120 values arrived",
+        "have 63,104",
+        "no such weight",
+    )
 
 
 def test_a_tensor_that_vllm_would_cut_is_told(bench):
@@ -141,7 +155,11 @@ def test_a_flipped_byte_is_found_and_its_bucket_named(bench, monkeypatch):
     control, flipped = bench.replica.control, []
 
     def disturbed(method, arguments, timeout_s):
-        if arguments.get("kind") == "bucket" and not flipped and arguments["tensors"][0][0].startswith("model.layers.1."):
+        if (
+            arguments.get("kind") == "bucket"
+            and not flipped
+            and arguments["tensors"][0][0].startswith("model.layers.1.")
+        ):
             with open(arguments["segment"], "r+b") as segment:
                 segment.seek(8)
                 byte = segment.read(1)[0]
@@ -153,7 +171,10 @@ def test_a_flipped_byte_is_found_and_its_bucket_named(bench, monkeypatch):
     with monkeypatch.context() as planted:
         planted.setattr(bench.replica, "control", disturbed)
         report = bench.sync(bench.weights(3).items(), **SMALL)
-    assert flipped and f"the bucket {flipped[0]} ... {flipped[-1]} arrived with checksum" in report.failed[bench.replica.name]
+    assert (
+        flipped
+        and f"the bucket {flipped[0]} ... {flipped[-1]} arrived with checksum" in report.failed[bench.replica.name]
+    )
     holds_nothing(bench)
     whole_sync_is_exact(bench)
 
@@ -192,7 +213,12 @@ def test_only_a_segment_of_ours_is_read(bench, tmp_path, kind):
         replica = bench.replica
         replica.control("init_weight_transfer", {"channel": "shared_memory", "deadline_s": DEADLINE_S}, DEADLINE_S)
         replica.control("start_weight_update", {}, DEADLINE_S)
-        bucket = {"kind": "bucket", "tensors": [["model.norm.weight", "float32", [16], 0]], "num_bytes": 64, "checksum": "0"}
+        bucket = {
+            "kind": "bucket",
+            "tensors": [["model.norm.weight", "float32", [16], 0]],
+            "num_bytes": 64,
+            "checksum": "0",
+        }
         with pytest.raises(RequestRefused) as refused:
             replica.control("update_weights", {**bucket, "segment": str(path)}, DEADLINE_S)
         assert word in str(refused.value)
@@ -231,7 +257,10 @@ def test_no_room_in_shared_memory_says_what_to_do(bench, monkeypatch):
         planted.setattr(os, "posix_fallocate", full)
         report = bench.sync(counted(weights), **SMALL)
     why = report.failed[bench.replica.name]
-    assert all(word in why for word in ("No space left", "weight_sync.bucket_mb", "--shm-size", "weight_sync.channel=broadcast")), why
+    assert all(
+        word in why
+        for word in ("No space left", "weight_sync.bucket_mb", "--shm-size", "weight_sync.channel=broadcast")
+    ), why
     assert drawn == list(weights) and not report.lost
     holds_nothing(bench)
     whole_sync_is_exact(bench)

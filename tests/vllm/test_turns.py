@@ -38,16 +38,27 @@ def episodes_of(engine, bench) -> MultiTurnEngine:
     config = EnvironmentConfig(name="tests.vllm.test_turns:Length", max_turns=6, deadline_s=30.0)
     tokenizer = AutoTokenizer.from_pretrained(bench.folder)
     room = bench.config.rollout.max_response_tokens
-    return MultiTurnEngine(engine, environment_maker(config), Observations(tokenizer, "{prompt}"), tokenizer, config, max_response_tokens=room)
+    return MultiTurnEngine(
+        engine,
+        environment_maker(config),
+        Observations(tokenizer, "{prompt}"),
+        tokenizer,
+        config,
+        max_response_tokens=room,
+    )
 
 
 def test_greedy_episodes_equal_the_transformers_engines(bench) -> None:
     weights = bench.weights(1)
     bench.load(1)
     other = TransformersEngine(
-        str(bench.folder), AutoTokenizer.from_pretrained(bench.folder), bench.config.rollout, seed=bench.config.run.seed,
-        dtype=torch.float32, device=CPU,
-    )  # fmt: skip
+        str(bench.folder),
+        AutoTokenizer.from_pretrained(bench.folder),
+        bench.config.rollout,
+        seed=bench.config.run.seed,
+        dtype=torch.float32,
+        device=CPU,
+    )
     other.load_weights(iter(weights.items()), 1)
     ours = episodes_of(bench.engine, bench).generate(PROMPTS, 2, temperature=0.0)
     theirs = episodes_of(other, bench).generate(PROMPTS, 2, temperature=0.0)
@@ -78,15 +89,26 @@ def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(bench) -> None:
 def test_a_whole_run(pool, arithmetic, tmp_path) -> None:
     """DP2, an engine each: the trainer's log-probs are the engine's on every sampled token, turn after turn."""
     given = arguments(
-        arithmetic, tmp_path, "rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60",
-        "metrics.dense_every_rollouts=1", "metrics.dense_samples=64", "environment.name=tests.runs.test_turn_runs:Riddle",
-        "environment.max_turns=3", "rollout.max_response_tokens=24", "sft.steps=20",
+        arithmetic,
+        tmp_path,
+        "rollout.engine=vllm",
+        "run.deadline_s=150",
+        "rollout.start_s=120",
+        "rollout.request_s=60",
+        "metrics.dense_every_rollouts=1",
+        "metrics.dense_samples=64",
+        "environment.name=tests.runs.test_turn_runs:Riddle",
+        "environment.max_turns=3",
+        "rollout.max_response_tokens=24",
+        "sft.steps=20",
         "reward.functions=[environment,tests.reward_functions:parity]",
-    )  # fmt: skip
+    )
     results = pool.run(2, command_line, given, timeout_s=200)
     assert [code for code, _ in results] == [0, 0], results
     rows = [row for row in rows_of(tmp_path) if "train/logprob_gap_max" in row]
-    assert len(rows) == 2 and all(row["train/logprob_gap_max"] < LOGPROB_TOLERANCE and row["rollout/turns_mean"] > 1.1 for row in rows)
+    assert len(rows) == 2 and all(
+        row["train/logprob_gap_max"] < LOGPROB_TOLERANCE and row["rollout/turns_mean"] > 1.1 for row in rows
+    )
 
 
 def test_an_engine_killed_between_two_turns_costs_what_was_under_way(bench) -> None:

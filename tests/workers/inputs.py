@@ -16,8 +16,17 @@ def prepare_inputs(folder: pathlib.Path, *, hidden: int, layers: int, heads: int
     sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
     import prepare
 
-    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv-heads": heads, "intermediate": intermediate, "test-rows": 20}
-    assert prepare.main(["--out", str(folder), *(part for name, value in sizes.items() for part in (f"--{name}", str(value)))]) in (0, None)
+    sizes = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv-heads": heads,
+        "intermediate": intermediate,
+        "test-rows": 20,
+    }
+    assert prepare.main(
+        ["--out", str(folder), *(part for name, value in sizes.items() for part in (f"--{name}", str(value)))]
+    ) in (0, None)
     return folder
 
 
@@ -28,10 +37,23 @@ def prepare_mixture(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.P
     shutil.copytree(arithmetic, folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
     config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-        intermediate_size=96, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True,
-        max_position_embeddings=1024, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")

@@ -94,8 +94,10 @@ class Nursery:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "tests.workers.nursery", str(theirs.fileno()), *imported],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=worker_environment(),
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=worker_environment(),
+            )
         self._socket = ours
         self._socket.settimeout(patient(START_S))
         self._answers = ours.makefile("rb")
@@ -129,18 +131,29 @@ class Nursery:
         return json.loads(line)
 
     def start(
-        self, function: str, arguments: Sequence[object] = (), *, printed: pathlib.Path | int, stdin: int | None = None,
-        pipe: int | None = None, environment: Mapping[str, str] | None = None, program: Sequence[str] = (),
-    ) -> Fork:  # fmt: skip
+        self,
+        function: str,
+        arguments: Sequence[object] = (),
+        *,
+        printed: pathlib.Path | int,
+        stdin: int | None = None,
+        pipe: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = (),
+    ) -> Fork:
         """Forks a process that calls ``module:function`` with JSON arguments and ends when it returns.
 
         printed: file, or descriptor, of its stdout and stderr. stdin: a descriptor; none reads nothing. pipe: a descriptor that the
         function gets as its first argument. environment: added to the nursery's. program: its ``sys.argv[1:]``.
         """
         request = {
-            "function": function, "arguments": list(arguments), "environment": dict(environment or {}), "program": list(program),
-            "path": [folder or os.getcwd() for folder in sys.path], "pipe": pipe is not None,
-        }  # fmt: skip
+            "function": function,
+            "arguments": list(arguments),
+            "environment": dict(environment or {}),
+            "program": list(program),
+            "path": [folder or os.getcwd() for folder in sys.path],
+            "pipe": pipe is not None,
+        }
         with contextlib.ExitStack() as held:
             output = printed if isinstance(printed, int) else held.enter_context(open(printed, "wb")).fileno()
             read = held.enter_context(open(os.devnull, "rb")).fileno() if stdin is None else stdin
@@ -150,7 +163,9 @@ class Nursery:
     def run_script(self, path: pathlib.Path, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
         """(exit code, what it printed) of a Python file that is run as ``python FILE ARGUMENT…`` would run it."""
         with tempfile.NamedTemporaryFile() as printed:
-            fork = self.start("tests.workers.nursery:run_file", [str(path)], printed=printed.fileno(), program=arguments)
+            fork = self.start(
+                "tests.workers.nursery:run_file", [str(path)], printed=printed.fileno(), program=arguments
+            )
             try:
                 code = fork.wait(patient(timeout_s))
             finally:
@@ -159,7 +174,12 @@ class Nursery:
 
     @contextlib.contextmanager
     def ranks(
-        self, world: int, arguments: Sequence[str], folder: pathlib.Path, function: str = RANK_OF_A_RUN, given: Sequence[object] = ()
+        self,
+        world: int,
+        arguments: Sequence[str],
+        folder: pathlib.Path,
+        function: str = RANK_OF_A_RUN,
+        given: Sequence[object] = (),
     ) -> Iterator[Ranks]:
         """The ranks of one start of ``python -m megatron_rl.train ARGUMENT…``, which end with the context. function: called in their
         place, with ``given``. folder: of the files that they print to.
@@ -167,7 +187,12 @@ class Nursery:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         folder.mkdir(parents=True, exist_ok=True)
         printed = [folder / f"rank{rank}.txt" for rank in range(world)]
         forks: list[Fork] = []

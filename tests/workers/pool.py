@@ -36,10 +36,14 @@ from tests.workers.nursery import ONLY_TORCH, Nursery
 
 START_S = 300.0  # a worker is forked in milliseconds, from a nursery that imports for some seconds first
 LOADED = 5.0  # tests say what a task takes at most on two free cores; with as many others on each core it has taken four times that
-GRACE_S = 30.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
+GRACE_S = (
+    30.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
+)
 LEAVE_S = 120.0
 STACKS_S = 10.0  # until a hung rank has written where it stands; one that is stopped never does
-MOST_THREADS = 400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps two threads of each
+MOST_THREADS = (
+    400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps two threads of each
+)
 STACK_ENDS = "in <module>"  # of the main thread, which faulthandler writes last
 SHOWN_CHARS = 6000  # of each rank's output, from its end
 
@@ -59,9 +63,15 @@ class Worker:
         self.rank = rank
         self.log = tempfile.TemporaryFile(mode="w+b", buffering=0)  # noqa: SIM115 (closed by kill)
         self.pipe, theirs = Pipe()
-        its_stdin, self._life = os.pipe()  # the end of what nobody writes tells a worker that the pool's process is gone
+        its_stdin, self._life = (
+            os.pipe()
+        )  # the end of what nobody writes tells a worker that the pool's process is gone
         self.process = nursery.start(
-            "tests.workers.worker:serve", [store_port, rank], printed=self.log.fileno(), stdin=its_stdin, pipe=theirs.fileno()
+            "tests.workers.worker:serve",
+            [store_port, rank],
+            printed=self.log.fileno(),
+            stdin=its_stdin,
+            pipe=theirs.fileno(),
         )
         os.close(its_stdin)
         theirs.close()
@@ -136,13 +146,17 @@ class Pool:
             self._own_nursery.close()
         self._store = self._own_nursery = None
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
         """``function(rank, world, *args, **kwargs)`` on ``world`` ranks; its results in rank order.
 
         Raises PoolError, naming ranks, with their tracebacks and output, when any rank raises, dies or outlives LOADED · ``timeout_s``.
         """
         if not 1 <= world <= self.max_world:
-            raise ValueError(f"world={world} is outside [1, max_world={self.max_world}]; ask for less, or Pool(max_world=…)")
+            raise ValueError(
+                f"world={world} is outside [1, max_world={self.max_world}]; ask for less, or Pool(max_world=…)"
+            )
         if function.__module__ == "__main__" or "<" in function.__qualname__:
             raise ValueError(
                 f"{function.__qualname__} of {function.__module__} cannot be imported by a worker; make it a "
@@ -168,7 +182,9 @@ class Pool:
             if not isinstance(error, PoolError) or error.hung or any(outcomes[r][0] == "died" for r in error.failed):
                 self._kill(ranks)
             raise
-        self._kill([rank for rank in ranks if self._workers[rank].num_threads() > MOST_THREADS])  # the next task starts fresh ones
+        self._kill(
+            [rank for rank in ranks if self._workers[rank].num_threads() > MOST_THREADS]
+        )  # the next task starts fresh ones
         return [pickle.loads(outcomes[rank][1]) for rank in ranks]
 
     def _start(self, ranks: list[int]) -> None:
@@ -187,7 +203,9 @@ class Pool:
         ready = self._collect(new, patient(START_S), 0.0)
         late = [rank for rank in new if ready.get(rank) != ("ready",)]
         if late:
-            printed = "\n".join(f"rank {rank}: {ready.get(rank, 'silent')}\n{self._workers[rank].printed()}" for rank in late)
+            printed = "\n".join(
+                f"rank {rank}: {ready.get(rank, 'silent')}\n{self._workers[rank].printed()}" for rank in late
+            )
             raise RuntimeError(f"workers {late} of the pool were not ready in {START_S} s; they printed:\n{printed}")
 
     def _collect(self, ranks: list[int], timeout_s: float, grace_s: float) -> dict[int, tuple[Any, ...]]:
@@ -225,9 +243,13 @@ class Pool:
         parts = [
             f"{name} on {len(ranks)} ranks: "
             + "; ".join(
-                [f"rank {rank} {'raised ' if outcomes[rank][0] == 'raised' else ''}{outcomes[rank][1]}" for rank in causes]
+                [
+                    f"rank {rank} {'raised ' if outcomes[rank][0] == 'raised' else ''}{outcomes[rank][1]}"
+                    for rank in causes
+                ]
                 + [
-                    f"rank {rank} did not finish in {timeout_s:g} s" + (" (or soon enough after a failure)" if failed else "")
+                    f"rank {rank} did not finish in {timeout_s:g} s"
+                    + (" (or soon enough after a failure)" if failed else "")
                     for rank in hung
                 ]
             )

@@ -76,7 +76,11 @@ def tolerances(dtype: str, *, cuda: bool) -> dict[str, float]:
 
 
 TORCH = ("model.layer_spec=torch",)
-OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true", "megatron.ddp.bucket_size=20000")
+OVERLAP = (
+    "megatron.ddp.overlap_grad_reduce=true",
+    "megatron.ddp.overlap_param_gather=true",
+    "megatron.ddp.bucket_size=20000",
+)
 RECOMPUTE = (
     "megatron.transformer.recompute_granularity=full",
     "megatron.transformer.recompute_method=uniform",
@@ -88,7 +92,11 @@ LAYOUTS = (
     ("tp2-sp", "sequence parallel", dict(tensor=2, overrides=("parallel.sequence_parallel=true",))),
     ("pp2", "pipeline parallel", dict(pipeline=2)),
     ("cp2", "context parallel", dict(context=2, overrides=("optimizer.distributed=false",))),
-    ("cp2-pp2", "context and pipeline parallel", dict(context=2, pipeline=2, overrides=("optimizer.distributed=false",))),
+    (
+        "cp2-pp2",
+        "context and pipeline parallel",
+        dict(context=2, pipeline=2, overrides=("optimizer.distributed=false",)),
+    ),
     ("dp2", "data parallel, distributed optimizer", dict(data=2)),
     ("dp2-plain", "data parallel, distributed optimizer off", dict(data=2, overrides=("optimizer.distributed=false",))),
     ("dp2-overlap", "data parallel, gradient and parameter overlap", dict(data=2, overrides=OVERLAP, min_buckets=8)),
@@ -105,7 +113,9 @@ def _on(layout: dict, *overrides: str, **given: object) -> dict:
 
 def _cells() -> tuple[Cell, ...]:
     layouts = {name: layout for name, _, layout in LAYOUTS}
-    te = dict(dtype="bfloat16", needs="transformer_engine")  # its attention takes packed sequences in half precision only
+    te = dict(
+        dtype="bfloat16", needs="transformer_engine"
+    )  # its attention takes packed sequences in half precision only
     te_spec = "model.layer_spec=transformer_engine"
     cells = [Cell(name=name, feature=feature, **_on(layout, *TORCH)) for name, feature, layout in LAYOUTS]
     cells += [
@@ -115,10 +125,20 @@ def _cells() -> tuple[Cell, ...]:
     cells += [Cell(name=f"family-{x}", feature=f"family {x}", family=x, overrides=TORCH) for x in FAMILIES[1:]]
     cells += [
         Cell(name="recompute", feature="full activation recomputation", overrides=(*TORCH, *RECOMPUTE)),
-        Cell(name="recompute-pp2", feature="full activation recomputation, pipeline", pipeline=2, overrides=(*TORCH, *RECOMPUTE)),
+        Cell(
+            name="recompute-pp2",
+            feature="full activation recomputation, pipeline",
+            pipeline=2,
+            overrides=(*TORCH, *RECOMPUTE),
+        ),
     ]
     cells += [
-        Cell(name=f"adam-{kernel}", feature=f"Adam kernel {kernel}", needs=needs, overrides=(*TORCH, f"optimizer.kernel={kernel}"))
+        Cell(
+            name=f"adam-{kernel}",
+            feature=f"Adam kernel {kernel}",
+            needs=needs,
+            overrides=(*TORCH, f"optimizer.kernel={kernel}"),
+        )
         for kernel, needs in KERNELS
     ]
     cells += [
@@ -126,10 +146,23 @@ def _cells() -> tuple[Cell, ...]:
         for name, feature, layout in LAYOUTS
     ]
     cells += [
-        Cell(name=f"te-family-{x}", feature=f"Transformer Engine layers, family {x}", family=x, overrides=(te_spec,), **te)
+        Cell(
+            name=f"te-family-{x}",
+            feature=f"Transformer Engine layers, family {x}",
+            family=x,
+            overrides=(te_spec,),
+            **te,
+        )
         for x in FAMILIES[1:]
     ]
-    cells.append(Cell(name="te-recompute", feature="Transformer Engine layers, recomputation", overrides=(te_spec, *RECOMPUTE), **te))
+    cells.append(
+        Cell(
+            name="te-recompute",
+            feature="Transformer Engine layers, recomputation",
+            overrides=(te_spec, *RECOMPUTE),
+            **te,
+        )
+    )
     return tuple(cells)
 
 

@@ -123,7 +123,11 @@ def open_bench(cell: Cell, fault: str, deadline_s: float) -> Iterator[Bench]:
     hf_config, model = tiny_model(cell.family, layers=LAYERS, hidden=HIDDEN)
     if cell.dtype == "bfloat16":  # what is left to measure is the arithmetic's rounding, not the weights'
         model = model.bfloat16().float()
-    overrides = [f"parallel.tensor={cell.tensor}", f"parallel.pipeline={cell.pipeline}", f"parallel.context={cell.context}"]
+    overrides = [
+        f"parallel.tensor={cell.tensor}",
+        f"parallel.pipeline={cell.pipeline}",
+        f"parallel.context={cell.context}",
+    ]
     overrides += [f"model.dtype={cell.dtype}", *DEFAULTS, f"run.deadline_s={deadline_s}", *cell.overrides]
     if fault == "freeze-ghost":
         overrides.append("skip.ghost=freeze")
@@ -132,8 +136,12 @@ def open_bench(cell: Cell, fault: str, deadline_s: float) -> Iterator[Bench]:
     samples = make_samples(NUM_SAMPLES)
     with torch.no_grad():
         now = [reference_logprobs(model, s)[0].numpy() for s in samples]
-    samples = [dataclasses.replace(s, logprobs=x + np.resize(SHIFTS, len(x))) for s, x in zip(samples, now, strict=True)]
-    backend = MegatronBackend(load_config(None, overrides), hf_config=hf_config, weights=model.state_dict(), total_steps=10)
+    samples = [
+        dataclasses.replace(s, logprobs=x + np.resize(SHIFTS, len(x))) for s, x in zip(samples, now, strict=True)
+    ]
+    backend = MegatronBackend(
+        load_config(None, overrides), hf_config=hf_config, weights=model.state_dict(), total_steps=10
+    )
     try:
         mine = [i for i in range(NUM_SAMPLES) if i % backend.topology.world_size == backend.topology.rank]
         batch = backend.gather([samples[i] for i in mine], [GROUPS[i] for i in mine], mine)
@@ -158,7 +166,10 @@ def check_gradients(bench: Bench) -> dict[str, float]:
     lost = bench.fault == "drop-survivor"
     plan = bench.plan(np.where(np.arange(NUM_SAMPLES) == 11, 0.0, ADVANTAGES) if lost else ADVANTAGES, drops=True)
     assert len(plan.mini_batches[0].dropped) >= NUM_SAMPLES // 2, plan.mini_batches[0].dropped
-    found = {"gradient": bench.reference(ADVANTAGES, dense), "skip": relative_error(bench.gradient(ADVANTAGES, plan), dense)}
+    found = {
+        "gradient": bench.reference(ADVANTAGES, dense),
+        "skip": relative_error(bench.gradient(ADVANTAGES, plan), dense),
+    }
     if bench.backend.topology.data_size > 1:
         plan = bench.plan(ONE_ALIVE, drops=True)
         assert plan.mini_batches[0].silent_ranks == bench.backend.topology.data_size - 1
@@ -212,9 +223,15 @@ def measure(cell: Cell, fault: str, deadline_s: float) -> dict:
         if fault == "hang" and bench.is_last:
             time.sleep(3600)
         buckets = sum(len(group.buckets) for group in bench.backend.chunks[0].bucket_groups)
-        assert buckets >= cell.min_buckets, f"{buckets} buckets, and fewer than {cell.min_buckets} hide the order of reductions"
+        assert buckets >= cell.min_buckets, (
+            f"{buckets} buckets, and fewer than {cell.min_buckets} hide the order of reductions"
+        )
         errors = {"logprobs": check_logprobs(bench), **check_gradients(bench), "bitwise": check_bitwise(bench)}
-        facts = {"layer_spec": bench.backend.shape.layer_spec, "adam": bench.backend.optimizer.kernel, "backend": HOST.backend}
+        facts = {
+            "layer_spec": bench.backend.shape.layer_spec,
+            "adam": bench.backend.optimizer.kernel,
+            "backend": HOST.backend,
+        }
     with open_bench(cell, fault, deadline_s) as bench:
         ghost, digests = trajectory(bench, ghost=True)
     with open_bench(cell, fault, deadline_s) as bench:
@@ -223,7 +240,10 @@ def measure(cell: Cell, fault: str, deadline_s: float) -> dict:
         if cell.data > 1:
             errors["replicas"] = float(sum(x != digests[0] for x in digests))
         everyone = np.array(gather_json(list(errors.values())))
-    return {"errors": dict(zip(errors, everyone.max(axis=0).tolist(), strict=True)), **facts}  # a NaN anywhere stays one
+    return {
+        "errors": dict(zip(errors, everyone.max(axis=0).tolist(), strict=True)),
+        **facts,
+    }  # a NaN anywhere stays one
 
 
 def _exit_with_parent() -> None:

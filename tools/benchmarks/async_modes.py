@@ -27,7 +27,11 @@ MODES = {
     "streaming, no staleness": ("rollout.producer.mode=streaming", "rollout.producer.max_staleness_steps=0"),
     "prefetch": ("rollout.producer.mode=prefetch",),
     "streaming": ("rollout.producer.mode=streaming",),
-    "streaming, in flight": ("rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=2", "weight_sync.in_flight=true"),
+    "streaming, in flight": (
+        "rollout.producer.mode=streaming",
+        "rollout.producer.prefetch_rollouts=2",
+        "weight_sync.in_flight=true",
+    ),
 }
 FIRST_ROLLOUTS = 2  # left out: the engine starts in the first, and nothing was made ahead of it
 
@@ -47,7 +51,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
     parser.add_argument(
-        "--modes", nargs="+", default=list(MODES), choices=list(MODES), metavar="MODE", help="; ".join(MODES) + " (vLLM alone)"
+        "--modes",
+        nargs="+",
+        default=list(MODES),
+        choices=list(MODES),
+        metavar="MODE",
+        help="; ".join(MODES) + " (vLLM alone)",
     )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
@@ -74,23 +83,53 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def prepare(given: argparse.Namespace, folder: pathlib.Path) -> None:
     """Data, tokenizer and model, as examples/quickstart/prepare.py makes them."""
-    sizes = {"hidden": given.hidden, "layers": given.layers, "heads": given.hidden // 64, "kv-heads": given.hidden // 64,
-             "intermediate": 3 * given.hidden, "max-position": 512}  # fmt: skip
+    sizes = {
+        "hidden": given.hidden,
+        "layers": given.layers,
+        "heads": given.hidden // 64,
+        "kv-heads": given.hidden // 64,
+        "intermediate": 3 * given.hidden,
+        "max-position": 512,
+    }
     command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(folder)]
     command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def short_run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str) -> list[dict]:
+def short_run(
+    given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str
+) -> list[dict]:
     """Rows of metrics.jsonl of one run of a process and a thread, on the quickstart's data; variables: for its environment."""
     command = [
-        sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(run_dir),
-        f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "sft.steps=0",
-        f"train.num_rollouts={given.steps}", f"train.prompts_per_rollout={given.prompts}", f"rollout.samples_per_prompt={given.samples}",
-        "train.samples_per_mini_batch=null", f"rollout.engine={given.engine}", f"rollout.max_response_tokens={given.response_tokens}",
-        "eval.path=null", "eval.every_rollouts=null", "metrics.progress=false", "train.export_last=false", *overrides,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools' / 'benchmarks'}", **variables}
+        sys.executable,
+        "-m",
+        "megatron_rl.train",
+        "--config",
+        str(ROOT / "examples/quickstart/quickstart.yaml"),
+        "--run-dir",
+        str(run_dir),
+        f"model.hf_path={inputs / 'model'}",
+        f"data.train={inputs / 'train.jsonl'}",
+        "parallel.pipeline=1",
+        "sft.steps=0",
+        f"train.num_rollouts={given.steps}",
+        f"train.prompts_per_rollout={given.prompts}",
+        f"rollout.samples_per_prompt={given.samples}",
+        "train.samples_per_mini_batch=null",
+        f"rollout.engine={given.engine}",
+        f"rollout.max_response_tokens={given.response_tokens}",
+        "eval.path=null",
+        "eval.every_rollouts=null",
+        "metrics.progress=false",
+        "train.export_last=false",
+        *overrides,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tools' / 'benchmarks'}",
+        **variables,
+    }
     done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the run in {run_dir.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -112,9 +151,13 @@ def in_turn(given: argparse.Namespace, modes: Iterable[str], run: Callable[..., 
 def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict]:
     """The measured rollouts of one short run: seconds in all, of generation and rewards, and how stale they were."""
     overrides = (
-        "reward.functions=[async_modes:slow_arithmetic]", f"rollout.producer.min_groups={given.min_groups}", "skip.mode=off",
-        "correction.mode=token_truncate", *WORKERS, *MODES[mode],
-    )  # fmt: skip
+        "reward.functions=[async_modes:slow_arithmetic]",
+        f"rollout.producer.min_groups={given.min_groups}",
+        "skip.mode=off",
+        "correction.mode=token_truncate",
+        *WORKERS,
+        *MODES[mode],
+    )
     rollouts: dict[int, dict] = {}
     for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_REWARD_MS=str(given.reward_ms)):
         into = rollouts.setdefault(row["rollout"], {"seconds": 0.0, "production": 0.0, "staleness": 0.0})
@@ -126,18 +169,24 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
 
 def table_of(measured: dict[str, list[dict]]) -> list[dict]:
     """Medians per mode; ``overlap``: of what could be hidden behind the longer of the two."""
-    middle = {mode: {name: statistics.median(row[name] for row in rows) for name in rows[0]} for mode, rows in measured.items()}
+    middle = {
+        mode: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        for mode, rows in measured.items()
+    }
     production = middle["sync"]["production"]
     training = middle["sync"]["seconds"] - production
     ideal = max(production, training)
     return [
         {
-            "mode": mode, "seconds": found["seconds"], "over sync": found["seconds"] / middle["sync"]["seconds"],
-            "over ideal": found["seconds"] / ideal, "overlap": (production + training - found["seconds"]) / min(production, training),
+            "mode": mode,
+            "seconds": found["seconds"],
+            "over sync": found["seconds"] / middle["sync"]["seconds"],
+            "over ideal": found["seconds"] / ideal,
+            "overlap": (production + training - found["seconds"]) / min(production, training),
             "staleness": found["staleness"],
         }
         for mode, found in middle.items()
-    ]  # fmt: skip
+    ]
 
 
 def show(rows: list[dict]) -> None:
@@ -153,9 +202,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     measured = in_turn(given, given.modes, run)
     rows = table_of(measured)
-    print(f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout; {len(measured['sync'])} rollouts a mode")
+    print(
+        f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout; {len(measured['sync'])} rollouts a mode"
+    )
     one = {name: statistics.median(row[name] for row in measured["sync"]) for name in ("seconds", "production")}
-    print(f"sync: {one['production']:.3g} s of generation and rewards, {one['seconds'] - one['production']:.3g} s of training")
+    print(
+        f"sync: {one['production']:.3g} s of generation and rewards, {one['seconds'] - one['production']:.3g} s of training"
+    )
     show(rows)
     if given.json:
         given.json.write_text(json.dumps({"machine": machine_name(), "modes": rows}, indent=1) + "\n")

@@ -38,11 +38,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, help="default: linear_logprob's own")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--train-entropy", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5, help="alternating pairs timed, after one to warm up; 0: memory alone")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="alternating pairs timed, after one to warm up; 0: memory alone"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own")
-    parser.add_argument("--plain-limit-gb", type=float, default=8.0, help="plain is not run where its two [tokens, vocab] exceed this")
+    parser.add_argument(
+        "--plain-limit-gb", type=float, default=8.0, help="plain is not run where its two [tokens, vocab] exceed this"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
-    parser.add_argument("--measure", nargs=2, metavar=("PATH", "TOKENS"), help=argparse.SUPPRESS)  # the child that measures memory
+    parser.add_argument(
+        "--measure", nargs=2, metavar=("PATH", "TOKENS"), help=argparse.SUPPRESS
+    )  # the child that measures memory
     given = parser.parse_args(arguments)
     for name in ("vocab", "hidden"):
         if getattr(given, name) < 1:
@@ -109,14 +115,25 @@ def measure_memory(path: str, given: argparse.Namespace, tokens: int) -> int:
 
     if torch.cuda.is_available():
         return measure_here(path, given, tokens)
-    passed = ["--vocab", given.vocab, "--hidden", given.hidden, "--dtype", given.dtype, "--temperature", given.temperature]
+    passed = [
+        "--vocab",
+        given.vocab,
+        "--hidden",
+        given.hidden,
+        "--dtype",
+        given.dtype,
+        "--temperature",
+        given.temperature,
+    ]
     passed += ["--chunk-tokens", given.chunk_tokens] if given.chunk_tokens is not None else []
     passed += ["--threads", given.threads] if given.threads is not None else []
     passed += ["--train-entropy"] if given.train_entropy else []
     command = [sys.executable, os.path.abspath(__file__), "--measure", path, tokens, *passed]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{path} at {tokens} tokens ended with status {done.returncode} (-9: out of memory)\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{path} at {tokens} tokens ended with status {done.returncode} (-9: out of memory)\n{done.stderr[-2000:]}"
+        )
     return int(done.stdout.split()[-1])
 
 
@@ -156,7 +173,11 @@ def extrapolated(measured: dict[int, int], tokens: int) -> float:
 def measure(given: argparse.Namespace) -> list[dict]:
     rows, plain_bytes = [], {}
     for tokens in given.tokens:
-        row: dict = {"tokens": tokens, "lean_bytes": measure_memory("lean", given, tokens), "plain_is_extrapolated": False}
+        row: dict = {
+            "tokens": tokens,
+            "lean_bytes": measure_memory("lean", given, tokens),
+            "plain_is_extrapolated": False,
+        }
         if plain_fits(given, tokens):
             row["plain_bytes"] = plain_bytes[tokens] = measure_memory("plain", given, tokens)
         elif plain_bytes:
@@ -175,12 +196,24 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
 
     title = f"lean against plain: shard of {given.vocab}, hidden {given.hidden}, {given.dtype}; {machine}"
     table = Table(title=title, caption="peak extra memory in GiB, gradients included; ~ extrapolated")
-    for name in ("tokens", "plain GiB", "lean GiB", "plain / lean", "plain s", "lean s", "lean / plain", "CPU lean / plain"):
+    for name in (
+        "tokens",
+        "plain GiB",
+        "lean GiB",
+        "plain / lean",
+        "plain s",
+        "lean s",
+        "lean / plain",
+        "CPU lean / plain",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         about = "~" if row["plain_is_extrapolated"] else ""
         cells = [f"{row['tokens']}", f"{about}{row['plain_bytes'] / GIB:.2f}" if "plain_bytes" in row else "-"]
-        cells += [f"{row['lean_bytes'] / GIB:.2f}", f"{about}{row['memory_ratio']:.1f}" if "memory_ratio" in row else "-"]
+        cells += [
+            f"{row['lean_bytes'] / GIB:.2f}",
+            f"{about}{row['memory_ratio']:.1f}" if "memory_ratio" in row else "-",
+        ]
         cells += [f"{row[key]:.2f}" if key in row else "-" for key in ("plain_s", "lean_s", "time_ratio", "cpu_ratio")]
         table.add_row(*cells)
     Console(width=130).print(table)
@@ -196,12 +229,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(measure_here(given.measure[0], given, int(given.measure[1])))
         return 0
     rows = measure(given)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{host_platform.machine()}, {torch.get_num_threads()} threads"
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{host_platform.machine()}, {torch.get_num_threads()} threads"
+    )
     machine = f"{device}, torch {torch.__version__}"
     show(rows, given, machine)
     if given.json:
         settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-        given.json.write_text(json.dumps({"machine": machine, "settings": settings, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        given.json.write_text(
+            json.dumps({"machine": machine, "settings": settings, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
         print(f"written: {given.json}")
     return 0
 

@@ -40,9 +40,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def planning_seconds(samples: int, given: argparse.Namespace) -> dict[str, float]:
     """Medians of planning and of the fingerprints that ranks compare, dense and with the skip."""
     random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(np.log(given.mean_tokens), 0.6, samples).astype(np.int64), 8, given.max_tokens_per_microbatch)
+    lengths = np.clip(
+        random.lognormal(np.log(given.mean_tokens), 0.6, samples).astype(np.int64), 8, given.max_tokens_per_microbatch
+    )
     signal = random.random(samples) >= given.dead_share
-    cost = prior(stages=given.pp, virtual=1, overhead_tokens=256, square_share=1e-4, head_layers=1.0, layers_per_stage=4.0)
+    cost = prior(
+        stages=given.pp, virtual=1, overhead_tokens=256, square_share=1e-4, head_layers=1.0, layers_per_stage=4.0
+    )
     rules = PlanRules(data_size=given.dp, cost=cost, max_tokens=given.max_tokens_per_microbatch)
     mini_batches = np.array_split(np.arange(samples), given.mini_batches)
     found = {}
@@ -59,7 +63,9 @@ def planning_seconds(samples: int, given: argparse.Namespace) -> dict[str, float
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
-    print(f"{given.dp} data-parallel ranks, {given.pp} stages, {given.mini_batches} mini-batch(es), {100 * given.dead_share:.0f} % dead")
+    print(
+        f"{given.dp} data-parallel ranks, {given.pp} stages, {given.mini_batches} mini-batch(es), {100 * given.dead_share:.0f} % dead"
+    )
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}")
     rows = []
     for samples in given.samples:

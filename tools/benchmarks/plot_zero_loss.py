@@ -46,15 +46,33 @@ def run(work: pathlib.Path, std: float, seed: int, steps: int) -> list[dict]:
     folder = work / f"std_{std:g}_seed_{seed}"
     noise = [f"advantage.noise_std={std}", f"advantage.noise_steps={steps}"] if std else []
     command = [
-        sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(folder),
-        f"model.hf_path={work / 'inputs/model'}", f"data.train={work / 'inputs/train.jsonl'}", "parallel.pipeline=1", f"run.seed={seed}",
-        "loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", f"train.num_rollouts={steps}", "train.export_last=false",
-        "optimizer.schedule=constant", "metrics.progress=false", *noise,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "megatron_rl.train",
+        "--config",
+        str(ROOT / "examples/quickstart/quickstart.yaml"),
+        "--run-dir",
+        str(folder),
+        f"model.hf_path={work / 'inputs/model'}",
+        f"data.train={work / 'inputs/train.jsonl'}",
+        "parallel.pipeline=1",
+        f"run.seed={seed}",
+        "loss.reduction=sequence_mean",
+        "train.samples_per_mini_batch=null",
+        f"train.num_rollouts={steps}",
+        "train.export_last=false",
+        "optimizer.schedule=constant",
+        "metrics.progress=false",
+        *noise,
+    ]
     alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, timeout=1800, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"noise_std={std:g}, seed {seed} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(
+            f"noise_std={std:g}, seed {seed} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["phase"] == "rl"]
 
@@ -70,10 +88,15 @@ def measure(work: pathlib.Path, stds: Sequence[float], seeds: Sequence[int], ste
 
 def table(runs: Runs) -> str:
     """Markdown: one row per noise_std, over all seeds and steps; rewards over five rollouts."""
-    lines = ["| `noise_std` | \\|loss\\|, median | largest | gradient norm, median | smallest | reward, first 5 | last 5, per seed |"]
+    lines = [
+        "| `noise_std` | \\|loss\\|, median | largest | gradient norm, median | smallest | reward, first 5 | last 5, per seed |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     for std, by_seed in runs.items():
-        loss, norm = (np.abs([[row[name] for row in rows] for rows in by_seed.values()]) for name in ("train/loss", "train/grad_norm"))
+        loss, norm = (
+            np.abs([[row[name] for row in rows] for rows in by_seed.values()])
+            for name in ("train/loss", "train/grad_norm")
+        )
         reward = np.array([[row["reward/mean"] for row in rows] for rows in by_seed.values()])
         last = ", ".join(f"{x:.3f}" for x in reward[:, -5:].mean(1))
         lines.append(
@@ -96,7 +119,10 @@ def picture(runs: Runs, seed: int) -> str:
     for number, (key, title) in enumerate(PANELS):
         series = [
             Series(
-                label=f"noise_std {std:g}", steps=np.arange(1, steps + 1), values=np.array([row[key] for row in rows[seed]]), color=color
+                label=f"noise_std {std:g}",
+                steps=np.arange(1, steps + 1),
+                values=np.array([row[key] for row in rows[seed]]),
+                color=color,
             )
             for color, (std, rows) in enumerate(runs.items(), start=1)
         ]
@@ -113,14 +139,22 @@ def picture(runs: Runs, seed: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/zero-loss/zero-loss.svg"), metavar="SVG")
-    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/zero-loss"), metavar="DIR", help="of the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="run.seed of each run; the first is drawn (default: 0)")
-    parser.add_argument("--noise-stds", type=float, nargs="+", default=[0.0, 0.01], help="one line each, at most 5 (default: 0 0.01)")
+    parser.add_argument(
+        "--work", type=pathlib.Path, default=pathlib.Path("runs/zero-loss"), metavar="DIR", help="of the runs"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="run.seed of each run; the first is drawn (default: 0)"
+    )
+    parser.add_argument(
+        "--noise-stds", type=float, nargs="+", default=[0.0, 0.01], help="one line each, at most 5 (default: 0 0.01)"
+    )
     parser.add_argument("--steps", type=int, default=40, help="rollouts, one optimizer step each (default: 40)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     options = parser.parse_args(arguments)
     if len(options.noise_stds) > 5 or options.steps < 5:
-        parser.error(f"--noise-stds takes at most 5 numbers (given: {len(options.noise_stds)}), --steps at least 5 ({options.steps})")
+        parser.error(
+            f"--noise-stds takes at most 5 numbers (given: {len(options.noise_stds)}), --steps at least 5 ({options.steps})"
+        )
     runs = measure(options.work.resolve(), options.noise_stds, options.seeds, options.steps, options.jobs)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(picture(runs, options.seeds[0]), encoding="utf-8")

@@ -46,19 +46,31 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
-    parser.add_argument("--dp", type=int, default=1, help="data parallel degree; tp x pp x dp processes must have been started")
-    parser.add_argument("--dead-share", type=float, nargs="+", default=[0.75], help="shares of groups without signal, 0 to 1")
-    parser.add_argument("--max-tokens-per-microbatch", type=int, nargs="+", default=list(DEFAULT_CAPS), help="settings, at least three")
+    parser.add_argument(
+        "--dp", type=int, default=1, help="data parallel degree; tp x pp x dp processes must have been started"
+    )
+    parser.add_argument(
+        "--dead-share", type=float, nargs="+", default=[0.75], help="shares of groups without signal, 0 to 1"
+    )
+    parser.add_argument(
+        "--max-tokens-per-microbatch", type=int, nargs="+", default=list(DEFAULT_CAPS), help="settings, at least three"
+    )
     parser.add_argument("--rollouts", type=int, default=4, help="of a trajectory")
     parser.add_argument("--mini-batches", type=int, default=4, help="optimizer steps of the dense run per rollout")
     parser.add_argument("--lr", type=float, default=1e-4, help="of the trajectories")
     parser.add_argument("--weight-decay", type=float, default=0.01, help="of the trajectories")
     parser.add_argument("--adam-epsilon", type=float, default=1e-8, help="of the trajectories")
-    parser.add_argument("--repeats", type=int, default=5, help="timed update phases per policy and setting, after one to warm up")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed update phases per policy and setting, after one to warm up"
+    )
     parser.add_argument("--groups", type=int, default=40, help="prompt groups in a rollout")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
-    parser.add_argument("--mean-tokens", type=int, default=64, help="mean length of a sample; lengths are log-normal around it")
-    parser.add_argument("--hf-path", help="a Hugging Face directory whose config is used (random weights); default: a small Qwen2")
+    parser.add_argument(
+        "--mean-tokens", type=int, default=64, help="mean length of a sample; lengths are log-normal around it"
+    )
+    parser.add_argument(
+        "--hf-path", help="a Hugging Face directory whose config is used (random weights); default: a small Qwen2"
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2048)
@@ -105,7 +117,10 @@ def make_rollouts(backend, given: argparse.Namespace, share: float) -> list:
     members = split_mini_batches(np.arange(count), count // given.mini_batches)
     found = []
     for number in range(given.rollouts):
-        seeded = vars(given) | {"seed": given.seed + 100 * number, "max_tokens_per_microbatch": min(given.max_tokens_per_microbatch)}
+        seeded = vars(given) | {
+            "seed": given.seed + 100 * number,
+            "max_tokens_per_microbatch": min(given.max_tokens_per_microbatch),
+        }
         sizes = argparse.Namespace(**seeded)
         values = benchmark_skip.make_advantages(share, sizes)
         found.append(run.Rollout(batch=benchmark_skip.make_batch(backend, sizes), values=values, mini_batches=members))
@@ -129,10 +144,21 @@ def measure(backend, given: argparse.Namespace, share: float) -> dict:
         if name == "dense, other cut":
             cost = next(row for row in costs[policy] if row["max_tokens"] != cost["max_tokens"])
         cut = run.with_cap(rules, cost["max_tokens"])
-        end = run.train(backend, rollouts, policy, cut, lr=given.lr, weight_decay=given.weight_decay, renormalised=renormalised)
+        end = run.train(
+            backend, rollouts, policy, cut, lr=given.lr, weight_decay=given.weight_decay, renormalised=renormalised
+        )
         truth = truth or end
         ratio = best["dense"]["seconds"] / cost["seconds"]
-        rows.append({"name": name, "policy": policy, "renormalised": renormalised, **cost, "ratio": ratio, **run.errors(end, truth, start)})
+        rows.append(
+            {
+                "name": name,
+                "policy": policy,
+                "renormalised": renormalised,
+                **cost,
+                "ratio": ratio,
+                **run.errors(end, truth, start),
+            }
+        )
     return {"dead_share": share, "rows": rows, "settings": costs, "trajectory": describe(rollouts, rules, best)}
 
 
@@ -157,16 +183,35 @@ def show(shares: list[dict], given: argparse.Namespace, machine: str) -> None:
             title=f"{100 * share['dead_share']:.0f} % dead, {given.rollouts} rollouts of {given.mini_batches} mini-batches: "
             f"TP {given.tp}, PP {given.pp}, DP {given.dp}; {machine}"
         )
-        names = ("policy", "cap", "s", "dense / s", "predicted s", "tokens", "micro-batches", "steps", "ghosts", "error / movement")
+        names = (
+            "policy",
+            "cap",
+            "s",
+            "dense / s",
+            "predicted s",
+            "tokens",
+            "micro-batches",
+            "steps",
+            "ghosts",
+            "error / movement",
+        )
         for name in (*names, "error / weights"):
             table.add_column(name, justify="left" if name == "policy" else "right")
         for row in share["rows"]:
             moved = row["error_of_movement"]
             table.add_row(
-                row["name"], str(row["max_tokens"]), f"{row['seconds']:.3f}", f"{row['ratio']:.2f}", f"{row['predicted_s']:.3f}",
-                str(row["tokens"]), str(row["microbatches"]), str(row["real_steps"]), str(row["ghost_steps"]),
-                "-" if moved is None else f"{moved:.1e}", f"{row['error_of_weights']:.1e}",
-            )  # fmt: skip
+                row["name"],
+                str(row["max_tokens"]),
+                f"{row['seconds']:.3f}",
+                f"{row['ratio']:.2f}",
+                f"{row['predicted_s']:.3f}",
+                str(row["tokens"]),
+                str(row["microbatches"]),
+                str(row["real_steps"]),
+                str(row["ghost_steps"]),
+                "-" if moved is None else f"{moved:.1e}",
+                f"{row['error_of_weights']:.1e}",
+            )
         Console(width=150).print(table)
 
 

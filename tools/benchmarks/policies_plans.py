@@ -77,7 +77,9 @@ def filter_pad(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.n
     return dense([*pieces, *[kept[:0]] * (steps - len(pieces))], lengths, signal, rules)
 
 
-def fewest_steps(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
+def fewest_steps(
+    mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules
+) -> BatchPlan:
     """Survivors in as few steps as the mini-batch size allows.
 
     Example: two mini-batches [0, 1, 2, 3] and [4, 5, 6, 7], signal in 0, 1, 5, 6, one rank → one step [0, 1, 5, 6].
@@ -86,7 +88,13 @@ def fewest_steps(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np
     return dense([kept[i : i + size] for i in range(0, len(kept), size)], lengths, signal, rules)
 
 
-POLICIES: dict[str, Policy] = {"dense": dense, "ours": ours, "keep_one": keep_one, "filter_pad": filter_pad, "fewest_steps": fewest_steps}
+POLICIES: dict[str, Policy] = {
+    "dense": dense,
+    "ours": ours,
+    "keep_one": keep_one,
+    "filter_pad": filter_pad,
+    "fewest_steps": fewest_steps,
+}
 RIVALS = ("keep_one", "filter_pad", "fewest_steps")
 
 

@@ -51,7 +51,9 @@ class Rollout:
     def plan(self, policy: str, rules: PlanRules) -> BatchPlan:
         return POLICIES[policy](self.mini_batches, self.batch.facts.total_tokens, self.signal, rules)
 
-    def inputs(self, plan: BatchPlan, old_logprobs: np.ndarray | None, *, renormalised: bool = False) -> list[LossInputs]:
+    def inputs(
+        self, plan: BatchPlan, old_logprobs: np.ndarray | None, *, renormalised: bool = False
+    ) -> list[LossInputs]:
         """Of each step: under the dense run's weights, or the denominator counted over the samples that the step runs."""
         original = self.weights
         each = [self._weights(np.unique(x.order)) if renormalised else original for x in plan.mini_batches]
@@ -62,7 +64,9 @@ def with_cap(rules: PlanRules, max_tokens: int) -> PlanRules:
     return dataclasses.replace(rules, max_tokens=max_tokens)
 
 
-def update(backend: MegatronBackend, batch: Batch, plan: BatchPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
+def update(
+    backend: MegatronBackend, batch: Batch, plan: BatchPlan, inputs: Sequence[LossInputs]
+) -> tuple[float, float]:
     """Seconds of all the plan's updates, and of their optimizer steps. Rows must have been loaded."""
     timed = [
         benchmark_skip.update(backend, batch, mini_batch, fingerprint, each)
@@ -71,7 +75,9 @@ def update(backend: MegatronBackend, batch: Batch, plan: BatchPlan, inputs: Sequ
     return sum(whole for whole, _ in timed), sum(step for _, step in timed)
 
 
-def costs(backend: MegatronBackend, rollout: Rollout, rules: PlanRules, caps: Sequence[int], repeats: int) -> dict[str, list[dict]]:
+def costs(
+    backend: MegatronBackend, rollout: Rollout, rules: PlanRules, caps: Sequence[int], repeats: int
+) -> dict[str, list[dict]]:
     """Per policy a row per cap: medians over updates that alternate between all of them, after one to warm up.
 
     A time is the slowest rank's, so that every rank picks the same best setting.
@@ -95,7 +101,9 @@ def costs(backend: MegatronBackend, rollout: Rollout, rules: PlanRules, caps: Se
         whole, step = medians[name, cap]
         sizes = describe(plan, rollout.batch.facts.total_tokens)
         predicted = sum(plan_seconds(model, x, padded) for x in plan.mini_batches) + step_s * len(plan.mini_batches)
-        found[name].append({"max_tokens": cap, "seconds": whole, "optimizer_s": step, "predicted_s": predicted, **sizes})
+        found[name].append(
+            {"max_tokens": cap, "seconds": whole, "optimizer_s": step, "predicted_s": predicted, **sizes}
+        )
     return found
 
 
@@ -112,16 +120,24 @@ def describe(plan: BatchPlan, tokens: np.ndarray) -> dict:
 
 
 def train(
-    backend: MegatronBackend, rollouts: Sequence[Rollout], policy: str, rules: PlanRules, *, lr: float, weight_decay: float = 0.0,
+    backend: MegatronBackend,
+    rollouts: Sequence[Rollout],
+    policy: str,
+    rules: PlanRules,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
     renormalised: bool = False,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """The weights after all rollouts, whole, by Hugging Face names, float64 on the host; from the reference weights, fresh AdamW.
 
     ``backend.keep_reference()`` must have been called where the trajectory starts. The backend's own weights are as before, its
     optimizer is not: it belongs to the trajectory.
     """
     with backend.reference_weights():
-        backend.reset_optimizer(total_steps=sum(len(x.mini_batches) for x in rollouts), lr=lr, weight_decay=weight_decay)
+        backend.reset_optimizer(
+            total_steps=sum(len(x.mini_batches) for x in rollouts), lr=lr, weight_decay=weight_decay
+        )
         for rollout in rollouts:
             old = backend.logprobs(rollout.batch, np.ones(rollout.batch.facts.num_samples, dtype=bool)).flat
             plan = rollout.plan(policy, rules)
@@ -137,7 +153,9 @@ def exported(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", torch.float64, copy=True) for name, tensor in backend.export()}
 
 
-def errors(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> dict:
+def errors(
+    found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
+) -> dict:
     """Over all weights: ‖w − truth‖ over ‖truth − start‖ (None where the truth has not moved), and over ‖truth‖."""
     apart, moved = distance(found, truth), distance(truth, start)
     norm = sum(float(x.square().sum()) for x in truth.values()) ** 0.5

@@ -23,7 +23,12 @@ MODES = {
     "skip": ("skip.mode=exact",),
     "refill": ("skip.mode=exact", "rollout.dynamic_sampling.max_rounds=50"),
 }
-COUNTED = {"tokens": "rollout/tokens", "rollout s": "time/rollout_s", "logprob s": "time/logprob_s", "update s": "time/update_s"}
+COUNTED = {
+    "tokens": "rollout/tokens",
+    "rollout s": "time/rollout_s",
+    "logprob s": "time/logprob_s",
+    "update s": "time/update_s",
+}
 
 
 def partly_dead(prompts, completions, completion_ids, **columns):
@@ -32,12 +37,13 @@ def partly_dead(prompts, completions, completion_ids, **columns):
     return [
         1.0 if zlib.crc32(prompt.encode()) / 2**32 < dead else float(len(ids) % 2)
         for prompt, ids in zip(prompts, completion_ids, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0].rstrip(","), epilog="example: python tools/benchmarks/refill.py --dead 0.75 --steps 8"
+        description=__doc__.split("\n")[0].rstrip(","),
+        epilog="example: python tools/benchmarks/refill.py --dead 0.75 --steps 8",
     )
     parser.add_argument("--dead", type=float, default=0.75, help="share of the prompts without signal")
     parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
@@ -64,12 +70,21 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
     """One short run, rollout by rollout, but for the first, in which the engine starts."""
     from async_modes import short_run
 
-    overrides = ("reward.functions=[refill:partly_dead]", "metrics.dense_every_rollouts=0", "optimizer.lr=0", *MODES[mode])
+    overrides = (
+        "reward.functions=[refill:partly_dead]",
+        "metrics.dense_every_rollouts=0",
+        "optimizer.lr=0",
+        *MODES[mode],
+    )
     found = []
     for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_DEAD=str(given.dead)):
         live = (1.0 - row["skip/zero_advantage_ratio"]) * given.prompts
         found.append(
-            {"groups with signal": live, **{name: row.get(key, 0.0) for name, key in COUNTED.items()}, "all s": row["time/step_s"]}
+            {
+                "groups with signal": live,
+                **{name: row.get(key, 0.0) for name, key in COUNTED.items()},
+                "all s": row["time/step_s"],
+            }
         )
     return found[1:]
 
@@ -80,7 +95,9 @@ def table_of(measured: dict[str, list[dict[str, float]]]) -> list[dict]:
     for mode, found in measured.items():
         mean = {name: statistics.fmean(row[name] for row in found) for name in found[0]}
         live = max(mean["groups with signal"], 1e-9)
-        rows.append({"mode": mode, **mean, "tokens a live group": mean["tokens"] / live, "s a live group": mean["all s"] / live})
+        rows.append(
+            {"mode": mode, **mean, "tokens a live group": mean["tokens"] / live, "s a live group": mean["all s"] / live}
+        )
     return rows
 
 
@@ -91,7 +108,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     measured = in_turn(given, MODES, run)
     rows = table_of(measured)
-    print(f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout, {given.dead:.0%} of the prompts dead")
+    print(
+        f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout, {given.dead:.0%} of the prompts dead"
+    )
     show(rows)
     if given.json:
         given.json.write_text(json.dumps({"machine": machine_name(), "modes": rows}, indent=1) + "\n")

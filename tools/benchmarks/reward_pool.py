@@ -56,8 +56,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=1.0, help="reward.deadline_s")
     parser.add_argument("--raising", type=float, default=0.01, help="share of samples whose function raises")
     parser.add_argument("--hanging", type=float, default=0.01, help="share of samples whose function never returns")
-    parser.add_argument("--killing", type=float, default=0.01, help="share of samples that kill the process that scores them")
-    parser.add_argument("--data", type=pathlib.Path, help="a folder with GSM8K's test.jsonl: math_verify with and without workers")
+    parser.add_argument(
+        "--killing", type=float, default=0.01, help="share of samples that kill the process that scores them"
+    )
+    parser.add_argument(
+        "--data", type=pathlib.Path, help="a folder with GSM8K's test.jsonl: math_verify with and without workers"
+    )
     parser.add_argument("--math-samples", type=int, default=4000, help="samples that math_verify judges in each turn")
     parser.add_argument("--repeats", type=int, default=3, help="turns of math_verify, after one to warm up")
     parser.add_argument("--seed", type=int, default=0)
@@ -70,7 +74,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--deadline {given.deadline} must be above 0 seconds")
     shares = (given.raising, given.hanging, given.killing)
     if min(shares) < 0 or sum(shares) > 1:
-        parser.error(f"--raising, --hanging and --killing are {shares}; each must be at least 0 and all together at most 1")
+        parser.error(
+            f"--raising, --hanging and --killing are {shares}; each must be at least 0 and all together at most 1"
+        )
     if given.data and not (given.data / "test.jsonl").is_file():
         parser.error(f"--data {given.data} has no test.jsonl; give the folder of GSM8K's files, or leave --data out")
     return given
@@ -96,10 +102,15 @@ def make_rollouts(kinds: Sequence[str], group_size: int, journal: str) -> list[R
             prompt = Prompt(prompt_id=f"{group}@0", text=f"prompt {group}", token_ids=(1,), columns=columns)
         rollouts.append(
             Rollout(
-                prompt=prompt, sample_index=index, response_ids=(number, number % 7), logprobs=(0.0, 0.0), text=f"{kind} {number}",
-                finish_reason="stop", weight_versions=((0, 2),),
+                prompt=prompt,
+                sample_index=index,
+                response_ids=(number, number % 7),
+                logprobs=(0.0, 0.0),
+                text=f"{kind} {number}",
+                finish_reason="stop",
+                weight_versions=((0, 2),),
             )
-        )  # fmt: skip
+        )
     return rollouts
 
 
@@ -114,7 +125,9 @@ def faults_in(rollouts: Sequence[Rollout], kinds: Sequence[str], outcomes: Seque
             elif outcome.value != wanted:
                 found.append(f"{rollout.sample_id} has the value {outcome.value} and {wanted} is its own")
         elif outcome.error is None or SAID[kind] not in outcome.error:
-            found.append(f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} and the error {outcome.error!r:.300}")
+            found.append(
+                f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} and the error {outcome.error!r:.300}"
+            )
         elif outcome.value is not None:
             found.append(f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} beside its error")
     return found
@@ -185,23 +198,35 @@ def measure_faults(given: argparse.Namespace) -> Measured:
         logger.propagate = True
     hangs, hanging = hang_seconds(calls, handler.seen), kinds.count("hang")
     faults = faults_in(rollouts, kinds, work.outcomes[0])
-    faults += [f"{len(samples)} samples failed together and none alone: {error[-300:]}" for samples, error in work.unexplained(0)]
+    faults += [
+        f"{len(samples)} samples failed together and none alone: {error[-300:]}"
+        for samples, error in work.unexplained(0)
+    ]
     table = {
-        "samples": given.samples, "workers": given.workers, "seconds": seconds, "samples/s": given.samples / seconds,
+        "samples": given.samples,
+        "workers": given.workers,
+        "seconds": seconds,
+        "samples/s": given.samples / seconds,
         "ideal seconds (hanging x deadline / workers)": hanging * given.deadline / given.workers,
         "deadlines waited for / workers, seconds": len(calls.splitlines()) * given.deadline / given.workers,
-        "raising": kinds.count("raise"), "hanging": hanging, "killing": kinds.count("kill"), "wrong answers": len(faults),
-        "workers started": pool.num_started, "seconds to start all the workers once": start_s,
+        "raising": kinds.count("raise"),
+        "hanging": hanging,
+        "killing": kinds.count("kill"),
+        "wrong answers": len(faults),
+        "workers started": pool.num_started,
+        "seconds to start all the workers once": start_s,
         "median seconds of a hanging sample": statistics.median(hangs) if hangs else 0.0,
         "worst seconds of a hanging sample": max(hangs, default=0.0),
-    }  # fmt: skip
+    }
     return Measured(table=table, faults=faults)
 
 
 # ---- math_verify ----------------------------------------------------------------------------------------------------
 
 
-def math_rollouts(rows: Sequence[Mapping[str, str]], turn: int, given: argparse.Namespace) -> tuple[list[Rollout], list[float]]:
+def math_rollouts(
+    rows: Sequence[Mapping[str, str]], turn: int, given: argparse.Namespace
+) -> tuple[list[Rollout], list[float]]:
     """Groups of worked solutions, every second one with digits too many at its end; and what each is worth. Another turn, other rows."""
     rollouts, wanted = [], []
     groups = -(-given.math_samples // given.group_size)
@@ -213,10 +238,15 @@ def math_rollouts(rows: Sequence[Mapping[str, str]], turn: int, given: argparse.
             number = gold.strip().replace(",", "") + "1" * (index if index % 2 else 0)
             rollouts.append(
                 Rollout(
-                    prompt=prompt, sample_index=index, response_ids=(1,), logprobs=(0.0,), text=f"{solution}{mark} {number}",
-                    finish_reason="stop", weight_versions=((0, 1),),
+                    prompt=prompt,
+                    sample_index=index,
+                    response_ids=(1,),
+                    logprobs=(0.0,),
+                    text=f"{solution}{mark} {number}",
+                    finish_reason="stop",
+                    weight_versions=((0, 1),),
                 )
-            )  # fmt: skip
+            )
             wanted.append(float(index % 2 == 0))
     return rollouts, wanted
 
@@ -227,7 +257,9 @@ def measure_math(given: argparse.Namespace) -> Measured:
 
     with (given.data / "test.jsonl").open(encoding="utf-8") as stream:
         rows = [json.loads(line) for line in stream if line.strip()]
-    rewards = {count: Reward(RewardConfig(functions=("math_verify",), num_workers=count)) for count in (0, given.workers)}
+    rewards = {
+        count: Reward(RewardConfig(functions=("math_verify",), num_workers=count)) for count in (0, given.workers)
+    }
     seconds: dict[int, list[float]] = {count: [] for count in rewards}
     faults = []
     try:
@@ -247,9 +279,12 @@ def measure_math(given: argparse.Namespace) -> Measured:
             reward.close()
     alone, apart = (statistics.median(seconds[count][1:]) for count in (0, given.workers))
     table = {
-        "samples": given.math_samples, "samples/s, 0 workers": given.math_samples / alone, "wrong answers": len(faults),
-        f"samples/s, {given.workers} workers": given.math_samples / apart, "ratio": alone / apart,
-    }  # fmt: skip
+        "samples": given.math_samples,
+        "samples/s, 0 workers": given.math_samples / alone,
+        "wrong answers": len(faults),
+        f"samples/s, {given.workers} workers": given.math_samples / apart,
+        "ratio": alone / apart,
+    }
     return Measured(table=table, faults=faults)
 
 
@@ -260,7 +295,9 @@ def show(title: str, measured: Measured) -> None:
     print(f"\n{title}")
     width = max(map(len, measured.table))
     for name, figure in measured.table.items():
-        print(f"  {name:<{width}}  {figure:>10,.2f}" if isinstance(figure, float) else f"  {name:<{width}}  {figure:>7,}")
+        print(
+            f"  {name:<{width}}  {figure:>10,.2f}" if isinstance(figure, float) else f"  {name:<{width}}  {figure:>7,}"
+        )
     for fault in measured.faults[:SHOWN]:
         print(f"  wrong: {fault}")
     if len(measured.faults) > SHOWN:
@@ -272,7 +309,10 @@ def main(arguments: list[str] | None = None) -> int:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(machine)
     found = {"faults": measure_faults(given)}
-    show(f"one call in {given.workers} workers, {given.deadline:g} s for a sample, groups of {given.group_size}", found["faults"])
+    show(
+        f"one call in {given.workers} workers, {given.deadline:g} s for a sample, groups of {given.group_size}",
+        found["faults"],
+    )
     if given.data:
         found["math_verify"] = measure_math(given)
         show("math_verify on GSM8K's answers", found["math_verify"])
@@ -281,7 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given.json:
         settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
         parts = {name: {"table": dict(part.table), "faults": list(part.faults)} for name, part in found.items()}
-        given.json.write_text(json.dumps({"machine": machine, "settings": settings, "parts": parts}, indent=1) + "\n", encoding="utf-8")
+        given.json.write_text(
+            json.dumps({"machine": machine, "settings": settings, "parts": parts}, indent=1) + "\n", encoding="utf-8"
+        )
         print(f"written: {given.json}")
     return 1 if any(part.faults for part in found.values()) else 0
 

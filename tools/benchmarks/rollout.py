@@ -34,10 +34,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: python tools/benchmarks/rollout.py --hidden 512 --layers 8 --json runs/benchmark_rollout.json",
     )
-    parser.add_argument("--model", type=pathlib.Path, help="a Hugging Face folder; default: a random Qwen2 of the sizes below")
+    parser.add_argument(
+        "--model", type=pathlib.Path, help="a Hugging Face folder; default: a random Qwen2 of the sizes below"
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--channels", nargs="+", default=["shared_memory", "broadcast"], choices=["shared_memory", "broadcast"])
+    parser.add_argument(
+        "--channels", nargs="+", default=["shared_memory", "broadcast"], choices=["shared_memory", "broadcast"]
+    )
     parser.add_argument("--buckets-mb", type=float, nargs="+", default=[16.0, 128.0, 512.0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
@@ -56,8 +60,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def prepare(given: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
     """A folder with data, tokenizer and model, as examples/quickstart/prepare.py makes them."""
-    sizes = {"hidden": given.hidden, "layers": given.layers, "heads": given.hidden // 64, "kv-heads": given.hidden // 64,
-             "intermediate": 3 * given.hidden, "max-position": 4096}  # fmt: skip
+    sizes = {
+        "hidden": given.hidden,
+        "layers": given.layers,
+        "heads": given.hidden // 64,
+        "kv-heads": given.hidden // 64,
+        "intermediate": 3 * given.hidden,
+        "max-position": 4096,
+    }
     command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(folder)]
     command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -73,17 +83,29 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
     from megatron_rl.config import load_config
     from megatron_rl.rollout.build import RankLocation, build_engine, role_of
 
-    config = load_config(None, [
-        f"model.hf_path={model}", f"rollout.engine={kind}", f"data.max_prompt_tokens={given.prompt_tokens}",
-        f"rollout.max_response_tokens={given.response_tokens}", f"run.dir={folder / kind}", "rollout.allow_large_embedded_model=true",
-    ])  # fmt: skip
+    config = load_config(
+        None,
+        [
+            f"model.hf_path={model}",
+            f"rollout.engine={kind}",
+            f"data.max_prompt_tokens={given.prompt_tokens}",
+            f"rollout.max_response_tokens={given.response_tokens}",
+            f"run.dir={folder / kind}",
+            "rollout.allow_large_embedded_model=true",
+        ],
+    )
     seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     weights = {name: x for file in sorted(model.glob("*.safetensors")) for name, x in load_file(file).items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = build_engine(
-        config, AutoTokenizer.from_pretrained(model), seat=seat, place=role_of(config, seat), device=device, dtype=torch.float32,
+        config,
+        AutoTokenizer.from_pretrained(model),
+        seat=seat,
+        place=role_of(config, seat),
+        device=device,
+        dtype=torch.float32,
         vocab_size=AutoConfig.from_pretrained(model).vocab_size,
-    )  # fmt: skip
+    )
     try:
         engine.recover([])
         engine.take_report(0, engine.load_weights(iter(weights.items()), 0).failed, [])
@@ -108,7 +130,9 @@ def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib
         for channel in given.channels:
             for bucket_mb in given.buckets_mb:
                 device = next(iter(weights.values())).device if channel == "shared_memory" else torch.device("cpu")
-                sync = WeightSender(channel=channel, bucket_bytes=int(bucket_mb * 2**20), deadline_s=300.0, device=device)
+                sync = WeightSender(
+                    channel=channel, bucket_bytes=int(bucket_mb * 2**20), deadline_s=300.0, device=device
+                )
                 seconds = []
                 for _ in range(given.repeats + 1):
                     version += 1
@@ -118,7 +142,14 @@ def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib
                     seconds.append(report.seconds)
                 sync.forget(engine._replicas[0])
                 sync.free()
-                rows.append({"channel": channel, "bucket_mb": bucket_mb, "bytes": num_bytes, "seconds": statistics.median(seconds[1:])})
+                rows.append(
+                    {
+                        "channel": channel,
+                        "bucket_mb": bucket_mb,
+                        "bytes": num_bytes,
+                        "seconds": statistics.median(seconds[1:]),
+                    }
+                )
     finally:
         engine.close()
     for row in rows:
@@ -140,7 +171,9 @@ def measure_generation(given: argparse.Namespace, model: pathlib.Path, folder: p
     from megatron_rl.types import Prompt
 
     drawn = np.random.default_rng(0).integers(5, 15, size=(given.prompts, given.prompt_tokens))
-    prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(row.tolist()), columns={}) for i, row in enumerate(drawn)]
+    prompts = [
+        Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(row.tolist()), columns={}) for i, row in enumerate(drawn)
+    ]
     engines, rates = {}, {}
     try:
         for kind in ("vllm", "transformers"):
@@ -148,7 +181,9 @@ def measure_generation(given: argparse.Namespace, model: pathlib.Path, folder: p
         for turn in range(given.repeats + 1):
             for kind, engine in engines.items():
                 started = time.perf_counter()
-                found = engine.generate([dataclasses.replace(prompt, attempt=turn) for prompt in prompts], given.samples)
+                found = engine.generate(
+                    [dataclasses.replace(prompt, attempt=turn) for prompt in prompts], given.samples
+                )
                 rates[kind].append(sum(len(x.response_ids) for x in found) / (time.perf_counter() - started))
     finally:
         for engine in engines.values():
@@ -162,15 +197,28 @@ def measure_run(given: argparse.Namespace, inputs: pathlib.Path, folder: pathlib
     for kind in ("vllm", "transformers"):
         run_dir = folder / f"run_{kind}"
         command = [
-            sys.executable, "-m", "megatron_rl.train", "--config", str(ROOT / "examples/quickstart/quickstart.yaml"),
-            "--run-dir", str(run_dir),
-            f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "parallel.pipeline=1", "sft.steps=0",
-            f"train.num_rollouts={given.steps}", f"rollout.engine={kind}", "metrics.progress=false", "train.export_last=false",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "megatron_rl.train",
+            "--config",
+            str(ROOT / "examples/quickstart/quickstart.yaml"),
+            "--run-dir",
+            str(run_dir),
+            f"model.hf_path={inputs / 'model'}",
+            f"data.train={inputs / 'train.jsonl'}",
+            "parallel.pipeline=1",
+            "sft.steps=0",
+            f"train.num_rollouts={given.steps}",
+            f"rollout.engine={kind}",
+            "metrics.progress=false",
+            "train.export_last=false",
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"the run with rollout.engine={kind} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"the run with rollout.engine={kind} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            )
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         name = "perf/rollout_wait_share"
         shares = [line[name] for line in lines if name in line][1:]  # the first waits for the start
@@ -187,7 +235,11 @@ def show(found: dict[str, list[dict]]) -> None:
         names = [name for name in rows[-1] if name != "said"]
         print(f"\n{part}\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
         for row in rows:
-            print("| " + " | ".join(f"{row[n]:,.3g}" if isinstance(row.get(n), float) else str(row.get(n, "")) for n in names) + " |")
+            print(
+                "| "
+                + " | ".join(f"{row[n]:,.3g}" if isinstance(row.get(n), float) else str(row.get(n, "")) for n in names)
+                + " |"
+            )
         for row in rows:
             if row.get("said"):
                 print(f"{row['engine']}: {row['said']}")
@@ -211,7 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
     show(found)
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({"machine": machine_name(), "arguments": vars(given), **found}, indent=1, default=str))
+        given.json.write_text(
+            json.dumps({"machine": machine_name(), "arguments": vars(given), **found}, indent=1, default=str)
+        )
     return 0
 
 

@@ -40,11 +40,20 @@ ROUNDS = 8  # of the fit: the makespan is piecewise linear in the rates
 LAUNCHES = tuple(
     dict(zip(("dp", "pp", "hidden", "layers", "max_tokens_per_microbatch"), given, strict=True))
     for given in (
-        (1, 1, 256, 4, 1024), (1, 1, 128, 4, 512), (1, 1, 256, 8, 512), (1, 1, 384, 4, 1024),
-        (2, 1, 256, 4, 1024), (2, 1, 128, 8, 512), (2, 1, 384, 4, 512), (2, 1, 256, 4, 256),
-        (1, 2, 256, 4, 1024), (1, 2, 128, 8, 512), (1, 2, 384, 4, 512), (1, 2, 256, 8, 256),
+        (1, 1, 256, 4, 1024),
+        (1, 1, 128, 4, 512),
+        (1, 1, 256, 8, 512),
+        (1, 1, 384, 4, 1024),
+        (2, 1, 256, 4, 1024),
+        (2, 1, 128, 8, 512),
+        (2, 1, 384, 4, 512),
+        (2, 1, 256, 4, 256),
+        (1, 2, 256, 4, 1024),
+        (1, 2, 128, 8, 512),
+        (1, 2, 384, 4, 512),
+        (1, 2, 256, 8, 256),
     )
-)  # fmt: skip
+)
 
 
 def arguments_of(launch: dict, given: argparse.Namespace) -> list[str]:
@@ -58,10 +67,19 @@ def measure(launch: dict, given: argparse.Namespace) -> dict:
     """One launch's settings and rows, as skip.py writes them; RuntimeError with its output where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "skip.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(launch["dp"] * launch["pp"])]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(launch["dp"] * launch["pp"]),
+        ]
         command += [str(ROOT / "tools/benchmarks/skip.py"), *arguments_of(launch, given), "--json", str(out)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=given.timeout_s, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=given.timeout_s, check=False
+        )
         if not out.exists():
             said = (done.stdout + done.stderr)[-3000:]
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode} and wrote nothing:\n{said}")
@@ -79,17 +97,27 @@ def case_of(settings: dict, share: float) -> tuple[Job, np.ndarray]:
     degrees = degrees_of(config, world)
     heads = named.hidden // 64
     hf_config = Qwen2Config(
-        vocab_size=named.vocab, hidden_size=named.hidden, num_hidden_layers=named.layers, num_attention_heads=heads,
-        num_key_value_heads=heads, intermediate_size=named.hidden * 3, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=named.vocab,
+        hidden_size=named.hidden,
+        num_hidden_layers=named.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=named.hidden * 3,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
     shape = model_shape(hf_config, config, degrees, layer_spec="torch")
-    alone = SimpleNamespace(shape=shape, topology=SimpleNamespace(rank=0, world_size=1), gather=lambda samples, groups, order: samples)
+    alone = SimpleNamespace(
+        shape=shape, topology=SimpleNamespace(rank=0, world_size=1), gather=lambda samples, groups, order: samples
+    )
     samples = benchmark_skip.make_batch(alone, named)
     prompt = np.array([s.prompt_tokens for s in samples])
     response = np.array([len(s.token_ids) for s in samples]) - prompt
     values = benchmark_skip.make_advantages(share, named)
     groups = np.arange(len(samples)) // named.group_size
-    workload = Workload(prompt_tokens=prompt, response_tokens=response, loss_tokens=response, rewards=values, groups=groups)
+    workload = Workload(
+        prompt_tokens=prompt, response_tokens=response, loss_tokens=response, rewards=values, groups=groups
+    )
     return Job(config=config, shape=shape, degrees=degrees, workload=workload, costs=None), values != 0
 
 
@@ -109,7 +137,9 @@ class Measured:
         """theta [6]: seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced parameter, per update."""
         linear, scores, *others = (max(float(x), 1e-30) for x in theta)
         names = ("layer_overhead_s", "adam_s", "reduce_s", "update_overhead_s")
-        rates = Machine(flops_per_s=1 / linear, attention_flops_per_s=1 / scores, **dict(zip(names, others, strict=True)))
+        rates = Machine(
+            flops_per_s=1 / linear, attention_flops_per_s=1 / scores, **dict(zip(names, others, strict=True))
+        )
         job = self.job
         share = float(job.workload.loss_tokens.sum() / job.workload.lengths.sum())
         costs = machine_costs(rates, job.shape, job.config, job.degrees, loss_share=share, source="fitted")
@@ -132,11 +162,21 @@ def cases(records: list[dict]) -> list[Measured]:
             plans = plans_of(name, row, job, signal)
             common = dict(launch=number, job=job, signal=signal)
             if position == 0:
-                dense_s, step_s = (statistics.median(x[key] for x in record["rows"]) for key in ("dense_s", "optimizer_step_s"))
-                found.append(Measured(name=f"{name} dense", kind="dense", seconds=dense_s, plan=plans["dense"], **common))
+                dense_s, step_s = (
+                    statistics.median(x[key] for x in record["rows"]) for key in ("dense_s", "optimizer_step_s")
+                )
+                found.append(
+                    Measured(name=f"{name} dense", kind="dense", seconds=dense_s, plan=plans["dense"], **common)
+                )
                 found.append(Measured(name=f"{name} step", kind="step", seconds=step_s, plan=None, **common))
             found.append(
-                Measured(name=f"{name} skip {row['dead_share']:g}", kind="skip", seconds=row["skip_s"], plan=plans["skip"], **common)
+                Measured(
+                    name=f"{name} skip {row['dead_share']:g}",
+                    kind="skip",
+                    seconds=row["skip_s"],
+                    plan=plans["skip"],
+                    **common,
+                )
             )
     return found
 
@@ -162,7 +202,9 @@ def fit(measured: list[Measured]) -> np.ndarray:
         rows = []
         for each in measured:
             base = each.predict(theta)
-            slopes = [(each.predict(theta + np.eye(6)[k] * step) - base) / step for k, step in enumerate(theta * 1e-4 + 1e-16)]
+            slopes = [
+                (each.predict(theta + np.eye(6)[k] * step) - base) / step for k, step in enumerate(theta * 1e-4 + 1e-16)
+            ]
             rows.append(np.array(slopes) / each.seconds)
         theta = nonnegative_least_squares(np.stack(rows), np.ones(len(rows)))
     return theta
@@ -185,14 +227,21 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 5000) 
 def check(records: list[dict]) -> dict:
     """Every update predicted from rates fitted without its launch. Seconds; gains are the launch's dense update over this one."""
     if len(records) < 2:
-        raise ValueError(f"{len(records)} launch(es) were measured and each is predicted from the others; measure at least 2")
+        raise ValueError(
+            f"{len(records)} launch(es) were measured and each is predicted from the others; measure at least 2"
+        )
     measured, rows = cases(records), []
     for launch in range(len(records)):
         theta = fit([x for x in measured if x.launch != launch])
         dense: tuple[float, float] | None = None
         for each in (x for x in measured if x.launch == launch and x.kind != "step"):
             predicted = each.predict(theta)
-            row = {"name": each.name, "measured_s": each.seconds, "predicted_s": predicted, "error": predicted / each.seconds - 1}
+            row = {
+                "name": each.name,
+                "measured_s": each.seconds,
+                "predicted_s": predicted,
+                "error": predicted / each.seconds - 1,
+            }
             if each.kind == "dense":
                 dense = (each.seconds, predicted)
             else:
@@ -200,9 +249,13 @@ def check(records: list[dict]) -> dict:
             rows.append(row)
     errors = [abs(row["error"]) for row in rows]
     return {
-        "machine": "; ".join(sorted({record["machine"] for record in records})), "launches": len(records), "rows": rows,
-        "median_error": statistics.median(errors), "largest_error": max(errors), "theta": fit(measured).tolist(),
-    }  # fmt: skip
+        "machine": "; ".join(sorted({record["machine"] for record in records})),
+        "launches": len(records),
+        "rows": rows,
+        "median_error": statistics.median(errors),
+        "largest_error": max(errors),
+        "theta": fit(measured).tolist(),
+    }
 
 
 def markdown(checked: dict) -> str:
@@ -217,7 +270,13 @@ def markdown(checked: dict) -> str:
     ]
     for row in checked["rows"]:
         gains = [f"{row[key]:.2f}" if key in row else "" for key in ("measured_gain", "predicted_gain")]
-        cells = (row["name"], f"{row['measured_s']:.4f}", f"{row['predicted_s']:.4f}", f"{100 * row['error']:+.1f} %", *gains)
+        cells = (
+            row["name"],
+            f"{row['measured_s']:.4f}",
+            f"{row['predicted_s']:.4f}",
+            f"{100 * row['error']:+.1f} %",
+            *gains,
+        )
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(lines)
 
@@ -226,9 +285,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], epilog="example: simulate_cluster_check.py --json check.json > table.md"
     )
-    parser.add_argument("--measured", type=pathlib.Path, help="what an earlier run wrote by --json: nothing is measured")
-    parser.add_argument("--json", type=pathlib.Path, help="write measurements (after each launch) and predictions there")
-    parser.add_argument("--launches", type=int, default=len(LAUNCHES), help="only the first so many, evenly over the layouts")
+    parser.add_argument(
+        "--measured", type=pathlib.Path, help="what an earlier run wrote by --json: nothing is measured"
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="write measurements (after each launch) and predictions there"
+    )
+    parser.add_argument(
+        "--launches", type=int, default=len(LAUNCHES), help="only the first so many, evenly over the layouts"
+    )
     parser.add_argument("--groups", type=int, default=20)
     parser.add_argument("--mean-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)

@@ -37,18 +37,36 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
-    parser.add_argument("--dp", type=int, default=1, help="data parallel degree; tp x pp x dp processes must have been started")
-    parser.add_argument("--dead-share", type=float, nargs="+", default=list(SHARES), help="shares of groups without signal, 0 to 1")
+    parser.add_argument(
+        "--dp", type=int, default=1, help="data parallel degree; tp x pp x dp processes must have been started"
+    )
+    parser.add_argument(
+        "--dead-share", type=float, nargs="+", default=list(SHARES), help="shares of groups without signal, 0 to 1"
+    )
     parser.add_argument("--virtual-pipeline", type=int, default=1, help="chunks of layers per pipeline rank")
-    parser.add_argument("--virtual-clock", action="store_true", help="lay measured CPU seconds per stage on a clock of its own")
-    parser.add_argument("--calibrate", action="store_true", help="plan by costs fitted in a first pass (plan.calibrate), not by the prior")
-    parser.add_argument("--batches", type=int, default=1, help="batches of samples, each measured at every share; medians over them")
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of dense and skip updates per share, after one to warm up")
+    parser.add_argument(
+        "--virtual-clock", action="store_true", help="lay measured CPU seconds per stage on a clock of its own"
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="plan by costs fitted in a first pass (plan.calibrate), not by the prior",
+    )
+    parser.add_argument(
+        "--batches", type=int, default=1, help="batches of samples, each measured at every share; medians over them"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="pairs of dense and skip updates per share, after one to warm up"
+    )
     parser.add_argument("--groups", type=int, default=40, help="prompt groups in the batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
-    parser.add_argument("--mean-tokens", type=int, default=64, help="mean length of a sample; lengths are log-normal around it")
+    parser.add_argument(
+        "--mean-tokens", type=int, default=64, help="mean length of a sample; lengths are log-normal around it"
+    )
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=1024)
-    parser.add_argument("--hf-path", help="a Hugging Face directory whose config is used (random weights); default: a small Qwen2")
+    parser.add_argument(
+        "--hf-path", help="a Hugging Face directory whose config is used (random weights); default: a small Qwen2"
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2048)
@@ -77,16 +95,27 @@ def build_backend(given: argparse.Namespace):
         AutoConfig.from_pretrained(given.hf_path)
         if given.hf_path
         else Qwen2Config(
-            vocab_size=given.vocab, hidden_size=given.hidden, num_hidden_layers=given.layers, num_attention_heads=given.hidden // 64,
-            num_key_value_heads=given.hidden // 64, intermediate_size=given.hidden * 3, max_position_embeddings=4096,
+            vocab_size=given.vocab,
+            hidden_size=given.hidden,
+            num_hidden_layers=given.layers,
+            num_attention_heads=given.hidden // 64,
+            num_key_value_heads=given.hidden // 64,
+            intermediate_size=given.hidden * 3,
+            max_position_embeddings=4096,
             tie_word_embeddings=True,
         )
-    )  # fmt: skip
+    )
     overrides = [
-        f"parallel.tensor={given.tp}", f"parallel.pipeline={given.pp}", f"model.dtype={given.dtype}", "model.init=random",
-        f"plan.max_tokens_per_microbatch={given.max_tokens_per_microbatch}", "optimizer.lr=1e-6", f"run.seed={given.seed}",
-        f"parallel.virtual_pipeline={given.virtual_pipeline}", f"plan.calibrate={str(given.calibrate).lower()}",
-    ]  # fmt: skip
+        f"parallel.tensor={given.tp}",
+        f"parallel.pipeline={given.pp}",
+        f"model.dtype={given.dtype}",
+        "model.init=random",
+        f"plan.max_tokens_per_microbatch={given.max_tokens_per_microbatch}",
+        "optimizer.lr=1e-6",
+        f"run.seed={given.seed}",
+        f"parallel.virtual_pipeline={given.virtual_pipeline}",
+        f"plan.calibrate={str(given.calibrate).lower()}",
+    ]
     return MegatronBackend(load_config(None, overrides), hf_config=hf_config, total_steps=10_000)
 
 
@@ -96,17 +125,22 @@ def make_batch(backend, given: argparse.Namespace, number: int = 0):
 
     random = np.random.default_rng(given.seed + 1000 * number)
     count = given.groups * given.group_size
-    lengths = np.clip(random.lognormal(np.log(given.mean_tokens), 0.4, count).astype(int), 8, given.max_tokens_per_microbatch)
+    lengths = np.clip(
+        random.lognormal(np.log(given.mean_tokens), 0.4, count).astype(int), 8, given.max_tokens_per_microbatch
+    )
     samples = []
     for i, length in enumerate(lengths):
         prompt = max(2, int(length) // 4)
         response = int(length) - prompt
         samples.append(
             Sample(
-                sample_id=f"s{i}", prompt_tokens=prompt, token_ids=random.integers(0, backend.shape.vocab_size, int(length)),
-                loss_mask=np.ones(response, dtype=bool), logprobs=np.full(response, -5.0, dtype=np.float32),
+                sample_id=f"s{i}",
+                prompt_tokens=prompt,
+                token_ids=random.integers(0, backend.shape.vocab_size, int(length)),
+                loss_mask=np.ones(response, dtype=bool),
+                logprobs=np.full(response, -5.0, dtype=np.float32),
             )
-        )  # fmt: skip
+        )
     place = backend.topology
     mine = list(range(place.rank, count, place.world_size))
     return backend.gather([samples[i] for i in mine], [i // given.group_size for i in mine], mine)
@@ -215,7 +249,9 @@ def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
     """CPU seconds of every stage's micro-batches, laid on the schedule's clock."""
     plan = case.plans["train", name]
     backend.zero_grad()
-    backend.forward_backward(case.batches["train", name], plan.mini_batches[0], case.inputs, fingerprint=plan.fingerprints()[0])
+    backend.forward_backward(
+        case.batches["train", name], plan.mini_batches[0], case.inputs, fingerprint=plan.fingerprints()[0]
+    )
     seconds, factors = replay(backend)
     backend.zero_grad()
     if keep:

@@ -43,7 +43,9 @@ def replay(backend) -> tuple[float, list[float]]:
     place = backend.topology
     runs = backend.schedule.take_laps()
     stage = backend.fit.model().stages[place.pipeline_rank]
-    factors = [x for run in runs for x in (run.forward_s + run.backward_s).sum(0) / stage.seconds(run.tokens, run.squares)]
+    factors = [
+        x for run in runs for x in (run.forward_s + run.backward_s).sum(0) / stage.seconds(run.tokens, run.squares)
+    ]
     mine = [(run.forward_s, run.backward_s) for run in runs]
     everyone: list = [None] * place.world_size
     dist.all_gather_object(everyone, (place.data_rank, place.pipeline_rank, mine, factors))
@@ -55,7 +57,8 @@ def replay(backend) -> tuple[float, list[float]]:
         if any(of_rank[0]):
             chunks = range(place.virtual_size)
             forward_s, backward_s = (
-                np.array([of_rank[rank][0][kind][chunk] for chunk in chunks for rank in range(place.pipeline_size)]) for kind in (0, 1)
+                np.array([of_rank[rank][0][kind][chunk] for chunk in chunks for rank in range(place.pipeline_size)])
+                for kind in (0, 1)
             )
             slowest = max(slowest, simulate(forward_s, backward_s, pipeline=place.pipeline_size).makespan)
     return slowest, [float(x) for *_, theirs in everyone for x in theirs]
@@ -86,9 +89,12 @@ def _of_case(case, backend) -> dict:
     padded = padded_lengths(tokens, backend.rules.pad_multiple)
     survivors, dense_tokens = int(tokens[plans["skip"].order].sum()), int(tokens.sum())
     row = {
-        "dense_tokens": dense_tokens, "surviving_tokens": survivors, "planning_s": case.planning_s,
-        "dense_microbatches": plans["dense"].num_microbatches.tolist(), "skip_microbatches": plans["skip"].num_microbatches.tolist(),
-    }  # fmt: skip
+        "dense_tokens": dense_tokens,
+        "surviving_tokens": survivors,
+        "planning_s": case.planning_s,
+        "dense_microbatches": plans["dense"].num_microbatches.tolist(),
+        "skip_microbatches": plans["skip"].num_microbatches.tolist(),
+    }
     row |= _clock_fields(case) if case.clocks["dense"] else _wall_fields(case)
     row["ratio"] = row["dense_s"] / row["skip_s"] if row["skip_s"] else float("inf")
     model, bare = backend.fit.model(), without_overhead(backend.fit.model())
@@ -100,7 +106,11 @@ def _of_case(case, backend) -> dict:
         ideal = dense_tokens / survivors
         planned = plan_clock(bare, plans["dense"], padded) / plan_clock(bare, plans["skip"], padded)
         fixed = row.get("fixed_fraction", 0.0)
-        row |= {"ideal": ideal, "share_of_ideal": row["ratio"] / ideal, "reachable_share": 1 / (1 + fixed * (ideal - 1))}
+        row |= {
+            "ideal": ideal,
+            "share_of_ideal": row["ratio"] / ideal,
+            "reachable_share": 1 / (1 + fixed * (ideal - 1)),
+        }
         row |= {"planned_ideal": planned, "share_of_planned": row["ratio"] / planned}
         if "phase_ratio" in row:
             row["phase_share"] = row["phase_ratio"] / planned
@@ -119,16 +129,24 @@ def _wall_fields(case) -> dict:
     )
     step_s = statistics.median(x for _, x in case.updates["dense"])
     fields = {
-        "dense_s": dense_s, "skip_s": skip_s, "optimizer_step_s": step_s, "fixed_fraction": step_s / dense_s,
-        "planning_fraction": case.planning_s / skip_s, "phase_ratio": (dense_s + dense_pass) / (skip_s + skip_pass),
-    }  # fmt: skip
+        "dense_s": dense_s,
+        "skip_s": skip_s,
+        "optimizer_step_s": step_s,
+        "fixed_fraction": step_s / dense_s,
+        "planning_fraction": case.planning_s / skip_s,
+        "phase_ratio": (dense_s + dense_pass) / (skip_s + skip_pass),
+    }
     if not len(case.plans["train", "skip"].mini_batches[0].order):
         fields["ghost_over_optimizer_step"] = statistics.median(x for _, x in case.updates["skip"]) / step_s
     return fields
 
 
 def machine_name() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    )
     return f"{device}, torch {torch.__version__}"
 
 
@@ -141,20 +159,36 @@ def write_json(given: argparse.Namespace, machine: str, **content: object) -> No
 
 
 COLUMNS = {
-    "dead": lambda r: f"{100 * r['dead_share']:.0f} %", "dense s": "dense_s:.3f", "skip s": "skip_s:.4f", "ratio": "ratio:.2f",
-    "ideal": "ideal:.2f", "share": "share_of_ideal:.3f", "planned ideal": "planned_ideal:.2f", "share of planned": "share_of_planned:.3f",
-    "with log-probs": "phase_share:.3f", "f": "fixed_fraction:.4f", "reachable": "reachable_share:.3f",
-    "spread dense": "dense_spread:.3f", "skip": "skip_spread:.3f", "of micro-batches": "dense_microbatch_spread:.3f",
-    " skip": "skip_microbatch_spread:.3f", "planning": "planning_fraction:.4f",
-    "ghost / step": "ghost_over_optimizer_step:.2f", "M": lambda r: f"{max(r['dense_microbatches'])}, {max(r['skip_microbatches'])}",
-}  # fmt: skip
+    "dead": lambda r: f"{100 * r['dead_share']:.0f} %",
+    "dense s": "dense_s:.3f",
+    "skip s": "skip_s:.4f",
+    "ratio": "ratio:.2f",
+    "ideal": "ideal:.2f",
+    "share": "share_of_ideal:.3f",
+    "planned ideal": "planned_ideal:.2f",
+    "share of planned": "share_of_planned:.3f",
+    "with log-probs": "phase_share:.3f",
+    "f": "fixed_fraction:.4f",
+    "reachable": "reachable_share:.3f",
+    "spread dense": "dense_spread:.3f",
+    "skip": "skip_spread:.3f",
+    "of micro-batches": "dense_microbatch_spread:.3f",
+    " skip": "skip_microbatch_spread:.3f",
+    "planning": "planning_fraction:.4f",
+    "ghost / step": "ghost_over_optimizer_step:.2f",
+    "M": lambda r: f"{max(r['dense_microbatches'])}, {max(r['skip_microbatches'])}",
+}
 
 
 def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    layout = f"TP {given.tp}, PP {given.pp}" + (f"·VPP {given.virtual_pipeline}" if given.virtual_pipeline > 1 else "") + f", DP {given.dp}"
+    layout = (
+        f"TP {given.tp}, PP {given.pp}"
+        + (f"·VPP {given.virtual_pipeline}" if given.virtual_pipeline > 1 else "")
+        + f", DP {given.dp}"
+    )
     clock = "CPU seconds on a virtual clock" if given.virtual_clock else "wall time"
     table = Table(title=f"skip against dense: {layout}; {clock}; {given.batches} batch(es); {machine}")
     for name in COLUMNS:

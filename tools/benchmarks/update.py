@@ -36,23 +36,40 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: python tools/benchmarks/update.py --dead-share 0 0.75 --repeats 5 --json runs/benchmark_update.json",
     )
-    parser.add_argument("--dead-share", type=float, nargs="+", default=[0.0, 0.75], help="shares of groups without signal, 0 to below 1")
-    parser.add_argument("--repeats", type=int, default=5, help="steps of every setting, taken in turn, after one to warm up")
+    parser.add_argument(
+        "--dead-share", type=float, nargs="+", default=[0.0, 0.75], help="shares of groups without signal, 0 to below 1"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="steps of every setting, taken in turn, after one to warm up"
+    )
     parser.add_argument("--groups", type=int, default=40, help="prompt groups in the batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
-    parser.add_argument("--mean-tokens", type=int, default=64, help="median length of a sample; lengths are log-normal around it")
-    parser.add_argument("--trl-samples", type=int, nargs="+", default=[2, 4, 8, 16], help="TRL's per_device_train_batch_size, 3 or more")
-    parser.add_argument("--trl-compile", action="store_true", help="TRL under torch.compile as well; needs a C++ compiler")
-    parser.add_argument("--max-tokens-per-microbatch", type=int, nargs="+", default=[1024, 2048, 4096], help="megatron_rl's settings")
+    parser.add_argument(
+        "--mean-tokens", type=int, default=64, help="median length of a sample; lengths are log-normal around it"
+    )
+    parser.add_argument(
+        "--trl-samples", type=int, nargs="+", default=[2, 4, 8, 16], help="TRL's per_device_train_batch_size, 3 or more"
+    )
+    parser.add_argument(
+        "--trl-compile", action="store_true", help="TRL under torch.compile as well; needs a C++ compiler"
+    )
+    parser.add_argument(
+        "--max-tokens-per-microbatch", type=int, nargs="+", default=[1024, 2048, 4096], help="megatron_rl's settings"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch's CPU threads, of both")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
-    parser.add_argument("--fault", choices=FAULTS, help="plant an error on megatron_rl's side, to see the comparison fail")
+    parser.add_argument(
+        "--fault", choices=FAULTS, help="plant an error on megatron_rl's side, to see the comparison fail"
+    )
     given = parser.parse_args(arguments)
-    given.trl_samples, given.max_tokens_per_microbatch = sorted(set(given.trl_samples)), sorted(set(given.max_tokens_per_microbatch))
+    given.trl_samples, given.max_tokens_per_microbatch = (
+        sorted(set(given.trl_samples)),
+        sorted(set(given.max_tokens_per_microbatch)),
+    )
     refuse(parser, given)
     return given
 
@@ -67,13 +84,19 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.group_size < 2:
         parser.error(f"--group-size {given.group_size} must be at least 2: TRL refuses groups of one")
     if len(given.trl_samples) < 3:
-        parser.error(f"--trl-samples {given.trl_samples} has {len(given.trl_samples)} sizes; TRL's best is taken of at least three")
+        parser.error(
+            f"--trl-samples {given.trl_samples} has {len(given.trl_samples)} sizes; TRL's best is taken of at least three"
+        )
     samples = given.groups * given.group_size
     for size in given.trl_samples:
         if size < 1 or samples % size:
-            parser.error(f"--trl-samples {size} must divide the batch's {samples} samples (--groups x --group-size), as TRL's batches do")
+            parser.error(
+                f"--trl-samples {size} must divide the batch's {samples} samples (--groups x --group-size), as TRL's batches do"
+            )
     if given.max_tokens_per_microbatch[0] < 8:
-        parser.error(f"--max-tokens-per-microbatch {given.max_tokens_per_microbatch[0]} must be at least 8, the shortest sample")
+        parser.error(
+            f"--max-tokens-per-microbatch {given.max_tokens_per_microbatch[0]} must be at least 8, the shortest sample"
+        )
     for share in given.dead_share:
         if not 0 <= share < 1 or round(share * given.groups) >= given.groups:
             parser.error(
@@ -90,10 +113,15 @@ def build_model(given: argparse.Namespace):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
-        vocab_size=given.vocab, hidden_size=given.hidden, num_hidden_layers=given.layers, num_attention_heads=given.hidden // 64,
-        num_key_value_heads=given.hidden // 64, intermediate_size=given.hidden * 3, max_position_embeddings=4096,
+        vocab_size=given.vocab,
+        hidden_size=given.hidden,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.hidden // 64,
+        num_key_value_heads=given.hidden // 64,
+        intermediate_size=given.hidden * 3,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     torch.manual_seed(given.seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -106,14 +134,21 @@ def build_backend(model, given: argparse.Namespace):
     from megatron_rl.config import load_config
     from megatron_rl.weights.fused import file_tensors
 
-    weights = {name: x.detach().clone() for name, x in file_tensors(model.state_dict(), model.config.model_type).items()}
+    weights = {
+        name: x.detach().clone() for name, x in file_tensors(model.state_dict(), model.config.model_type).items()
+    }
     if given.fault == "weight":
         weights["model.layers.0.input_layernorm.weight"][0] *= 2
     overrides = [
-        "model.dtype=float32", "model.init=random", f"optimizer.lr={LEARNING_RATE}", f"run.seed={given.seed}",
+        "model.dtype=float32",
+        "model.init=random",
+        f"optimizer.lr={LEARNING_RATE}",
+        f"run.seed={given.seed}",
         f"plan.max_tokens_per_microbatch={given.max_tokens_per_microbatch[0]}",
-    ]  # fmt: skip
-    return MegatronBackend(load_config(None, overrides), hf_config=copy.deepcopy(model.config), weights=weights, total_steps=10_000)
+    ]
+    return MegatronBackend(
+        load_config(None, overrides), hf_config=copy.deepcopy(model.config), weights=weights, total_steps=10_000
+    )
 
 
 class OurUpdate:
@@ -128,7 +163,9 @@ class OurUpdate:
 
         self.backend, self.batch, self.rules = backend, batch, backend.rules
         self.signal = has_signal(values, batch.facts.loss_tokens)
-        weights = reduction_weights("token_mean", batch.facts, np.arange(batch.facts.num_samples), max_response_tokens=1)
+        weights = reduction_weights(
+            "token_mean", batch.facts, np.arange(batch.facts.num_samples), max_response_tokens=1
+        )
         folded = values * weights
         if fault == "advantage":
             folded[np.flatnonzero(folded)[0]] *= 1.1
@@ -167,11 +204,13 @@ class OurUpdate:
                 (mini_batch,) = self.plan(cap, drops).mini_batches
                 made.append(
                     Contender(
-                        family=family, name=f"megatron_rl {family}, {cap} tokens", tokens=int(total[mini_batch.order].sum()),
+                        family=family,
+                        name=f"megatron_rl {family}, {cap} tokens",
+                        tokens=int(total[mini_batch.order].sum()),
                         gradient=lambda cap=cap, drops=drops: self.gradient(cap, drops),
                         update=lambda cap=cap, drops=drops: self.update(cap, drops),
                     )
-                )  # fmt: skip
+                )
         return made
 
 
@@ -183,11 +222,13 @@ def trl_contenders(side, samples: Sequence, values, given: argparse.Namespace) -
         parts = make_microbatches(samples, values, setting)
         made.append(
             Contender(
-                family="trl_shipped" if setting.as_shipped else "trl_helped", name=setting.name, tokens=padded_tokens(parts),
+                family="trl_shipped" if setting.as_shipped else "trl_helped",
+                name=setting.name,
+                tokens=padded_tokens(parts),
                 gradient=lambda parts=parts, setting=setting: side.gradient(parts, setting),
                 update=lambda parts=parts, setting=setting: side.update(parts, setting),
             )
-        )  # fmt: skip
+        )
     return made
 
 
@@ -225,10 +266,16 @@ def measure(share: Share, side, batch, given: argparse.Namespace) -> dict:
     # two rounds where torch.compile takes part: it was seen to compile once more in the second
     rows = time_contenders(share.contenders, given.repeats, tokens, warm_up=2 if given.trl_compile else 1)
     return {
-        "dead_share": share.dead_share, "dense_tokens": tokens, "samples": batch.facts.num_samples,
-        "samples_without_signal": share.without_signal, "samples_forwarded_by_trl": forwarded,
-        "gradient_error": max(x["error"] for x in share.checks), "gradients": share.checks, "best": best_of(rows), "settings": rows,
-    }  # fmt: skip
+        "dead_share": share.dead_share,
+        "dense_tokens": tokens,
+        "samples": batch.facts.num_samples,
+        "samples_without_signal": share.without_signal,
+        "samples_forwarded_by_trl": forwarded,
+        "gradient_error": max(x["error"] for x in share.checks),
+        "gradients": share.checks,
+        "best": best_of(rows),
+        "settings": rows,
+    }
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------
@@ -246,9 +293,15 @@ def summary_table(result: dict):
         table.add_column(name, justify="left" if name in ("update", "setting") else "right")
     for family, row in result["best"].items():
         table.add_row(
-            FAMILIES[family], f"{row['tokens_per_s']:,.0f}", f"{row['s']:.3f}", f"{row['cpu_s']:.3f}", f"{row['over_shipped']:.2f}",
-            f"{row['over_helped']:.2f}", f"{row['cpu_over_helped']:.2f}", row["setting"],
-        )  # fmt: skip
+            FAMILIES[family],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['s']:.3f}",
+            f"{row['cpu_s']:.3f}",
+            f"{row['over_shipped']:.2f}",
+            f"{row['over_helped']:.2f}",
+            f"{row['cpu_over_helped']:.2f}",
+            row["setting"],
+        )
     return table
 
 
@@ -261,9 +314,13 @@ def settings_table(result: dict):
     errors = {x["setting"]: x["error"] for x in result["gradients"]}
     for row in result["settings"]:
         table.add_row(
-            row["setting"], f"{row['positions']:,}", f"{row['s']:.3f}", f"{row['cpu_s']:.3f}", f"{row['tokens_per_s']:,.0f}",
+            row["setting"],
+            f"{row['positions']:,}",
+            f"{row['s']:.3f}",
+            f"{row['cpu_s']:.3f}",
+            f"{row['tokens_per_s']:,.0f}",
             f"{errors[row['setting']]:.1e}",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -284,11 +341,14 @@ def main(arguments: list[str] | None = None) -> int:
     num_samples = given.groups * given.group_size
     side = TrlUpdate(model, num_samples=num_samples, group_size=given.group_size, lr=LEARNING_RATE, seed=given.seed)
     backend = build_backend(model, given)
-    batch = make_batch(backend, argparse.Namespace(**{**vars(given), "max_tokens_per_microbatch": given.max_tokens_per_microbatch[0]}))
+    batch = make_batch(
+        backend, argparse.Namespace(**{**vars(given), "max_tokens_per_microbatch": given.max_tokens_per_microbatch[0]})
+    )
     torch.set_num_threads(given.threads)  # should a library have set it
     found = versions()
-    machine = f"{host_platform.machine()} CPU, {os.cpu_count()} cores, --threads {torch.get_num_threads()}, " + ", ".join(
-        f"{name} {version}" for name, version in found.items()
+    machine = (
+        f"{host_platform.machine()} CPU, {os.cpu_count()} cores, --threads {torch.get_num_threads()}, "
+        + ", ".join(f"{name} {version}" for name, version in found.items())
     )
     try:
         shares = [compare_share(backend, side, batch, share, given) for share in given.dead_share]

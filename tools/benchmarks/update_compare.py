@@ -29,9 +29,11 @@ class Contender:
 
 
 FAMILIES = {
-    "trl_shipped": "TRL, best as it ships", "trl_helped": "TRL, best of all settings", "dense": "megatron_rl, dense",
+    "trl_shipped": "TRL, best as it ships",
+    "trl_helped": "TRL, best of all settings",
+    "dense": "megatron_rl, dense",
     "skip": "megatron_rl, skip",
-}  # fmt: skip
+}
 
 
 def gradient_error(found: Mapping, wanted: Mapping) -> dict:
@@ -41,10 +43,18 @@ def gradient_error(found: Mapping, wanted: Mapping) -> dict:
     """
     if set(found) != set(wanted):
         missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-        raise GradientsDiffer(f"not the same weights: missing {missing[:3]}, surplus {surplus[:3]}; both sides must have the same model")
-    shapes = {name: (tuple(found[name].shape), tuple(wanted[name].shape)) for name in wanted if found[name].shape != wanted[name].shape}
+        raise GradientsDiffer(
+            f"not the same weights: missing {missing[:3]}, surplus {surplus[:3]}; both sides must have the same model"
+        )
+    shapes = {
+        name: (tuple(found[name].shape), tuple(wanted[name].shape))
+        for name in wanted
+        if found[name].shape != wanted[name].shape
+    }
     if shapes:
-        raise GradientsDiffer(f"not the same shapes: {dict(list(shapes.items())[:3])}; both sides must have the same model")
+        raise GradientsDiffer(
+            f"not the same shapes: {dict(list(shapes.items())[:3])}; both sides must have the same model"
+        )
     squares = {name: float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted}
     norm = math.sqrt(sum(float(x.double().square().sum()) for x in wanted.values()))
     worst = max(squares, key=lambda name: (math.isnan(squares[name]), squares[name]))
@@ -89,10 +99,15 @@ def time_contenders(contenders: Sequence[Contender], repeats: int, tokens: int, 
         wall, cpu = (statistics.median(each) for each in zip(*seconds[x.name], strict=True))
         rows.append(
             {
-                "family": x.family, "setting": x.name, "positions": x.tokens, "s": wall, "cpu_s": cpu, "tokens_per_s": tokens / wall,
+                "family": x.family,
+                "setting": x.name,
+                "positions": x.tokens,
+                "s": wall,
+                "cpu_s": cpu,
+                "tokens_per_s": tokens / wall,
                 "all_s": [each for each, _ in seconds[x.name]],
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -106,8 +121,9 @@ def best_of(rows: Sequence[dict]) -> dict[str, dict]:
     return {
         family: {
             **row,
-            "over_shipped": best["trl_shipped"]["s"] / row["s"], "over_helped": best["trl_helped"]["s"] / row["s"],
+            "over_shipped": best["trl_shipped"]["s"] / row["s"],
+            "over_helped": best["trl_helped"]["s"] / row["s"],
             "cpu_over_helped": best["trl_helped"]["cpu_s"] / row["cpu_s"],
         }
         for family, row in best.items()
-    }  # fmt: skip
+    }

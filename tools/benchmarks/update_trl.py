@@ -79,7 +79,9 @@ def pad_rows(rows: Sequence[np.ndarray], *, left: bool, width: int) -> tuple[tor
     return ids, mask
 
 
-def make_microbatches(samples: Sequence[Sample], advantages: np.ndarray, setting: TrlSetting) -> list[dict[str, torch.Tensor]]:
+def make_microbatches(
+    samples: Sequence[Sample], advantages: np.ndarray, setting: TrlSetting
+) -> list[dict[str, torch.Tensor]]:
     """The batch as GRPOTrainer's ``_compute_loss`` takes it: one dict for each micro-batch, every sample in one of them.
 
     ``num_items_in_batch`` counts the whole batch's response tokens in every dict: the ``dapo`` loss divides by it. No
@@ -99,11 +101,14 @@ def make_microbatches(samples: Sequence[Sample], advantages: np.ndarray, setting
         completion_ids, completion_mask = pad_rows(responses[part], left=False, width=max(map(len, responses[reach])))
         made.append(
             {
-                "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": completion_ids,
-                "completion_mask": completion_mask, "num_items_in_batch": items,
+                "prompt_ids": prompt_ids,
+                "prompt_mask": prompt_mask,
+                "completion_ids": completion_ids,
+                "completion_mask": completion_mask,
+                "num_items_in_batch": items,
                 "advantages": torch.from_numpy(advantages[order[part]]).float(),
             }
-        )  # fmt: skip
+        )
     return made
 
 
@@ -124,7 +129,10 @@ def load_trl():
 
 def versions() -> dict[str, str]:
     """Of what takes part. trl's own comes first."""
-    return {name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate", "megatron-core", "torch")}
+    return {
+        name: importlib.metadata.version(name)
+        for name in ("trl", "transformers", "accelerate", "megatron-core", "torch")
+    }
 
 
 def make_tokenizer():
@@ -152,15 +160,35 @@ class TrlUpdate:
 
         self._folder = tempfile.TemporaryDirectory(prefix="benchmark_update_")
         config = trl.GRPOConfig(
-            output_dir=self._folder.name, per_device_train_batch_size=group_size, gradient_accumulation_steps=num_samples // group_size,
-            num_generations=group_size, loss_type="dapo", beta=0.0, epsilon=0.2, temperature=1.0, learning_rate=lr, seed=seed,
-            lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, bf16=False, fp16=False, gradient_checkpointing=False,
-            use_cpu=True, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=self._folder.name,
+            per_device_train_batch_size=group_size,
+            gradient_accumulation_steps=num_samples // group_size,
+            num_generations=group_size,
+            loss_type="dapo",
+            beta=0.0,
+            epsilon=0.2,
+            temperature=1.0,
+            learning_rate=lr,
+            seed=seed,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            bf16=False,
+            fp16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
         self.trainer = GivenSamples(
-            model=model, args=config, reward_funcs=lambda **columns: [0.0], processing_class=make_tokenizer(),
+            model=model,
+            args=config,
+            reward_funcs=lambda **columns: [0.0],
+            processing_class=make_tokenizer(),
             train_dataset=Dataset.from_dict({"prompt": ["a"] * num_samples}),
-        )  # fmt: skip
+        )
         self.trainer.create_optimizer_and_scheduler(num_training_steps=10_000)
         self.model, self.optimizer = self.trainer.accelerator.prepare(model, self.trainer.optimizer)
         self.scheduler = self.trainer.lr_scheduler
@@ -176,9 +204,15 @@ class TrlUpdate:
         """Adds the batch's gradient, by TRL's training_step on each micro-batch."""
         self.trainer.args.per_device_train_batch_size = setting.samples
         self.trainer.args.gradient_accumulation_steps = self.trainer.args.steps_per_generation = len(microbatches)
-        self.trainer.current_gradient_accumulation_steps = len(microbatches)  # the training loop sets it, of which this is the inside
+        self.trainer.current_gradient_accumulation_steps = len(
+            microbatches
+        )  # the training loop sets it, of which this is the inside
         if setting.checkpointing != self.model.is_gradient_checkpointing:
-            (self.model.gradient_checkpointing_enable if setting.checkpointing else self.model.gradient_checkpointing_disable)()
+            (
+                self.model.gradient_checkpointing_enable
+                if setting.checkpointing
+                else self.model.gradient_checkpointing_disable
+            )()
         self.model.base_model.forward = self._compiled if setting.compiled else self._eager
         for microbatch in microbatches:
             self.trainer.training_step(self.model, microbatch, num_items_in_batch=None)

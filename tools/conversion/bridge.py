@@ -42,11 +42,15 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
             "and there is no GPU; run this on a host with one"
         )
     if given.command == "import" and (given.tp, given.pp, given.ep) != (1, 1, 1):
-        raise ConfigError("--tp, --pp and --ep are for our own tables; leave them out: any topology loads what megatron-bridge writes")
+        raise ConfigError(
+            "--tp, --pp and --ep are for our own tables; leave them out: any topology loads what megatron-bridge writes"
+        )
     from megatron.bridge import AutoBridge
 
     if not AutoBridge.can_handle(str(hf)):
-        raise ConfigError(f"{hf} holds a {family!r} model, which neither our tables nor the megatron-bridge that is installed know")
+        raise ConfigError(
+            f"{hf} holds a {family!r} model, which neither our tables nor the megatron-bridge that is installed know"
+        )
     if given.command == "import":
         AutoBridge.import_ckpt(str(hf), str(given.target), **_dtype(given, torch))
     else:
@@ -54,7 +58,9 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
             raise ConfigError(
                 f"--dtype {given.dtype} is for our own tables; megatron-bridge exports in the checkpoint's dtype; leave it out"
             )
-        AutoBridge.from_hf_pretrained(str(hf)).export_ckpt(str(given.source), str(given.target), show_progress=not given.quiet)
+        AutoBridge.from_hf_pretrained(str(hf)).export_ckpt(
+            str(given.source), str(given.target), show_progress=not given.quiet
+        )
     print(f"wrote {given.target}: {family}, by megatron-bridge")
     return 0, {"wrote": str(given.target), "family": family, "by": "megatron-bridge"}
 

@@ -34,18 +34,25 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
             total += 1
             found, wanted = (x.read(name, 0, 0, x.size(name)[0]) for x in (ours, theirs))
             wanted = wanted if dtype is None else wanted.to(dtype)
-            same = found.dtype == wanted.dtype and torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+            same = found.dtype == wanted.dtype and torch.equal(
+                found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+            )
             equal += same
             different += [] if same else [name]
         ours.close()
         theirs.close()
-    extra = sorted(set(ours.files) - {name for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf})
+    extra = sorted(
+        set(ours.files) - {name for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf}
+    )
     files = [x for x in side_files(source) if dtype is None or x.name != "config.json"]
     unequal = [x.name for x in files if not (back / x.name).exists() or (back / x.name).read_bytes() != x.read_bytes()]
     return {
-        "tensors": total, "equal": equal, "files": len(files), "equal_files": len(files) - len(unequal),
+        "tensors": total,
+        "equal": equal,
+        "files": len(files),
+        "equal_files": len(files) - len(unequal),
         "different": different + extra + unequal,
-    }  # fmt: skip
+    }
 
 
 def random_tokens(vocab_size: int, context_tokens: int) -> torch.Tensor:

@@ -39,17 +39,26 @@ def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
 def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
     reader = HuggingFaceReader(source)
     tensors = [(name, reader.size(name), reader.dtype(name)) for name in sorted(reader.files)]
-    found = {"kind": "Hugging Face", "files": len(set(reader.files.values())), "tensors": len(tensors), **_sizes(tensors)}
+    found = {
+        "kind": "Hugging Face",
+        "files": len(set(reader.files.values())),
+        "tensors": len(tensors),
+        **_sizes(tensors),
+    }
     try:
         _, shape = read_model(source)
         found["family"] = shape.family
         wrong = [
             f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
-            for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf
+            for layer in stored_layers(shape)
+            for stored in layer
+            for name in stored.entry.hf
             if reader.size(name) != hf_size(shape, name)
-        ]  # fmt: skip
+        ]
         wrong += [f"no table names {name}" for name in unmapped_tensors(reader, shape)]
-        found["convertible"] = f"no: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "") if wrong else "yes"
+        found["convertible"] = (
+            f"no: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "") if wrong else "yes"
+        )
     except ConfigError as error:
         found["convertible"] = f"no: {error}"
     found["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in tensors]
@@ -61,7 +70,9 @@ def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_mode
     everything = [(key, reader.size(key), reader.dtype(key)) for key in sorted(reader.tensors)]
     weights = [x for x in everything if x[0].startswith(MODEL_KEYS)]
     others = [x for x in everything if x not in weights]
-    if "decoder.layers.pre_mlp_layernorm.weight" in reader.tensors:  # the same norm under the torch spec's name is not counted
+    if (
+        "decoder.layers.pre_mlp_layernorm.weight" in reader.tensors
+    ):  # the same norm under the torch spec's name is not counted
         weights = [x for x in weights if x[0] != "decoder.layers.mlp.linear_fc1.layer_norm_weight"]
     found = {"kind": "Megatron torch_dist", "checkpoint": str(source.path), "tensors": len(weights), **_sizes(weights)}
     gigabytes = sum(math.prod(size) * dtype.itemsize for _, size, dtype in others) / 1e9
@@ -74,7 +85,9 @@ def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_mode
     folder = hf or source.hf
     try:
         if folder is None:
-            raise ConfigError(f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf")
+            raise ConfigError(
+                f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
+            )
         _, shape = read_model(folder)
         found["family"] = shape.family
         plan_export(reader, shape, None)

@@ -86,7 +86,10 @@ ESTIMATORS = (
         line="spread = np.sqrt((counted * (values - mean) ** 2).sum() / (total - 1)) + epsilon",
         becomes="spread = np.sqrt((counted * (values - mean) ** 2).sum() / total) + epsilon",
         fault="whitening divides the squares by n, not n − 1",
-        tests=("tests/unit/algorithm/test_gae.py::test_whitening_is_over_loss_tokens", "tests/unit/algorithm/test_advantage.py::test_estimator_equals_formula"),
+        tests=(
+            "tests/unit/algorithm/test_gae.py::test_whitening_is_over_loss_tokens",
+            "tests/unit/algorithm/test_advantage.py::test_estimator_equals_formula",
+        ),
     ),
 )
 
@@ -231,7 +234,9 @@ SIGNAL = (
         line="drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,",
         becomes="drops_logprob_passes=drops and config.skip.logprob_passes,",
         fault="log-prob passes drop samples whose advantages are made of these log-probs",
-        tests=("tests/unit/trainer/test_reference_policy.py::test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing",),
+        tests=(
+            "tests/unit/trainer/test_reference_policy.py::test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing",
+        ),
     ),
     Mutant(
         name="negative-entropy-bonus-is-exact",

@@ -185,7 +185,9 @@ TRAINED = (
         line='merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"',
         becomes='merge = not whole and self.config.skip.steps == "merge"',
         fault="`skip.steps=merge` merges where nothing is dropped",
-        tests=("tests/unit/backend/test_trainable_model.py::test_a_plan_has_one_step_where_it_merges_and_one_per_mini_batch_elsewhere",),
+        tests=(
+            "tests/unit/backend/test_trainable_model.py::test_a_plan_has_one_step_where_it_merges_and_one_per_mini_batch_elsewhere",
+        ),
     ),
     Mutant(
         name="thrown-away-gradient-still-measured",

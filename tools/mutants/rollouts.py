@@ -35,7 +35,9 @@ FEED = (
         line="if int(part.facts.groups[i]) in unchanged:",
         becomes="if int(part.facts.places[i]) in at:",
         fault="a group that took another's place has the other's old log-probs",
-        tests=("tests/unit/rollout/test_queue.py::test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced",),
+        tests=(
+            "tests/unit/rollout/test_queue.py::test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced",
+        ),
     ),
     Mutant(
         name="noise-a-step-too-long",
@@ -43,7 +45,9 @@ FEED = (
         line="if not given.noise_std or scored.step >= given.noise_steps:",
         becomes="if not given.noise_std or scored.step > given.noise_steps:",
         fault="the step after the last noisy one has noise",
-        tests=("tests/unit/algorithm/test_noise.py::test_first_losses_are_zero_without_noise_and_only_the_first_with_it",),
+        tests=(
+            "tests/unit/algorithm/test_noise.py::test_first_losses_are_zero_without_noise_and_only_the_first_with_it",
+        ),
     ),
     Mutant(
         name="gdpo-without-the-overlong",
@@ -51,7 +55,9 @@ FEED = (
         line="return np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)",
         becomes="return by_function, weights",
         fault="`gdpo` does not see the overlong punishment",
-        tests=("tests/unit/reward/test_overlong.py::test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo",),
+        tests=(
+            "tests/unit/reward/test_overlong.py::test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo",
+        ),
     ),
     Mutant(
         name="masked-samples-train",

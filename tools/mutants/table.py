@@ -19,7 +19,14 @@ AREAS: dict[str, tuple[str, ...]] = {
     "optimizer": ("backend/optimizer.py",),
     "packing": ("backend/packing.py",),
     "log-probs": ("model/logprob.py",),
-    "feed": ("rollout/queue.py", "rollout/training_batch.py", "trainer/corrections.py", "rollout/replay_buffer.py", "rollout/reroll_buffer.py", "rollout/staleness.py"),
+    "feed": (
+        "rollout/queue.py",
+        "rollout/training_batch.py",
+        "trainer/corrections.py",
+        "rollout/replay_buffer.py",
+        "rollout/reroll_buffer.py",
+        "rollout/staleness.py",
+    ),
     "exchange": ("backend/batch_exchange.py",),
     "trained model": ("backend/trainable_model.py",),
     "weights": ("weights/",),
@@ -58,7 +65,9 @@ class Mutant:
         """Gives the file's text with the fault in it. Raises LookupError where the line does not occur exactly once."""
         places = self.places(text)
         if len(places) != 1:
-            raise LookupError(f"{self.name}: the line occurs {len(places)} times in {self.file}, and must occur once: {self.line}")
+            raise LookupError(
+                f"{self.name}: the line occurs {len(places)} times in {self.file}, and must occur once: {self.line}"
+            )
         lines = text.splitlines(keepends=True)
         old = lines[places[0] - 1]
         lines[places[0] - 1] = old.replace(self.line, self.becomes)

@@ -15,18 +15,39 @@ import numpy as np
 import torch
 
 CLASSES = (
-    "embedding", "attention qkv", "attention output", "norms", "mlp gate/up", "mlp down", "router", "experts", "lm head",
-)  # fmt: skip
+    "embedding",
+    "attention qkv",
+    "attention output",
+    "norms",
+    "mlp gate/up",
+    "mlp down",
+    "router",
+    "experts",
+    "lm head",
+)
 # The order of the forward pass within one layer, and of what surrounds the layers.
 POINTS = (
-    "embedding", "layer input", "attention core", "attention output", "router", "experts output", "mlp output", "layer output",
+    "embedding",
+    "layer input",
+    "attention core",
+    "attention output",
+    "router",
+    "experts output",
+    "mlp output",
+    "layer output",
     "final norm",
-)  # fmt: skip
+)
 TENSOR_OF_POINT = {
-    "embedding": "model.embed_tokens", "layer input": "", "attention core": "self_attn, before o_proj",
-    "attention output": "self_attn.o_proj", "router": "gate", "experts output": "experts", "mlp output": "mlp.down_proj",
-    "layer output": "", "final norm": "model.norm",
-}  # fmt: skip
+    "embedding": "model.embed_tokens",
+    "layer input": "",
+    "attention core": "self_attn, before o_proj",
+    "attention output": "self_attn.o_proj",
+    "router": "gate",
+    "experts output": "experts",
+    "mlp output": "mlp.down_proj",
+    "layer output": "",
+    "final norm": "model.norm",
+}
 LOOK_AT = {
     "embedding": "the vocabulary-parallel embedding and its reduction over tensor ranks",
     "layer input": "what the pipeline stage before it has sent",
@@ -124,8 +145,17 @@ def tensor_class(name: str) -> str:
     raise ValueError(f"{name} belongs to no class of tensors that verify_topology knows; add it to tensor_class")
 
 
-_BACKWARD = (r"experts|mlp\.down_proj", r"mlp\.(gate|up)_proj", r"\.gate\.", r"post_attention_layernorm", r"\.o_proj\.",
-             r"\.[qk]_norm\.", r"\.v_proj\.", r"\.k_proj\.", r"\.q_proj\.")  # fmt: skip
+_BACKWARD = (
+    r"experts|mlp\.down_proj",
+    r"mlp\.(gate|up)_proj",
+    r"\.gate\.",
+    r"post_attention_layernorm",
+    r"\.o_proj\.",
+    r"\.[qk]_norm\.",
+    r"\.v_proj\.",
+    r"\.k_proj\.",
+    r"\.q_proj\.",
+)
 
 
 def backward_order(names: Iterable[str]) -> list[str]:
@@ -151,7 +181,9 @@ class ClassError:
     judged: Mapping[str, bool]
 
 
-def class_errors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> dict[str, ClassError]:
+def class_errors(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
+) -> dict[str, ClassError]:
     """By class, in the order of CLASSES. A tensor that one side lacks has an infinite error."""
     members: dict[str, list[str]] = {}
     for name in [*wanted, *(x for x in found if x not in wanted)]:
@@ -163,9 +195,15 @@ def class_errors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         differences = {x: float((found[x].double() - wanted[x].double()).norm()) for x in shared}
         norm = math.sqrt(sum(float(wanted[x].double().norm()) ** 2 for x in names if x in wanted))
         tensors = {x: relative_error(found[x], wanted[x]) if x in shared else math.inf for x in names}
-        total = _ratio(math.sqrt(sum(x**2 for x in differences.values())), norm) if len(shared) == len(names) else math.inf
-        judged = {x: tensors[x] > tolerance and not differences.get(x, math.inf) <= FAINT * tolerance * norm for x in names}
-        result[kind] = ClassError(error=total, worst=max(names, key=lambda x: tensors[x]), tensors=tensors, judged=judged)
+        total = (
+            _ratio(math.sqrt(sum(x**2 for x in differences.values())), norm) if len(shared) == len(names) else math.inf
+        )
+        judged = {
+            x: tensors[x] > tolerance and not differences.get(x, math.inf) <= FAINT * tolerance * norm for x in names
+        }
+        result[kind] = ClassError(
+            error=total, worst=max(names, key=lambda x: tensors[x]), tensors=tensors, judged=judged
+        )
     return result
 
 
@@ -177,7 +215,9 @@ def total_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
     return _ratio(difference, math.sqrt(sum(float(x.double().norm()) ** 2 for x in wanted.values())))
 
 
-def common_factor(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> float | None:
+def common_factor(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
+) -> float | None:
     """f where every class of ``found`` is f · ``wanted``, f not 1; None where no one factor explains the difference."""
     if set(found) != set(wanted) or any(found[k].shape != wanted[k].shape for k in wanted):
         return None
@@ -226,7 +266,9 @@ class ActivationError:
 
 
 def activation_errors(
-    traces: Sequence[Mapping[Point, Sequence[torch.Tensor]]], wanted: Mapping[Point, Sequence[torch.Tensor]], tolerance: float
+    traces: Sequence[Mapping[Point, Sequence[torch.Tensor]]],
+    wanted: Mapping[Point, Sequence[torch.Tensor]],
+    tolerance: float,
 ) -> list[ActivationError]:
     """Every point of every replica, in the order of the forward pass. A point that a replica lacks has an infinite error."""
     rows = []
@@ -241,7 +283,9 @@ def activation_errors(
                 far = ~(gap <= tolerance * truth.double().norm(dim=-1))
                 tokens = tuple(far.nonzero().flatten().tolist())
             error = errors[worst] if worst is not None else math.inf
-            rows.append(ActivationError(replica=replica, point=point, error=error, tokens=tokens, num_tokens=len(truth)))
+            rows.append(
+                ActivationError(replica=replica, point=point, error=error, tokens=tokens, num_tokens=len(truth))
+            )
     return sorted(rows, key=lambda row: (row.point.order, row.replica))
 
 

@@ -53,15 +53,23 @@ def _refuse(name: str, relation: str, way_out: str) -> ConfigError:
 def _tp_all_reduce(backend: MegatronBackend, layer: int) -> Iterator[None]:
     place = backend.topology
     if place.tensor_size == 1:
-        raise _refuse("tp_all_reduce", "parallel.tensor=1 has no tensor-parallel reduction to leave out", "give parallel.tensor=2")
+        raise _refuse(
+            "tp_all_reduce", "parallel.tensor=1 has no tensor-parallel reduction to leave out", "give parallel.tensor=2"
+        )
     if backend.shape.layer_spec != "torch":
-        raise _refuse("tp_all_reduce", f"the {backend.shape.layer_spec} layers reduce in their own code", "give --dtype float32")
+        raise _refuse(
+            "tp_all_reduce", f"the {backend.shape.layer_spec} layers reduce in their own code", "give --dtype float32"
+        )
     blocks = {block.layer_number - 1: block for chunk in backend.chunks for block in chunk.module.decoder.layers}
     if not 0 <= layer < backend.shape.num_layers:
-        raise _refuse("tp_all_reduce", f"--inject-layer {layer} is none of the {backend.shape.num_layers} layers", "count from 0")
+        raise _refuse(
+            "tp_all_reduce", f"--inject-layer {layer} is none of the {backend.shape.num_layers} layers", "count from 0"
+        )
     replaced = {
         "reduce_from_tensor_model_parallel_region": lambda x, **_: x,
-        "reduce_scatter_to_sequence_parallel_region": lambda x, **_: x.chunk(place.tensor_size)[place.tensor_rank].contiguous(),
+        "reduce_scatter_to_sequence_parallel_region": lambda x, **_: x.chunk(place.tensor_size)[
+            place.tensor_rank
+        ].contiguous(),
     }
     original = {name: getattr(parallel_layers, name) for name in replaced}
     if layer in blocks:
@@ -87,7 +95,11 @@ def _microbatch_mean(backend: MegatronBackend, layer: int) -> Iterator[None]:
     def averaging(mini_batch, microbatches, loss, *, forward_only: bool):
         count = int(mini_batch.num_microbatches.max(initial=1))
         if not forward_only and count == 1:
-            raise _refuse("microbatch_mean", "a replica runs one micro-batch, and 1/1 is no fault", "lower plan.max_tokens_per_microbatch")
+            raise _refuse(
+                "microbatch_mean",
+                "a replica runs one micro-batch, and 1/1 is no fault",
+                "lower plan.max_tokens_per_microbatch",
+            )
 
         def mean(microbatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
             total, kept = loss(microbatch, hidden)
@@ -103,7 +115,9 @@ def _microbatch_mean(backend: MegatronBackend, layer: int) -> Iterator[None]:
 def _context_offset(backend: MegatronBackend, layer: int) -> Iterator[None]:
     place = backend.topology
     if place.context_size == 1:
-        raise _refuse("context_offset", "parallel.context=1 has one rank that holds every position", "give parallel.context=2")
+        raise _refuse(
+            "context_offset", "parallel.context=1 has one rank that holds every position", "give parallel.context=2"
+        )
     original = rope_utils._get_thd_freqs_on_this_cp_rank
 
     def one_further(rank, size, x, freqs, *rest):
@@ -127,7 +141,9 @@ def _context_offset(backend: MegatronBackend, layer: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _other_plan(backend: MegatronBackend, layer: int) -> Iterator[None]:
     if dist.get_world_size() == 1:
-        raise _refuse("other_plan", "a world of one process has no other rank to differ from", "start two processes or more")
+        raise _refuse(
+            "other_plan", "a world of one process has no other rank to differ from", "start two processes or more"
+        )
     plan = backend.plan
 
     def its_own(purpose, batch, signal: np.ndarray, *, drops: bool, samples=None):

@@ -50,11 +50,16 @@ class Bench:
         config = self.backend.config
         mini_batch, fingerprint = self.mini_batch(drops=drops)
         weights = reduction_weights(
-            config.loss.reduction, self.batch.facts, mini_batch.members, max_response_tokens=config.rollout.max_response_tokens
+            config.loss.reduction,
+            self.batch.facts,
+            mini_batch.members,
+            max_response_tokens=config.rollout.max_response_tokens,
         )
         old = np.concatenate([s.logprobs for s in self.work.samples])
         reference = old + np.float32(0.1) if config.loss.kl_coefficient else None
-        inputs = LossInputs(advantages=self.work.advantages * weights, weights=weights, old_logprobs=old, reference_logprobs=reference)
+        inputs = LossInputs(
+            advantages=self.work.advantages * weights, weights=weights, old_logprobs=old, reference_logprobs=reference
+        )
         self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=fingerprint)
         return mini_batch
 
@@ -79,7 +84,9 @@ class Bench:
 
 
 @contextlib.contextmanager
-def open_bench(config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work, fault: Fault | None = None) -> Iterator[Bench]:
+def open_bench(
+    config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work, fault: Fault | None = None
+) -> Iterator[Bench]:
     """Joins the world where that has not happened; it stays, Megatron's groups do not."""
     with contextlib.ExitStack() as held:
         backend = MegatronBackend(config, hf_config=hf_config, weights=weights, total_steps=NUM_STEPS)
@@ -95,7 +102,9 @@ def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[
     return backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
 
 
-def measure_reference(config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work) -> tuple[Measured, Work]:
+def measure_reference(
+    config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work
+) -> tuple[Measured, Work]:
     """In a world of this process alone, which is gone afterwards; and the work with log-probs of an engine near the policy.
 
     The store is named here: under torchrun's agent torch's own rendezvous would take the launcher's, by TORCHELASTIC_USE_AGENT_STORE.
@@ -110,7 +119,9 @@ def measure_reference(config: Config, hf_config, weights: Mapping[str, torch.Ten
             (trace,) = trace_sample(bench.backend, work.traced)
             gradient, _ = bench.gradient(drops=False)
             norms, after = bench.steps()
-            return Measured(logprobs=logprobs, gradient=gradient, grad_norm=norms[0], weights=after, traces=[trace]), work
+            return Measured(
+                logprobs=logprobs, gradient=gradient, grad_norm=norms[0], weights=after, traces=[trace]
+            ), work
     finally:
         dist.destroy_process_group()
 
@@ -131,7 +142,13 @@ def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
             skip_gradient, skip = bench.gradient(drops=True)
         facts |= {"skip_microbatches": skip.num_microbatches.tolist(), "dropped": len(skip.dropped)}
     return Measured(
-        logprobs=logprobs, gradient=gradient, grad_norm=math.nan, weights={}, traces=traces, skip_gradient=skip_gradient, facts=facts
+        logprobs=logprobs,
+        gradient=gradient,
+        grad_norm=math.nan,
+        weights={},
+        traces=traces,
+        skip_gradient=skip_gradient,
+        facts=facts,
     )
 
 
@@ -241,10 +258,13 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
     parts = list(taken.parts.values())
     told = gather_json(
         {
-            "replica": place.data_rank, "tensor": place.tensor_rank, "context": place.context_rank, "positions": taken.positions,
+            "replica": place.data_rank,
+            "tensor": place.tensor_rank,
+            "context": place.context_rank,
+            "positions": taken.positions,
             "parts": [[x.point.layer, x.point.name, list(x.part.shape), x.columns] for x in parts],
         }
-    )  # fmt: skip
+    )
     flat = torch.cat([x.part.reshape(-1) for x in parts])
     if not place.is_main:
         dist.send(flat.contiguous(), 0)
@@ -262,15 +282,14 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
             pieces[said["replica"]].setdefault(point, {})[said["tensor"], said["context"]] = part.view(shape)
             columns[point] = split
     return [
-        {
-            point: [x[:num_tokens] for x in join(parts, columns[point], positions)]
-            for point, parts in replica.items()
-        }
+        {point: [x[:num_tokens] for x in join(parts, columns[point], positions)] for point, parts in replica.items()}
         for replica in pieces
-    ]  # fmt: skip
+    ]
 
 
-def join(parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]) -> list[torch.Tensor]:
+def join(
+    parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]
+) -> list[torch.Tensor]:
     """Parts by (tensor rank, context rank) → the whole, once per copy: tensor ranks hold columns, or runs of tokens (sequence
     parallelism), or each a copy; context ranks hold the tokens at ``positions``."""
     tensor_ranks, context_ranks = sorted({t for t, _ in parts}), sorted({c for _, c in parts})

@@ -39,7 +39,11 @@ def machine() -> dict:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{host_platform.machine()} CPU, {os.cpu_count()} cores"
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{host_platform.machine()} CPU, {os.cpu_count()} cores"
+    )
     return {"device": device, "backend": HOST.backend, "python": host_platform.python_version(), "versions": versions}
 
 
@@ -47,9 +51,13 @@ def model_line(real, thin) -> str:
     """The thin model beside the real one."""
     given, small = real.to_dict(), thin.to_dict()
     named = {
-        "layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size", "expert ffn": "moe_intermediate_size",
-        "vocabulary": "vocab_size", "experts": "num_local_experts" if "num_local_experts" in given else "num_experts",
-    }  # fmt: skip
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "ffn": "intermediate_size",
+        "expert ffn": "moe_intermediate_size",
+        "vocabulary": "vocab_size",
+        "experts": "num_local_experts" if "num_local_experts" in given else "num_experts",
+    }
     sizes = [f"{name} {small[key]} (of {given[key]})" for name, key in named.items() if given.get(key)]
     heads = f"{real.num_attention_heads} heads over {real.num_key_value_heads} of {small['head_dim']}"
     return f"{real.model_type}: {', '.join(sizes)}; {heads}"
@@ -86,18 +94,29 @@ def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)  # JSON has no inf
 
 
-def write_json(path: pathlib.Path, common: Mapping[str, object], verdict: Verdict | None, tolerance: float, said: str) -> None:
+def write_json(
+    path: pathlib.Path, common: Mapping[str, object], verdict: Verdict | None, tolerance: float, said: str
+) -> None:
     """verdict None: an error ended the comparison, and ``said`` is that error."""
     result = {**common, "tolerance": tolerance, "verdict": said, "passed": verdict is not None and verdict.passed}
     if verdict is not None:
         result |= {
             "diagnosis": verdict.diagnosis,
-            "checks": [{**dataclasses.asdict(row), "error": _number(row.error), "passed": row.passes(tolerance)} for row in verdict.rows],
+            "checks": [
+                {**dataclasses.asdict(row), "error": _number(row.error), "passed": row.passes(tolerance)}
+                for row in verdict.rows
+            ],
             "gradient_tensors": {name: _number(x) for name, x in verdict.tensors.items()},
             "skip_gradient_tensors": {name: _number(x) for name, x in verdict.skip_tensors.items()},
             "samples": {name: _number(x) for name, x in verdict.samples.items()},
             "activations": [
-                {"replica": x.replica, "layer": x.point.layer, "point": x.point.name, "error": _number(x.error), "tokens": list(x.tokens)}
+                {
+                    "replica": x.replica,
+                    "layer": x.point.layer,
+                    "point": x.point.name,
+                    "error": _number(x.error),
+                    "tokens": list(x.tokens),
+                }
                 for x in verdict.activations
             ],
         }
@@ -109,6 +128,10 @@ def topology_facts(config: Config, world: int) -> dict:
     parallel = dataclasses.asdict(config.parallel)
     overlaps = {"ddp": dict(config.megatron.ddp), "transformer": dict(config.megatron.transformer)}
     return {
-        "parallel": parallel, "world_size": world, "layout": layout(config.parallel, world),
-        "megatron": overlaps, "optimizer_distributed": config.optimizer.distributed, "dtype": config.model.dtype,
-    }  # fmt: skip
+        "parallel": parallel,
+        "world_size": world,
+        "layout": layout(config.parallel, world),
+        "megatron": overlaps,
+        "optimizer_distributed": config.optimizer.distributed,
+        "dtype": config.model.dtype,
+    }

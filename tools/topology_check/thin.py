@@ -26,9 +26,23 @@ GROUP_SAMPLES = 4
 # rounding would decide.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
 # How Megatron-Core computes, not what: a single process has nothing to overlap, and recomputes nothing.
-EXECUTION_FIELDS = ("recompute_", "tp_comm_", "overlap_", "batch_p2p_", "cpu_offloading", "distribute_saved_activations")
+EXECUTION_FIELDS = (
+    "recompute_",
+    "tp_comm_",
+    "overlap_",
+    "batch_p2p_",
+    "cpu_offloading",
+    "distribute_saved_activations",
+)
 # They need optimizer.distributed=true.
-SHARDED_FIELDS = ("overlap_param_gather", "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg", "optimizer_")
+SHARDED_FIELDS = (
+    "overlap_param_gather",
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg",
+    "optimizer_",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +74,31 @@ def thin_hf_config(real, config: Config, size: Size):
     """
     check_real(real, config)
     parallel = config.parallel
-    fields = {"num_hidden_layers": num_stages(config) * size.layers_per_stage, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    fields = {
+        "num_hidden_layers": num_stages(config) * size.layers_per_stage,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
     given = real.to_dict()
     fields["head_dim"] = given.get("head_dim") or real.hidden_size // real.num_attention_heads
     if given.get("layer_types"):
-        fields["layer_types"] = (list(given["layer_types"]) * fields["num_hidden_layers"])[: fields["num_hidden_layers"]]
+        fields["layer_types"] = (list(given["layer_types"]) * fields["num_hidden_layers"])[
+            : fields["num_hidden_layers"]
+        ]
     if "hidden" not in size.keep:
         fields["hidden_size"] = min(real.hidden_size, HIDDEN)
     if "ffn" not in size.keep:
         for name in ("intermediate_size", "moe_intermediate_size"):
             if given.get(name):
-                fields[name] = min(given[name], _multiple(FFN, math.lcm(parallel.tensor, parallel.expert_tensor or parallel.tensor)))
+                fields[name] = min(
+                    given[name], _multiple(FFN, math.lcm(parallel.tensor, parallel.expert_tensor or parallel.tensor))
+                )
     if "vocabulary" not in size.keep:
         tensor = parallel.tensor
-        fields["vocab_size"] = min(real.vocab_size, _multiple(max(VOCABULARY, 16 * tensor), tensor) + real.vocab_size % tensor)
+        fields["vocab_size"] = min(
+            real.vocab_size, _multiple(max(VOCABULARY, 16 * tensor), tensor) + real.vocab_size % tensor
+        )
     if "experts" not in size.keep:
         for name in ("num_local_experts", "num_experts"):
             if given.get(name):
@@ -89,11 +114,19 @@ def check_real(real, config: Config) -> None:
     parallel, experts = config.parallel, num_experts(real)
     ffn = "moe_intermediate_size" if "moe_intermediate_size" in real.to_dict() else "intermediate_size"
     split = {
-        "num_hidden_layers": (real.num_hidden_layers, "parallel.pipeline x parallel.virtual_pipeline", num_stages(config)),
+        "num_hidden_layers": (
+            real.num_hidden_layers,
+            "parallel.pipeline x parallel.virtual_pipeline",
+            num_stages(config),
+        ),
         ffn: (real.to_dict()[ffn], "parallel.tensor", parallel.tensor),
     }
     if experts:
-        split[ffn] = (real.to_dict()[ffn], "parallel.expert_tensor (parallel.tensor unless set)", parallel.expert_tensor or parallel.tensor)
+        split[ffn] = (
+            real.to_dict()[ffn],
+            "parallel.expert_tensor (parallel.tensor unless set)",
+            parallel.expert_tensor or parallel.tensor,
+        )
         split["num_experts"] = (experts, "parallel.expert", parallel.expert)
     for name, (count, key, ranks) in split.items():
         if count % ranks:
@@ -155,7 +188,9 @@ def data_size(config: Config, world: int) -> int:
 
 def pad_multiple(config: Config) -> int:
     parallel = config.parallel
-    return (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if parallel.sequence_parallel else 1)
+    return (2 * parallel.context if parallel.context > 1 else 1) * (
+        parallel.tensor if parallel.sequence_parallel else 1
+    )
 
 
 def make_work(config: Config, vocab_size: int, context_tokens: int, world: int) -> Work:
@@ -170,9 +205,12 @@ def make_work(config: Config, vocab_size: int, context_tokens: int, world: int) 
             "lower parallel.context or parallel.tensor"
         )
     samples = tuple(
-        _sample(f"s{i}", int(random.integers(2, 8)), int(random.integers(4, 17)), vocab_size, random) for i in range(len(groups))
+        _sample(f"s{i}", int(random.integers(2, 8)), int(random.integers(4, 17)), vocab_size, random)
+        for i in range(len(groups))
     )
-    return Work(samples=samples, groups=tuple(groups.tolist()), advantages=np.where(groups % 3 == 1, values, 0.0), traced=traced)
+    return Work(
+        samples=samples, groups=tuple(groups.tolist()), advantages=np.where(groups % 3 == 1, values, 0.0), traced=traced
+    )
 
 
 def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.random.Generator) -> Sample:
@@ -180,7 +218,11 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
     mask[random.integers(0, response - 1)] = False  # a tool's token in mid-response
     tokens = random.integers(2, vocab_size, prompt + response)
     return Sample(
-        sample_id=name, prompt_tokens=prompt, token_ids=tokens, loss_mask=mask, logprobs=np.full(response, -5.0, dtype=np.float32)
+        sample_id=name,
+        prompt_tokens=prompt,
+        token_ids=tokens,
+        loss_mask=mask,
+        logprobs=np.full(response, -5.0, dtype=np.float32),
     )
 
 
@@ -193,7 +235,9 @@ def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
     cap = max(int(padded.max()), int(padded.sum()) // (4 * data_size(config, world)))
     plan = dataclasses.replace(config.plan, max_tokens_per_microbatch=min(config.plan.max_tokens_per_microbatch, cap))
     if plan.samples_per_microbatch is not None:
-        plan = dataclasses.replace(plan, samples_per_microbatch=min(plan.samples_per_microbatch, max(1, per_replica // 4)))
+        plan = dataclasses.replace(
+            plan, samples_per_microbatch=min(plan.samples_per_microbatch, max(1, per_replica // 4))
+        )
     if config.model.layer_spec == "transformer_engine" and dtype == "float32":
         raise ConfigError(
             "model.layer_spec=transformer_engine has no float32 kernels for packed sequences; use --dtype bfloat16, or "
@@ -204,15 +248,21 @@ def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
         plan=plan,
         model=dataclasses.replace(config.model, dtype=dtype),
         train=dataclasses.replace(config.train, samples_per_mini_batch=None),
-        optimizer=dataclasses.replace(config.optimizer, lr=LEARNING_RATE, min_lr=0.0, schedule="constant", warmup_steps=0),
+        optimizer=dataclasses.replace(
+            config.optimizer, lr=LEARNING_RATE, min_lr=0.0, schedule="constant", warmup_steps=0
+        ),
     )
 
 
 def gradient_config(config: Config) -> Config:
     """The same, with gradients whole on every rank: a reduce-scatter would leave each its shard."""
     given = config.megatron
-    megatron = dataclasses.replace(given, ddp=_without(given.ddp, SHARDED_FIELDS), optimizer=_without(given.optimizer, SHARDED_FIELDS))
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, distributed=False), megatron=megatron)
+    megatron = dataclasses.replace(
+        given, ddp=_without(given.ddp, SHARDED_FIELDS), optimizer=_without(given.optimizer, SHARDED_FIELDS)
+    )
+    return dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, distributed=False), megatron=megatron
+    )
 
 
 def _without(fields: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[str, object]:

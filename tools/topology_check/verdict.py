@@ -49,17 +49,32 @@ def judge(found: Measured, wanted: Measured, tolerance: float, *, counts: Mappin
         Row(check="activations of one sample", error=worst_point.error, where=str(worst_point.point)),
         Row(check="log-probs per sample", error=samples[worst_sample], where=f"sample {worst_sample}"),
         *(
-            Row(check=f"gradient: {kind}", error=x.error, where=x.worst, note=f"that tensor alone {x.tensors[x.worst]:.1e}")
+            Row(
+                check=f"gradient: {kind}",
+                error=x.error,
+                where=x.worst,
+                note=f"that tensor alone {x.tensors[x.worst]:.1e}",
+            )
             for kind, x in classes.items()
         ),
-        Row(check="gradient norm of optim_step", error=norm, note=f"{found.grad_norm:.6g}, reference {wanted.grad_norm:.6g}"),
-        Row(check="weights after 3 AdamW steps", error=total_error(found.weights, wanted.weights), note="all weights together"),
+        Row(
+            check="gradient norm of optim_step",
+            error=norm,
+            note=f"{found.grad_norm:.6g}, reference {wanted.grad_norm:.6g}",
+        ),
+        Row(
+            check="weights after 3 AdamW steps",
+            error=total_error(found.weights, wanted.weights),
+            note="all weights together",
+        ),
         _skip_row(found, skip, no_skip),
     ]
     passed = all(row.passes(tolerance) for row in rows)
     return Verdict(
         rows=tuple(rows),
-        diagnosis="" if passed else diagnose(rows, found, wanted, activations, samples, classes, skip, tolerance, counts),
+        diagnosis=""
+        if passed
+        else diagnose(rows, found, wanted, activations, samples, classes, skip, tolerance, counts),
         tensors={name: error for x in classes.values() for name, error in x.tensors.items()},
         skip_tensors={name: error for x in skip.values() for name, error in x.tensors.items()},
         activations=tuple(activations),
@@ -74,7 +89,9 @@ def _skip_row(found: Measured, skip: Mapping[str, ClassError], no_skip: str) -> 
     dense, less = (sum(found.facts[name]) for name in ("microbatches", "skip_microbatches"))
     note = f"{found.facts['dropped']} samples dropped, {dense} -> {less} micro-batches"
     worst = max(skip.values(), key=lambda x: x.error).worst
-    return Row(check="skip against dense", error=total_error(found.skip_gradient, found.gradient), where=worst, note=note)
+    return Row(
+        check="skip against dense", error=total_error(found.skip_gradient, found.gradient), where=worst, note=note
+    )
 
 
 def diagnose(
@@ -104,7 +121,11 @@ def diagnose(
     failed = {row.check for row in rows if not row.passes(tolerance)}
     if "gradient norm of optim_step" in failed:
         ratio = found.grad_norm / wanted.grad_norm
-        small = "rounding in a float32 sum, or a small tensor" if abs(ratio - 1) < SMALL_RATIO else "a shard or a replicated tensor"
+        small = (
+            "rounding in a float32 sum, or a small tensor"
+            if abs(ratio - 1) < SMALL_RATIO
+            else "a shard or a replicated tensor"
+        )
         return (
             f"every gradient agrees and their norm is {ratio:.6g} times the reference's: {small} counted twice or not at all; clipping "
             "uses this norm."
@@ -125,9 +146,7 @@ def _diagnose_gradient(
     first = first_gradient(classes)
     if first is None:
         worst = max(classes.values(), key=lambda x: x.error)
-        return (
-            f"{forward}, and gradients differ a little everywhere, most in {worst.worst}: accumulated rounding, or too tight a tolerance."
-        )
+        return f"{forward}, and gradients differ a little everywhere, most in {worst.worst}: accumulated rounding, or too tight a tolerance."
     name, error = first
     return (
         f"{forward}, and gradients do not: the first tensor of the backward pass that differs is {name}, relative error {error:.1e}. "

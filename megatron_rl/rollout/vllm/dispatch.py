@@ -79,9 +79,13 @@ def dispatch(
     ids = Counter(request.request_id for request in requests)
     doubled = sorted(name for name, count in ids.items() if count > 1)
     if doubled:
-        raise ValueError(f"{len(doubled)} request ids are not unique, {doubled[0]!r} is there {ids[doubled[0]]} times; give each its own")
+        raise ValueError(
+            f"{len(doubled)} request ids are not unique, {doubled[0]!r} is there {ids[doubled[0]]} times; give each its own"
+        )
     if min(max_in_flight, attempts) < 1 or deadline_s <= 0:
-        raise ValueError(f"max_in_flight={max_in_flight}, attempts={attempts}, deadline_s={deadline_s}: each must be above 0")
+        raise ValueError(
+            f"max_in_flight={max_in_flight}, attempts={attempts}, deadline_s={deadline_s}: each must be above 0"
+        )
     call = _Call(requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished)
     return call.run()
 
@@ -89,9 +93,13 @@ def dispatch(
 class _Call:
     """One call's state. Everything happens in the caller's thread; futures only say that they are done."""
 
-    def __init__(self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished) -> None:
+    def __init__(
+        self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished
+    ) -> None:
         self.replicas = list(replicas)
-        self.names = [replica.name for replica in self.replicas]  # one that is restarted meanwhile has another name then
+        self.names = [
+            replica.name for replica in self.replicas
+        ]  # one that is restarted meanwhile has another name then
         self.weight_version, self.deadline_s = weight_version, deadline_s
         self.max_in_flight, self.attempts, self.on_finished = max_in_flight, attempts, on_finished
         first = rotation % max(1, len(self.replicas))

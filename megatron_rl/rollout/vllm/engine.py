@@ -37,7 +37,14 @@ log = logging.getLogger(__name__)
 PROBE_S = 0.6  # for a server that others stand in for
 SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
 # The last is oneDNN's on a CPU, for a kernel that found no memory for itself.
-MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError", "could not create a primitive")
+MEMORY_WORDS = (
+    "out of memory",
+    "allocate memory",
+    "exit code -9",
+    "bad_alloc",
+    "MemoryError",
+    "could not create a primitive",
+)
 
 
 class VllmEngine:
@@ -51,9 +58,20 @@ class VllmEngine:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], sync: WeightSender, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig, *, seed: int,
-        stop_ids: Sequence[int], vocab_size: int, longest: int, drives: bool, rank: int = 0, in_flight: bool = False,
-    ):  # fmt: skip
+        self,
+        replicas: Sequence[Replica],
+        sync: WeightSender,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        *,
+        seed: int,
+        stop_ids: Sequence[int],
+        vocab_size: int,
+        longest: int,
+        drives: bool,
+        rank: int = 0,
+        in_flight: bool = False,
+    ):
         """longest: prompt and response together, at most. Starts or connects at once, and waits for it in ``recover``.
 
         in_flight: ``load_weights`` may come while ``generate`` is under way.
@@ -106,7 +124,9 @@ class VllmEngine:
             if len(unreached) < len(self._replicas):
                 break
             if time.monotonic() > ends_at:
-                raise EngineError(f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: {self._why_lost}")
+                raise EngineError(
+                    f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: {self._why_lost}"
+                )
         self._absent -= {x.name for x in servers if x not in unreached}
         self._restart([x for x in self._replicas if x.ours and x.name in lost])
         with self._lock:
@@ -133,9 +153,7 @@ class VllmEngine:
     def _restart(self, gone: Sequence[Replica]) -> None:
         for replica in gone:
             if self._restarts >= self._rollout.max_restarts:
-                times = (
-                    f"{replica.name} was lost {self._restarts + 1} times in a row, and rollout.max_restarts={self._rollout.max_restarts}"
-                )
+                times = f"{replica.name} was lost {self._restarts + 1} times in a row, and rollout.max_restarts={self._rollout.max_restarts}"
                 raise EngineError(self._with_advice(f"{times}. {self._why_lost}"))
             log.warning("%s is started again", replica.name)
             self._sync.forget(replica)
@@ -155,7 +173,9 @@ class VllmEngine:
             replica = self._unready[0]
             try:
                 self._check(replica, replica.wait_ready(max(1.0, ends_at - time.monotonic())))
-                replica.check_tokenizer(lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes())
+                replica.check_tokenizer(
+                    lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes()
+                )
             except ReplicaLost as error:
                 if not (replica.ours and self._restarts):  # one that has never served
                     raise EngineError(self._with_advice(f"{error}")) from error
@@ -170,12 +190,17 @@ class VllmEngine:
     def _probes(self) -> list[str]:
         """Texts that two tokenizers would hardly encode alike by chance: words of this one's own vocabulary, and some of every kind."""
         ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
-        return [self._tokenizer.decode(list(ids), skip_special_tokens=True), "What is 17 * 23? Größe, 東京, ∑x²\n\tdef f(x): return x"]
+        return [
+            self._tokenizer.decode(list(ids), skip_special_tokens=True),
+            "What is 17 * 23? Größe, 東京, ∑x²\n\tdef f(x): return x",
+        ]
 
     def _check(self, replica: Replica, facts: ReplicaFacts) -> None:
         release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
         if release < OLDEST_VLLM:
-            raise ConfigError(f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or newer")
+            raise ConfigError(
+                f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or newer"
+            )
         if facts.logprobs_mode != "processed_logprobs":
             raise ConfigError(
                 f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it samples by; "
@@ -213,9 +238,14 @@ class VllmEngine:
             self._delivered = version
 
     def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, *, temperature: float | None = None,
-        max_tokens: Sequence[int] | None = None, on_finished: OnFinished | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        *,
+        temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:
         """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
         bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
         version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
@@ -225,11 +255,14 @@ class VllmEngine:
         if prompts and (not present or (lost and not self._in_flight)):
             raise EngineLost(self._with_advice(self._why_lost), finished={})
         if prompts and version == NO_WEIGHTS:
-            raise RuntimeError("VllmEngine.generate: the engines hold no complete set of weights; call load_weights first")
+            raise RuntimeError(
+                "VllmEngine.generate: the engines hold no complete set of weights; call load_weights first"
+            )
         call = next(self._calls)
         at = self._rollout.temperature if temperature is None else temperature
         requests = [
-            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, at, bounds[index]) for index, prompt in enumerate(prompts)
+            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, at, bounds[index])
+            for index, prompt in enumerate(prompts)
         ]
         places = {request.request_id: index for index, request in enumerate(requests)}
         rollouts: dict[int, list[Rollout]] = {}
@@ -241,10 +274,15 @@ class VllmEngine:
                 on_finished(index, rollouts[index])
 
         found = dispatch(
-            requests, present, weight_version=version, deadline_s=self._rollout.request_s,
-            max_in_flight=self._rollout.max_requests, attempts=self._rollout.max_restarts + 1, rotation=self._rank,
+            requests,
+            present,
+            weight_version=version,
+            deadline_s=self._rollout.request_s,
+            max_in_flight=self._rollout.max_requests,
+            attempts=self._rollout.max_restarts + 1,
+            rotation=self._rank,
             on_finished=finish,
-        )  # fmt: skip
+        )
         for name, cause in found.down.items():
             log.warning("%s: %s", name, cause)
         # one that was recovered since this call began lives again
@@ -267,12 +305,19 @@ class VllmEngine:
             )
         return why
 
-    def _request(self, number: str, prompt: Prompt, samples: int, version: int, temperature: float, max_tokens: int) -> GenerateRequest:
+    def _request(
+        self, number: str, prompt: Prompt, samples: int, version: int, temperature: float, max_tokens: int
+    ) -> GenerateRequest:
         seed = sample_seed(self._seed, prompt.prompt_id, 0, version, prompt.attempt) & ((1 << SEED_BITS) - 1)
         return GenerateRequest(
-            request_id=f"{self._rank}-{number}", token_ids=prompt.token_ids, n=samples if temperature else 1,
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=self._stop_ids,
-        )  # fmt: skip
+            request_id=f"{self._rank}-{number}",
+            token_ids=prompt.token_ids,
+            n=samples if temperature else 1,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=self._stop_ids,
+        )
 
     def _to_rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:
         """Greedy samples of a prompt are one, as often as asked for."""
@@ -294,13 +339,19 @@ class VllmEngine:
             )
         versions = completion.weight_versions
         if sum(count for _, count in versions) != len(token_ids):
-            raise EngineError(f"sample {prompt.prompt_id}#{index} of {len(token_ids)} tokens came with weight versions {versions}")
+            raise EngineError(
+                f"sample {prompt.prompt_id}#{index} of {len(token_ids)} tokens came with weight versions {versions}"
+            )
         body = token_ids[:-1] if stopped else token_ids
         return Rollout(
-            prompt=prompt, sample_index=index, response_ids=token_ids, logprobs=tuple(completion.logprobs.tolist()),
-            text=self._tokenizer.decode(list(body), skip_special_tokens=True), finish_reason=completion.finish_reason,
+            prompt=prompt,
+            sample_index=index,
+            response_ids=token_ids,
+            logprobs=tuple(completion.logprobs.tolist()),
+            text=self._tokenizer.decode(list(body), skip_special_tokens=True),
+            finish_reason=completion.finish_reason,
             weight_versions=versions,
-        )  # fmt: skip
+        )
 
     def sleep(self) -> None:
         """Gives the GPU back: weights to host memory, keys and values dropped. For the driver alone."""

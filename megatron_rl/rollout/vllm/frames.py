@@ -22,7 +22,9 @@ class Closed(ConnectionError):
     """The other side is gone."""
 
 
-def send(connection: socket.socket, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+def send(
+    connection: socket.socket, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None
+) -> None:
     arrays = arrays or {}
     listed = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
     text = json.dumps({**header, "arrays": listed}).encode()

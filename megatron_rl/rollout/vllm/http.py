@@ -50,7 +50,9 @@ class Exchange:
                 with contextlib.suppress(OSError):  # ended by itself meanwhile
                     self._socket.shutdown(socket.SHUT_RDWR)
 
-    def run(self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float) -> tuple[int, bytes]:
+    def run(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float
+    ) -> tuple[int, bytes]:
         """Status and body. Raises OSError or http.client.HTTPException; ``timed_out`` says whether the deadline was the reason."""
         # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
         watchdog = threading.Timer(timeout_s, self._expire)
@@ -89,16 +91,28 @@ class Server:
     def __init__(self, url: str, *, api_key: str | None, key_setting: str) -> None:
         """``key_setting`` is named in messages; the key never is."""
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-            raise ConfigError(f"rollout.servers holds {url!r}, which is no server's address; write it as http://HOST:PORT")
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.username
+            or parts.query
+            or parts.fragment
+        ):
+            raise ConfigError(
+                f"rollout.servers holds {url!r}, which is no server's address; write it as http://HOST:PORT"
+            )
         if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip()):
-            raise ConfigError(f"the key that {key_setting} names is empty or holds characters that no HTTP header can carry")
+            raise ConfigError(
+                f"the key that {key_setting} names is empty or holds characters that no HTTP header can carry"
+            )
         self.url = url.rstrip("/")
         self.host, self.port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         self.key_setting = key_setting
         self._tls, self._folder, self._key = parts.scheme == "https", parts.path.rstrip("/"), api_key
 
-    def call(self, method: str, path: str, body: object = None, *, timeout_s: float, exchange: Exchange | None = None) -> object:
+    def call(
+        self, method: str, path: str, body: object = None, *, timeout_s: float, exchange: Exchange | None = None
+    ) -> object:
         """The answer's JSON, None where it is empty. Raises ReplicaLost and RequestRefused."""
         exchange = exchange or Exchange()
         headers = {"Accept": "application/json", "Connection": "close"}
@@ -119,13 +133,17 @@ class Server:
                 raise ReplicaLost(f"{what} was not answered in {timeout_s:g} s") from error
             if exchange.was_cut:
                 raise ReplicaLost(f"{what} was given up here") from error
-            raise ReplicaLost(f"{what}: the connection broke, {type(error).__name__}: {self._told(str(error))}") from error
+            raise ReplicaLost(
+                f"{what}: the connection broke, {type(error).__name__}: {self._told(str(error))}"
+            ) from error
         if not 200 <= status < 300:
             raise self._error(what, path, status, answer)
         try:
             return json.loads(answer) if answer.strip() else None
         except ValueError as error:
-            raise ReplicaLost(f"{what}: {len(answer)} bytes that are not JSON, {self._told(text_of(answer))!r}") from error
+            raise ReplicaLost(
+                f"{what}: {len(answer)} bytes that are not JSON, {self._told(text_of(answer))!r}"
+            ) from error
 
     def _told(self, text: str) -> str:
         text = text if self._key is None else text.replace(self._key, "***")
@@ -141,9 +159,13 @@ class Server:
             return MissingRoute(f"{what}: {status}, {told}. Start the server with {SCALE_OUT} (vLLM 0.29 or newer)")
         if status in (401, 403):
             sent = "no key was sent" if self._key is None else "the key that was sent is not the server's"
-            return RequestRefused(f"{what}: {status}, {sent}; set {self.key_setting} to the name of the environment variable that holds it")
+            return RequestRefused(
+                f"{what}: {status}, {sent}; set {self.key_setting} to the name of the environment variable that holds it"
+            )
         if status in (404, 405):
-            return MissingRoute(f"{what}: {status}, {told}. The server has this route only with {'='.join(DEV_MODE)} in its environment")
+            return MissingRoute(
+                f"{what}: {status}, {told}. The server has this route only with {'='.join(DEV_MODE)} in its environment"
+            )
         return RequestRefused(f"{what}: {status}, {told}")
 
 

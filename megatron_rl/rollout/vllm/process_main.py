@@ -95,11 +95,15 @@ class EngineProcess:
         token_ids = [np.asarray(sample.token_ids, dtype=np.int64) for sample in samples]
         logprobs = [_sampled_logprobs(sample) for sample in samples]
         arrays = {
-            "lengths": np.array([[len(x), len(y)] for x, y in zip(token_ids, logprobs, strict=True)], dtype=np.int64).reshape(-1, 2),
+            "lengths": np.array(
+                [[len(x), len(y)] for x, y in zip(token_ids, logprobs, strict=True)], dtype=np.int64
+            ).reshape(-1, 2),
             "token_ids": np.concatenate([*token_ids, np.empty(0, dtype=np.int64)]),
             "logprobs": np.concatenate([*logprobs, np.empty(0, dtype=np.float32)]),
         }
-        versions = [[[span.version, span.end - span.start] for span in sample.weight_versions or []] for sample in samples]
+        versions = [
+            [[span.version, span.end - span.start] for span in sample.weight_versions or []] for sample in samples
+        ]
         header = {"reasons": [sample.finish_reason for sample in samples], "weight_versions": versions}
         frames.send(self.connection, {"kind": "output", "request_id": output.request_id, **header}, arrays)
 
@@ -107,7 +111,9 @@ class EngineProcess:
         try:
             answer = self._do(header["method"], header["arguments"])
         except Exception as error:  # noqa: BLE001 (the rank raises it, with its text)
-            frames.send(self.connection, {"kind": "failed", "id": header["id"], "error": f"{type(error).__name__}: {error}"})
+            frames.send(
+                self.connection, {"kind": "failed", "id": header["id"], "error": f"{type(error).__name__}: {error}"}
+            )
             if header["method"] in ("update_weights", "finish_weight_update"):
                 self.updating = False
         else:
@@ -188,4 +194,6 @@ if __name__ == "__main__":
         sys.stdout.flush()
         sys.stderr.flush()
     finally:  # out of memory, telling it can fail too
-        os._exit(code)  # what is left (worker processes of tensor parallelism) ends with this one; vLLM's own teardown may wait
+        os._exit(
+            code
+        )  # what is left (worker processes of tensor parallelism) ends with this one; vLLM's own teardown may wait

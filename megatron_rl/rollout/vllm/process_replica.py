@@ -53,7 +53,9 @@ class ProcessReplica:
 
     ours = True
 
-    def __init__(self, engine_arguments: Mapping[str, object], environment: Mapping[str, str], log_path: pathlib.Path) -> None:
+    def __init__(
+        self, engine_arguments: Mapping[str, object], environment: Mapping[str, str], log_path: pathlib.Path
+    ) -> None:
         self.arguments = dict(engine_arguments)
         self.environment = dict(environment)
         self.log_path = log_path
@@ -79,9 +81,13 @@ class ProcessReplica:
         with open(self.log_path, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.rollout.vllm.process_main", str(theirs.fileno()), str(os.getpid())],
-                env=self.environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=self.environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first
-            )  # fmt: skip
+            )
         theirs.close()
         self.name = f"the embedded vLLM engine (process {self._process.pid} of {socket.gethostname()})"
         self.weight_version = NO_WEIGHTS
@@ -90,8 +96,12 @@ class ProcessReplica:
         def connect() -> None:
             self._connection, self._requests, self._answers = ours, {}, {}
 
-        threading.Thread(target=self._read, args=(ours, self._process, self._ready), daemon=True, name="vllm-frames").start()
-        self._send({"kind": "start", "engine": self.arguments}, first=connect)  # no other thread's frame comes before this one
+        threading.Thread(
+            target=self._read, args=(ours, self._process, self._ready), daemon=True, name="vllm-frames"
+        ).start()
+        self._send(
+            {"kind": "start", "engine": self.arguments}, first=connect
+        )  # no other thread's frame comes before this one
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
         try:
@@ -109,7 +119,9 @@ class ProcessReplica:
         header = {"kind": "generate", "request_id": request.request_id, "sampling": sampling_parameters(request)}
         token_ids = np.array(request.token_ids, dtype=np.int64)
         try:
-            self._send(header, {"token_ids": token_ids}, first=lambda: self._requests.update({request.request_id: future}))
+            self._send(
+                header, {"token_ids": token_ids}, first=lambda: self._requests.update({request.request_id: future})
+            )
         except ReplicaLost as error:
             _settle(future, error)
         return future
@@ -172,7 +184,11 @@ class ProcessReplica:
             _settle(future, ReplicaLost(f"{self.name} was ended"))
 
     def _send(
-        self, header: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None, *, first: Callable[[], None] | None = None
+        self,
+        header: Mapping[str, object],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        first: Callable[[], None] | None = None,
     ) -> None:
         """first: done under the same lock, so that what waits for an answer and what is sent belong to one process."""
         try:
@@ -211,7 +227,9 @@ class ProcessReplica:
             time.sleep(0.05)  # its last lines may still be on their way to the file
             lost = ReplicaLost(f"{what}; {self.log_path} ends:\n{self.last_lines()}")
             with self._lock:
-                waiting = [ready, *self._requests.values(), *self._answers.values()] if self._process is process else [ready]
+                waiting = (
+                    [ready, *self._requests.values(), *self._answers.values()] if self._process is process else [ready]
+                )
                 if self._process is process:
                     self._connection, self._requests, self._answers = None, {}, {}
                     self.weight_version = NO_WEIGHTS
@@ -221,12 +239,18 @@ class ProcessReplica:
     def _deliver(self, header: dict, arrays: dict[str, np.ndarray], ready: Future) -> None:
         match header["kind"]:
             case "ready":
-                facts = {name: header[name] for name in ("vllm_version", "vocab_size", "max_model_tokens", "logprobs_mode", "dtype")}
+                facts = {
+                    name: header[name]
+                    for name in ("vllm_version", "vocab_size", "max_model_tokens", "logprobs_mode", "dtype")
+                }
                 _settle(ready, ReplicaFacts(**facts))
             case "output":
                 _settle(self._taken(header), _completions(header, arrays))
             case "refused":
-                _settle(self._taken(header), RequestRefused(f"{self.name} refused request {header['request_id']}: {header['error']}"))
+                _settle(
+                    self._taken(header),
+                    RequestRefused(f"{self.name} refused request {header['request_id']}: {header['error']}"),
+                )
             case "answer":
                 with self._lock:
                     future = self._answers.pop(header["id"], None)

@@ -24,15 +24,31 @@ LAUNCHER_VARIABLES = re.compile(
 )
 
 
-def server_command(model: str, host: str, port: int, *extra: str, python: str = "python", module: str = MODULE) -> list[str]:
+def server_command(
+    model: str, host: str, port: int, *extra: str, python: str = "python", module: str = MODULE
+) -> list[str]:
     """The command line; it wants ``server_environment`` beside it."""
     return [
-        python, "-m", module, "--model", model, "--host", host, "--port", str(port),
-        "--worker-extension-cls", WORKER_EXTENSION,
-        "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
-        "--logprobs-mode", LOGPROBS_MODE, SCALE_OUT,
-        "--middleware", "megatron_rl.rollout.vllm.auth_middleware.Guard", *extra,
-    ]  # fmt: skip
+        python,
+        "-m",
+        module,
+        "--model",
+        model,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--worker-extension-cls",
+        WORKER_EXTENSION,
+        "--weight-transfer-config",
+        json.dumps({"backend": "megatron_rl"}),
+        "--logprobs-mode",
+        LOGPROBS_MODE,
+        SCALE_OUT,
+        "--middleware",
+        "megatron_rl.rollout.vllm.auth_middleware.Guard",
+        *extra,
+    ]
 
 
 def example(model: str, host: str, port: int) -> str:

@@ -41,7 +41,9 @@ HEALTH_S = 2.0  # between two looks at a server that owes an answer
 UNHEALTHY = 2  # such looks in a row
 ANSWER_S = 10.0  # of what a server answers from memory
 RESUME_S = 30.0  # of all attempts to resume a server after an update in flight that failed
-UPDATING_LABEL = "updating"  # of its weights from a pause to the update's end: no number, so what is sampled by them is never taken
+UPDATING_LABEL = (
+    "updating"  # of its weights from a pause to the update's end: no number, so what is sampled by them is never taken
+)
 UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
 NO_LOGPROB = -9999.0  # vLLM's word for −inf, NaN and missing
 KEY_SETTING = "rollout.api_key_env"
@@ -115,7 +117,9 @@ class ServerReplica:
         try:
             self.server.call("GET", "/health", timeout_s=timeout_s)
         except MissingRoute as error:
-            raise RequestRefused(f"{self.name} answers, and has no /health: another program listens there, not vLLM ({error})") from error
+            raise RequestRefused(
+                f"{self.name} answers, and has no /health: another program listens there, not vLLM ({error})"
+            ) from error
 
     def _weights_after_restart(self) -> int:
         if self._held_before_restart == NO_WEIGHTS:
@@ -129,7 +133,9 @@ class ServerReplica:
         version = str(self._get("/version", "version"))
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
-            raise RequestRefused(f"{self.name} runs vLLM {version}; {'.'.join(map(str, OLDEST_VLLM))} or newer is needed, update it there")
+            raise RequestRefused(
+                f"{self.name} runs vLLM {version}; {'.'.join(map(str, OLDEST_VLLM))} or newer is needed, update it there"
+            )
         models = self._get("/v1/models", "data")
         said = self._describe()
         mode = said["logprobs_mode"]
@@ -140,9 +146,12 @@ class ServerReplica:
             )
         limits = [said["max_model_tokens"], *(x["max_model_len"] for x in models if x.get("max_model_len"))]
         return ReplicaFacts(
-            vllm_version=version, vocab_size=int(said["vocab_size"]), max_model_tokens=int(min(limits)), logprobs_mode=mode,
+            vllm_version=version,
+            vocab_size=int(said["vocab_size"]),
+            max_model_tokens=int(min(limits)),
+            logprobs_mode=mode,
             dtype=said.get("dtype"),
-        )  # fmt: skip
+        )
 
     def _get(self, path: str, field: str):
         answer = self.server.call("GET", path, timeout_s=ANSWER_S)
@@ -156,11 +165,15 @@ class ServerReplica:
             said = self._ask_workers("describe", ANSWER_S)
         except (ReplicaLost, RequestRefused) as error:
             if "describe" in str(error).partition(", ")[2]:  # the server's text: its workers have no such method
-                raise RequestRefused(f"{self.name}: its workers cannot take weights ({error}); start it with {self._flag()}") from error
+                raise RequestRefused(
+                    f"{self.name}: its workers cannot take weights ({error}); start it with {self._flag()}"
+                ) from error
             raise
         wanted = {"vocab_size", "max_model_tokens", "logprobs_mode"}
         if not said or any(not isinstance(x, dict) or not wanted <= x.keys() for x in said):
-            raise RequestRefused(f"{self.name}: its workers describe themselves as {said!r:.200}; start it with {self._flag()}")
+            raise RequestRefused(
+                f"{self.name}: its workers describe themselves as {said!r:.200}; start it with {self._flag()}"
+            )
         if any(x != said[0] for x in said):
             raise RequestRefused(f"{self.name}: its workers disagree on what they are: {said!r:.400}; restart it")
         return said[0]
@@ -175,7 +188,9 @@ class ServerReplica:
         """
         for text in texts:
             try:
-                answer = self.server.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}, timeout_s=ANSWER_S)
+                answer = self.server.call(
+                    "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}, timeout_s=ANSWER_S
+                )
             except MissingRoute:
                 return
             except (ReplicaLost, RequestRefused) as error:
@@ -215,7 +230,9 @@ class ServerReplica:
         }
         failure: Exception | None = None
         try:
-            answer = self.server.call("POST", "/inference/v1/generate", body, timeout_s=self.deadline_s, exchange=exchange)
+            answer = self.server.call(
+                "POST", "/inference/v1/generate", body, timeout_s=self.deadline_s, exchange=exchange
+            )
             completions = self._completions(request, answer)
         except Exception as error:  # noqa: BLE001 (whatever it is, who waits for the future raises it)
             failure = self._explained(error)
@@ -257,7 +274,9 @@ class ServerReplica:
             case "update_weights":
                 return self._post("/update_weights", {"update_info": dict(arguments)}, timeout_s)
             case "finish_weight_update":
-                return self._post("/finish_weight_update", {"weight_version": str(arguments["weight_version"])}, timeout_s)
+                return self._post(
+                    "/finish_weight_update", {"weight_version": str(arguments["weight_version"])}, timeout_s
+                )
             case "reset_prefix_cache":
                 return self._reset_prefix_cache(bool(arguments.get("running")), timeout_s)
             case "weights_received":
@@ -318,7 +337,12 @@ class ServerReplica:
                 return
             except (ReplicaLost, RequestRefused) as error:
                 if time.monotonic() > ends_at:
-                    log.warning("%s may still be paused: %s. POST %s/resume, or start it anew", self.name, error, self.server.url)
+                    log.warning(
+                        "%s may still be paused: %s. POST %s/resume, or start it anew",
+                        self.name,
+                        error,
+                        self.server.url,
+                    )
                     return
             time.sleep(POLL_S)
 

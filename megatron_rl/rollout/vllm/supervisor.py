@@ -89,8 +89,13 @@ def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_ke
 def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathlib.Path("/dev")) -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a CPU host."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
-    return [str(x) for x in sorted(int(path.name[6:]) for path in folder.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))]
+        return [
+            name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")
+        ]
+    return [
+        str(x)
+        for x in sorted(int(path.name[6:]) for path in folder.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    ]
 
 
 def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> list[list[str] | None]:
@@ -155,13 +160,24 @@ class Supervisor:
 
     def _start(self, spec: ServerSpec) -> _Running:
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "megatron_rl.rollout.vllm.server_process", str(os.getpid()), str(self.limits.grace_s), *spec.command]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_rl.rollout.vllm.server_process",
+            str(os.getpid()),
+            str(self.limits.grace_s),
+            *spec.command,
+        ]
         # No preexec_fn: this process has threads, and the child could wait for a lock that one of them held at the fork.
         with open(spec.log_path, "ab") as output:
             process = subprocess.Popen(
-                command, env=dict(spec.environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                command,
+                env=dict(spec.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C is for this process, which ends them in order
-            )  # fmt: skip
+            )
         running = _Running(spec, process, time.monotonic())
         self.say(f"{spec.name}: starting, process {process.pid}, {spec.url}, log {spec.log_path}")
         threading.Thread(target=self._watch_health, args=(running,), daemon=True, name=f"health-{spec.name}").start()
@@ -185,7 +201,9 @@ class Supervisor:
             bad_since = None
             if not running.ready.is_set():
                 running.ready.set()
-                self.say(f"{running.spec.name}: ready after {time.monotonic() - running.started:.1f} s, {running.spec.url}")
+                self.say(
+                    f"{running.spec.name}: ready after {time.monotonic() - running.started:.1f} s, {running.spec.url}"
+                )
 
     def _cause_to_restart(self, running: _Running) -> str | None:
         code = running.process.poll()
@@ -208,7 +226,9 @@ class Supervisor:
             )
             return False
         self._restarts.append(now)
-        self.say(f"{spec.name}: {cause}; restart {len(self._restarts)} of {self.limits.restarts} in {self.limits.window_s:g} s")
+        self.say(
+            f"{spec.name}: {cause}; restart {len(self._restarts)} of {self.limits.restarts} in {self.limits.window_s:g} s"
+        )
         return True
 
     def _end(self, running: Sequence[_Running]) -> None:

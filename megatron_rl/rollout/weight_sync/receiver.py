@@ -20,7 +20,11 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megatron_rl.rollout.weight_sync.transport import (
@@ -95,9 +99,13 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._info = init_info
         if init_info.channel == "broadcast":
             self._group = join_group(
-                init_info.address, init_info.port, init_info.first_rank + self._worker_rank(), init_info.world_size,
-                init_info.group_backend, timedelta(seconds=init_info.deadline_s),
-            )  # fmt: skip
+                init_info.address,
+                init_info.port,
+                init_info.first_rank + self._worker_rank(),
+                init_info.world_size,
+                init_info.group_backend,
+                timedelta(seconds=init_info.deadline_s),
+            )
 
     def _worker_rank(self) -> int:
         parallel = self.parallel_config
@@ -105,7 +113,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def start_weight_update(self) -> None:
         if self._broken:
-            raise RuntimeError(f"vLLM could not load an earlier sync's weights ({self._broken}); start this engine anew")
+            raise RuntimeError(
+                f"vLLM could not load an earlier sync's weights ({self._broken}); start this engine anew"
+            )
         if self._open:
             self._drop_half_loaded()
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
@@ -167,7 +177,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             weights.append((name, tensor))
         if str(seen.value()) != bucket.checksum:
             names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
-            raise ValueError(f"the bucket {names} arrived with checksum {seen.value()}, the trainer sent {bucket.checksum}")
+            raise ValueError(
+                f"the bucket {names} arrived with checksum {seen.value()}, the trainer sent {bucket.checksum}"
+            )
         self._tally.add(bucket.checksum, len(weights))
         for name, tensor in weights:
             if name in self._arrived:
@@ -176,7 +188,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         try:
             self._loaded |= self.model.load_weights(weights)
         except Exception as error:
-            self._broken = f"{type(error).__name__}: {error}"  # half a layer processed: a later sync could seem to come through
+            self._broken = (
+                f"{type(error).__name__}: {error}"  # half a layer processed: a later sync could seem to come through
+            )
             raise
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
@@ -189,13 +203,17 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._maps[bucket.segment] = self._mapped(pathlib.Path(bucket.segment))
         mapped = self._maps[bucket.segment]
         if len(mapped) < bucket.num_bytes:
-            raise ValueError(f"the segment {bucket.segment} holds {len(mapped):,} bytes and the bucket {bucket.num_bytes:,}")
+            raise ValueError(
+                f"the segment {bucket.segment} holds {len(mapped):,} bytes and the bucket {bucket.num_bytes:,}"
+            )
         return mapped
 
     def _mapped(self, path: pathlib.Path) -> torch.Tensor:
         """A segment's memory; mapped once in a sync, which goes through the same two again and again."""
         if path.parent not in segment_folders() or not path.name.startswith(SEGMENT_PREFIX):
-            raise ValueError(f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}")
+            raise ValueError(
+                f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}"
+            )
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # torch wants writable memory, even to read it
         except OSError as error:
@@ -211,16 +229,22 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def _check_end(self, end: BucketInfo) -> None:
         arrived = (self._tally.count, self._tally.value())
         if arrived != (end.num_tensors, end.checksum):
-            raise ValueError(f"{arrived[0]} tensors arrived with checksum {arrived[1]}, the trainer sent {end.num_tensors}, {end.checksum}")
+            raise ValueError(
+                f"{arrived[0]} tensors arrived with checksum {arrived[1]}, the trainer sent {end.num_tensors}, {end.checksum}"
+            )
         missing = sorted(self._wanted - self._loaded)
         if missing:
-            raise ValueError(f"{len(missing)} of the engine's {len(self._wanted)} parameters did not arrive: {', '.join(missing[:8])}")
+            raise ValueError(
+                f"{len(missing)} of the engine's {len(self._wanted)} parameters did not arrive: {', '.join(missing[:8])}"
+            )
         partial = self._partial()
         if partial:
             raise ValueError(f"{len(partial)} of the engine's layers arrived in part: {', '.join(partial[:8])}")
         aliases = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
         values = sum(count for name, count in self._arrived.items() if name not in aliases)
-        if self.parallel_config.world_size == 1 and values != self._wanted_values:  # vLLM takes what it needs, and says nothing
+        if (
+            self.parallel_config.world_size == 1 and values != self._wanted_values
+        ):  # vLLM takes what it needs, and says nothing
             raise ValueError(
                 f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has another shape there, or "
                 "the engine has no such weight"
@@ -240,7 +264,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def finish_weight_update(self) -> None:
         if self._ended is None:
-            raise RuntimeError("finish_weight_update without the sync's end: what arrived may be part of the weights only")
+            raise RuntimeError(
+                "finish_weight_update without the sync's end: what arrived may be part of the weights only"
+            )
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
         self._maps.clear()

@@ -53,7 +53,12 @@ class _Half:
         self.used += -(-size // ALIGNMENT) * ALIGNMENT
 
     def message(self) -> dict[str, object]:
-        content = {"kind": "bucket", "tensors": self.tensors, "num_bytes": self.used, "checksum": str(self.checksum.value())}
+        content = {
+            "kind": "bucket",
+            "tensors": self.tensors,
+            "num_bytes": self.used,
+            "checksum": str(self.checksum.value()),
+        }
         if self.segment:
             return {**content, "segment": str(self.segment.path)}
         return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
@@ -74,8 +79,16 @@ class WeightSender:
     deadline_s:   of every single answer.
     """
 
-    def __init__(self, *, channel: str, bucket_bytes: int, deadline_s: float, device: torch.device, address: str = "127.0.0.1") -> None:
-        self.channel, self.bucket_bytes, self.deadline_s, self.device, self.address = channel, bucket_bytes, deadline_s, device, address
+    def __init__(
+        self, *, channel: str, bucket_bytes: int, deadline_s: float, device: torch.device, address: str = "127.0.0.1"
+    ) -> None:
+        self.channel, self.bucket_bytes, self.deadline_s, self.device, self.address = (
+            channel,
+            bucket_bytes,
+            deadline_s,
+            device,
+            address,
+        )
         self.groups: dict[int, object] = {}
         self.halves: list[_Half | None] = [None, None]
         self._joined: set[int] = set()
@@ -95,7 +108,12 @@ class WeightSender:
         self.halves[:] = [None, None]
 
     def deliver(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], version: int, replicas: Sequence[Replica], *, in_flight: bool = False
+        self,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        version: int,
+        replicas: Sequence[Replica],
+        *,
+        in_flight: bool = False,
     ) -> SyncReport:
         """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the report.
 
@@ -160,9 +178,13 @@ class _Delivery:
             if not came_through or self.sync.channel != "shared_memory":
                 self.sync.free()
         return SyncReport(
-            version=self.version, num_tensors=self.tally.count, num_bytes=self.num_bytes, seconds=time.perf_counter() - started,
-            failed=self.failed, lost=tuple(self.lost),
-        )  # fmt: skip
+            version=self.version,
+            num_tensors=self.tally.count,
+            num_bytes=self.num_bytes,
+            seconds=time.perf_counter() - started,
+            failed=self.failed,
+            lost=tuple(self.lost),
+        )
 
     def _submit(self, replica: Replica, call: Callable, *arguments) -> Future:
         return self.threads[id(replica)].submit(call, *arguments)
@@ -174,7 +196,10 @@ class _Delivery:
     def _settle(self, replica: Replica, future: Future) -> None:
         try:
             future.result()
-        except (RuntimeError, OSError) as error:  # ReplicaLost, RequestRefused, EngineError, and what sockets and process groups raise
+        except (
+            RuntimeError,
+            OSError,
+        ) as error:  # ReplicaLost, RequestRefused, EngineError, and what sockets and process groups raise
             self._drop(replica, error)
 
     def _drop(self, replica: Replica, error: Exception) -> None:
@@ -270,7 +295,9 @@ class _Delivery:
         call("reset_prefix_cache", {"running": True} if self.in_flight else {}, deadline_s)
         for worker, said in enumerate(call("weights_received", {}, deadline_s)):
             if WeightReceipt(**said) != wanted:
-                raise EngineError(f"worker {worker} of {replica.name} says that it holds {said} after a sync of {wanted}")
+                raise EngineError(
+                    f"worker {worker} of {replica.name} says that it holds {said} after a sync of {wanted}"
+                )
         if self.in_flight:
             call("resume", {}, deadline_s)
         replica.weight_version = self.version

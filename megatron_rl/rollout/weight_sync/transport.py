@@ -64,7 +64,9 @@ class Segment:
 def remove_abandoned(folder: pathlib.Path) -> None:
     """Segments whose owner was killed: nobody holds their lock any more."""
     for path in folder.glob(f"{SEGMENT_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):  # gone meanwhile, another user's, in use
+        with contextlib.suppress(
+            FileNotFoundError, PermissionError, BlockingIOError
+        ):  # gone meanwhile, another user's, in use
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +91,14 @@ def open_storage(shared: dict, device_index: int) -> torch.Tensor:
     """uint8, on the GPU that this process knows by that index. NOT RUN, as ``share_storage``."""
     handle, counter, event = (base64.b64decode(shared[name]) for name in ("handle", "counter", "event"))
     storage = torch.UntypedStorage._new_shared_cuda(
-        device_index, handle, shared["num_bytes"], shared["offset"], counter, shared["counter_offset"], event, shared["waits"]
+        device_index,
+        handle,
+        shared["num_bytes"],
+        shared["offset"],
+        counter,
+        shared["counter_offset"],
+        event,
+        shared["waits"],
     )
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -122,7 +131,13 @@ def open_group(listener: socket.socket, world_size: int, backend: str, timeout: 
     """The trainer's end, rank 0, once every worker of the engine has joined."""
     host, port = listener.getsockname()[:2]
     store = dist.TCPStore(
-        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
     return _group(store, host, 0, world_size, backend, timeout)
 

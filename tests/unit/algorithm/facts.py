@@ -11,7 +11,11 @@ def make_facts(groups, loss_tokens) -> BatchFacts:
     loss_tokens = np.asarray(loss_tokens, dtype=np.int64)
     zeros = np.zeros(len(loss_tokens), dtype=np.int64)
     return BatchFacts(
-        sample_ids=tuple(f"s{i}" for i in range(len(loss_tokens))), groups=np.asarray(groups, dtype=np.int64),
-        prompt_tokens=zeros + 3, response_tokens=loss_tokens + 1, loss_tokens=loss_tokens,
-        owners=zeros, owner_rows=np.arange(len(loss_tokens)),
-    )  # fmt: skip
+        sample_ids=tuple(f"s{i}" for i in range(len(loss_tokens))),
+        groups=np.asarray(groups, dtype=np.int64),
+        prompt_tokens=zeros + 3,
+        response_tokens=loss_tokens + 1,
+        loss_tokens=loss_tokens,
+        owners=zeros,
+        owner_rows=np.arange(len(loss_tokens)),
+    )

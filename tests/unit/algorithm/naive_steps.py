@@ -14,7 +14,14 @@ MAX_RESPONSE_TOKENS = 16
 
 
 def naive_steps(
-    masks: list[np.ndarray], groups: list[int], advantages: list[float], size: int | None, *, reduction: str, denominator: str, steps: str
+    masks: list[np.ndarray],
+    groups: list[int],
+    advantages: list[float],
+    size: int | None,
+    *,
+    reduction: str,
+    denominator: str,
+    steps: str,
 ) -> Iterator[tuple[list[int], dict[int, float]]]:
     """(samples that run, the weight of each one's loss tokens) of every optimizer step; nothing runs in a ghost.
 

@@ -44,9 +44,13 @@ class Case:
         case = Case(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
         rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan) if estimator == "gdpo" else case.rewards
         given = GroupRewards(
-            totals=rewards, groups=case.groups, included=case.included, loss_tokens=case.loss_tokens, by_function=case.by_function,
+            totals=rewards,
+            groups=case.groups,
+            included=case.included,
+            loss_tokens=case.loss_tokens,
+            by_function=case.by_function,
             function_weights=case.function_weights,
-        )  # fmt: skip
+        )
         return advantages(given, estimator=estimator, epsilon=EPSILON, whiten=case.whiten)
 
 
@@ -55,16 +59,21 @@ def cases(draw) -> Case:
     """Sizes by Hypothesis; numbers by a seed, or most cases would be near copies of a few."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(0, 14))
-    pool = draw(st.sampled_from([[0.0, 1.0], [0.3, 0.1 + 0.2], [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 0.7, 0.3, 0.1 + 0.2, 2.25]]))
+    pool = draw(
+        st.sampled_from([[0.0, 1.0], [0.3, 0.1 + 0.2], [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 0.7, 0.3, 0.1 + 0.2, 2.25]])
+    )
     groups = random.choice([7, 0, 3, 40][: draw(st.integers(1, 4))], count)
     included = random.random(count) < draw(st.sampled_from([1.0, 0.7]))
     by_function = np.where(included[:, None], random.choice(pool, (count, 2)), np.nan)
     by_function[random.random(count) < 0.3, 1] = np.nan  # the second function does not apply
     return Case(
-        by_function=by_function, groups=groups, included=included, loss_tokens=random.integers(0, 9, count),
+        by_function=by_function,
+        groups=groups,
+        included=included,
+        loss_tokens=random.integers(0, 9, count),
         function_weights=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0)])),
         whiten=draw(st.sampled_from(["none", "scale", "center_and_scale"])),
-    )  # fmt: skip
+    )
 
 
 def assert_invariants(case: Case, estimator: str) -> None:
@@ -117,9 +126,12 @@ def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, cen
     rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan)
     for half in (case.groups % 2 == 0, case.groups % 2 == 1):
         given = GroupRewards(
-            totals=rewards[half], groups=case.groups[half], included=case.included[half], by_function=case.by_function[half],
+            totals=rewards[half],
+            groups=case.groups[half],
+            included=case.included[half],
+            by_function=case.by_function[half],
             function_weights=case.function_weights,
-        )  # fmt: skip
+        )
         may[half] = may_have_advantage(given, estimator=estimator, whiten=case.whiten)
     assert np.array_equal(may, case.included if centres else found != 0.0)
 
@@ -157,9 +169,12 @@ def test_invariants(estimator: str, case: Case) -> None:
 def test_advantages_do_not_depend_on_the_order_of_samples(estimator: str, case: Case, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(case.groups))
     permuted = case.run(
-        estimator, by_function=case.by_function[order], groups=case.groups[order], included=case.included[order],
+        estimator,
+        by_function=case.by_function[order],
+        groups=case.groups[order],
+        included=case.included[order],
         loss_tokens=case.loss_tokens[order],
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(case.run(estimator)[order], permuted, rtol=0, atol=NOISE)
 
 
@@ -169,7 +184,9 @@ def mean_of(values: list[float]) -> float:
 
 def std_of(values: list[float]) -> float:
     """The unbiased one, n − 1; 0 for fewer than two."""
-    return math.sqrt(math.fsum((x - mean_of(values)) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return (
+        math.sqrt(math.fsum((x - mean_of(values)) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    )
 
 
 def whiten_naive(values: list[float], tokens: list[int], included: list[bool], mode: str) -> list[float]:
@@ -186,14 +203,20 @@ def advantage_naive(case: Case, estimator: str) -> list[float]:
     groups, included, tokens = case.groups.tolist(), case.included.tolist(), case.loss_tokens.tolist()
 
     def peers(i: int, column: list[float]) -> list[float]:
-        return [column[j] for j in range(len(groups)) if included[j] and groups[j] == groups[i] and not math.isnan(column[j])]
+        return [
+            column[j]
+            for j in range(len(groups))
+            if included[j] and groups[j] == groups[i] and not math.isnan(column[j])
+        ]
 
     rewards = case.rewards.tolist()
     live = [i for i in range(len(groups)) if included[i] and len(peers(i, rewards)) > 1]
     centred = [rewards[i] - mean_of(peers(i, rewards)) if i in live else 0.0 for i in range(len(groups))]
     match estimator:
         case "grpo":
-            return [centred[i] / (std_of(peers(i, rewards)) + EPSILON) if i in live else 0.0 for i in range(len(groups))]
+            return [
+                centred[i] / (std_of(peers(i, rewards)) + EPSILON) if i in live else 0.0 for i in range(len(groups))
+            ]
         case "dr_grpo":
             return centred
         case "rloo":
@@ -252,7 +275,9 @@ def test_gdpo_names_the_sample_of_an_infinite_reward() -> None:
     """The total may hide it behind a weight of 0; the advantages would be NaN all the same."""
     by_function = np.array([[1.0, math.inf], [0.0, 1.0]])
     with pytest.raises(ValueError, match="s0 is inf"):
-        given = of_all([1.0, 0.0], [0, 0], sample_ids=("s0", "s1"), by_function=by_function, function_weights=(1.0, 0.0))
+        given = of_all(
+            [1.0, 0.0], [0, 0], sample_ids=("s0", "s1"), by_function=by_function, function_weights=(1.0, 0.0)
+        )
         advantages(given, estimator="gdpo")
 
 
@@ -330,7 +355,9 @@ def test_the_examples_of_the_docstrings() -> None:
     half = pytest.approx(np.array([0.866, -0.866, -0.866, 0.866]), abs=5e-4)
     assert grpo(one, epsilon=0.0) == half
     assert dr_grpo(one).tolist() == [0.5, -0.5, -0.5, 0.5] and dr_grpo(of([1.0] * 4, [0] * 4)).tolist() == [0.0] * 4
-    assert batch_std(of([1.0, 0.0, 3.0, 3.0], [0, 0, 1, 1]), epsilon=0.0) == pytest.approx(np.array([1.225, -1.225, 0.0, 0.0]), abs=5e-4)
+    assert batch_std(of([1.0, 0.0, 3.0, 3.0], [0, 0, 1, 1]), epsilon=0.0) == pytest.approx(
+        np.array([1.225, -1.225, 0.0, 0.0]), abs=5e-4
+    )
     assert rloo(of([1.0, 0.0, 0.0, 0.0], [0] * 4)) == pytest.approx(np.array([1.0, -third, -third, -third]))
     assert reinforce_plus_plus(one, tokens=None, whiten="scale", epsilon=0.0) == half
     columns = (of([1.0, 0.0], [0, 0]), of([10.0, 0.0], [0, 0]))

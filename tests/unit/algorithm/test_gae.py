@@ -30,7 +30,9 @@ class Case:
 
     def run(self, **changed) -> tuple[np.ndarray, np.ndarray]:
         case = Case(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
-        return generalised_advantages(case.rewards, case.values, case.mask, case.response_tokens, gamma=case.gamma, lam=case.lam)
+        return generalised_advantages(
+            case.rewards, case.values, case.mask, case.response_tokens, gamma=case.gamma, lam=case.lam
+        )
 
     @property
     def slices(self) -> list[slice]:
@@ -69,10 +71,15 @@ def assert_invariants(case: Case) -> None:
     """Every numbered invariant of algorithm/gae.py on one batch; 7 and 8 have tests of their own below."""
     advantages, returns = case.run()
     mask = case.mask
-    assert np.array_equal(advantages[~mask], np.zeros((~mask).sum())) and np.array_equal(returns[~mask], np.zeros((~mask).sum()))  # 1
+    assert np.array_equal(advantages[~mask], np.zeros((~mask).sum())) and np.array_equal(
+        returns[~mask], np.zeros((~mask).sum())
+    )  # 1
     for part in case.slices:  # 2
         alone = case.run(
-            rewards=case.rewards[part], values=case.values[part], mask=mask[part], response_tokens=np.array([part.stop - part.start])
+            rewards=case.rewards[part],
+            values=case.values[part],
+            mask=mask[part],
+            response_tokens=np.array([part.stop - part.start]),
         )
         assert np.array_equal(alone[0], advantages[part]) and np.array_equal(alone[1], returns[part])
     counts = np.array([mask[part].sum() for part in case.slices], dtype=np.int64)
@@ -105,7 +112,9 @@ def test_advantages_equal_the_sum_per_token(case: Case) -> None:
 
 def test_the_example_of_the_docstring() -> None:
     mask = np.array([True, False, True])
-    found = generalised_advantages(np.array([0.0, 0, 1]), np.array([0.2, 9, 0.5]), mask, np.array([3]), gamma=1.0, lam=1.0)
+    found = generalised_advantages(
+        np.array([0.0, 0, 1]), np.array([0.2, 9, 0.5]), mask, np.array([3]), gamma=1.0, lam=1.0
+    )
     np.testing.assert_allclose(found, [[0.8, 0, 0.5], [1, 0, 1]], **ROUNDING)
 
 
@@ -145,7 +154,9 @@ def test_token_rewards_equal_a_loop(case: Case, penalised: bool) -> None:
 def test_excluded_samples_give_zeros_not_nan() -> None:
     mask = np.array([False, False, True, True])
     rewards = token_rewards(np.array([np.nan, 2.0]), mask, np.array([2, 2]), np.array([np.nan, np.nan, 0.5, 0.25]))
-    advantages, returns = generalised_advantages(rewards, np.array([np.nan, 1, 1, 1]), mask, np.array([2, 2]), gamma=1.0, lam=1.0)
+    advantages, returns = generalised_advantages(
+        rewards, np.array([np.nan, 1, 1, 1]), mask, np.array([2, 2]), gamma=1.0, lam=1.0
+    )
     assert rewards.tolist() == [0, 0, -0.5, 1.75]
     assert advantages.tolist() == [0, 0, 0.25, 0.75] and returns.tolist() == [0, 0, 1.25, 1.75]
     for mode in ("none", "scale", "center_and_scale"):
@@ -167,7 +178,9 @@ def test_whitening_is_over_loss_tokens(case: Case, epsilon: float) -> None:
     if len(inside) > 1:
         spread = np.std(inside, ddof=1) + epsilon
         np.testing.assert_allclose(found["scale"][case.mask], inside / spread, **ROUNDING)
-        np.testing.assert_allclose(found["center_and_scale"][case.mask], (inside - np.mean(inside)) / spread, **ROUNDING)
+        np.testing.assert_allclose(
+            found["center_and_scale"][case.mask], (inside - np.mean(inside)) / spread, **ROUNDING
+        )
 
 
 def test_one_token_and_equal_tokens_are_not_whitened() -> None:
@@ -198,5 +211,7 @@ def test_a_million_tokens_are_no_loop_over_tokens() -> None:
         sys.settrace(before)
     assert total > 900_000 and 1000 < len(lines) < total / 20, len(lines)
     part = slice(0, int(lengths[0]))
-    alone = Case(rewards=rewards[part], values=values[part], mask=mask[part], response_tokens=lengths[:1], gamma=0.99, lam=0.95)
+    alone = Case(
+        rewards=rewards[part], values=values[part], mask=mask[part], response_tokens=lengths[:1], gamma=0.99, lam=0.95
+    )
     assert np.array_equal(alone.run()[0], advantages[part])

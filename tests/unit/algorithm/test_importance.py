@@ -25,7 +25,14 @@ SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=
 CLOSE = {"rtol": 1e-13, "atol": 0.0}
 
 
-def run(config: CorrectionConfig, advantages: list[float], gaps: list[list[float]], masks: list[list[bool]], *, rollout: float = -2.0):
+def run(
+    config: CorrectionConfig,
+    advantages: list[float],
+    gaps: list[list[float]],
+    masks: list[list[bool]],
+    *,
+    rollout: float = -2.0,
+):
     """The correction of samples whose engine said ``rollout`` at every token and whose trainer says ``rollout`` + gap."""
     flat = np.array([d for sample in gaps for d in sample])
     mask = np.array([m for sample in masks for m in sample], dtype=bool)
@@ -36,17 +43,23 @@ def run(config: CorrectionConfig, advantages: list[float], gaps: list[list[float
     )
 
 
-numbers = st.sampled_from([-3.0, -1.0, -0.75, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 3.0])  # sums and −2 + d are exact in double
+numbers = st.sampled_from(
+    [-3.0, -1.0, -0.75, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 3.0]
+)  # sums and −2 + d are exact in double
 samples = st.lists(
-    st.tuples(st.sampled_from([-1.5, 0.0, 1.0]), st.lists(st.tuples(numbers, st.booleans()), min_size=1, max_size=5)), max_size=6
+    st.tuples(st.sampled_from([-1.5, 0.0, 1.0]), st.lists(st.tuples(numbers, st.booleans()), min_size=1, max_size=5)),
+    max_size=6,
 )
 
 
 @SETTINGS
 @given(
-    drawn=samples, mode=st.sampled_from(CORRECTIONS), cap=st.sampled_from([1.0, 2.0, 5.0]), floor=st.sampled_from([None, 0.4, 1.0]),
+    drawn=samples,
+    mode=st.sampled_from(CORRECTIONS),
+    cap=st.sampled_from([1.0, 2.0, 5.0]),
+    floor=st.sampled_from([None, 0.4, 1.0]),
     delta=st.sampled_from([None, 0.0, 0.5, 1.0]),
-)  # fmt: skip
+)
 def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> None:
     """Ragged samples, tokens without loss, both signs of A; and the signal that is left."""
     config = CorrectionConfig(mode=mode, cap=cap, floor=None if mode == "none" else floor, off_policy_delta=delta)
@@ -74,7 +87,12 @@ def test_a_mask_zeroes_what_truncation_moves_to_the_bound(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
 def test_equal_logprobs_give_weights_of_exactly_one(mode: str) -> None:
-    found = run(CorrectionConfig(mode=mode, cap=1.0, off_policy_delta=0.0), [-1.0, 1.0], [[0.0] * 3, [0.0]], [[True] * 3, [True]])
+    found = run(
+        CorrectionConfig(mode=mode, cap=1.0, off_policy_delta=0.0),
+        [-1.0, 1.0],
+        [[0.0] * 3, [0.0]],
+        [[True] * 3, [True]],
+    )
     assert found.weights.tolist() == [1.0] * 4 and not found.capped.any()
 
 
@@ -85,7 +103,9 @@ def test_off_policy_masking_takes_negative_advantages_only() -> None:
     for delta, wanted in ((0.9, [0.0, 0.0, 1.0, 1.0, 1.0]), (1.0, [1.0] * 5), (0.0, [0.0, 0.0, 1.0, 1.0, 1.0])):
         assert run(CorrectionConfig(off_policy_delta=delta), advantages, gaps, masks).weights.tolist() == wanted
     both = CorrectionConfig(mode="token_truncate", off_policy_delta=0.9)
-    np.testing.assert_allclose(run(both, advantages, gaps, masks).weights, [0.0, 0.0, math.exp(-1), math.exp(-1), 2.0], **CLOSE)
+    np.testing.assert_allclose(
+        run(both, advantages, gaps, masks).weights, [0.0, 0.0, math.exp(-1), math.exp(-1), 2.0], **CLOSE
+    )
 
 
 def test_tokens_without_loss_are_in_no_sum_and_no_mean() -> None:
@@ -98,9 +118,14 @@ def test_tokens_without_loss_are_in_no_sum_and_no_mean() -> None:
 def test_samples_that_were_not_passed_have_weight_zero() -> None:
     """Their π_old is unknown (0 in the flat array): nothing may be trained on it."""
     found = importance_weights(
-        np.zeros(4), np.full(4, -1.0), np.ones(4, dtype=bool), np.array([2, 2]), np.array([1.0, 0.0]), np.array([True, False]),
+        np.zeros(4),
+        np.full(4, -1.0),
+        np.ones(4, dtype=bool),
+        np.array([2, 2]),
+        np.array([1.0, 0.0]),
+        np.array([True, False]),
         CorrectionConfig(mode="token_truncate", cap=5.0),
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(found.weights, [math.e, math.e, 0.0, 0.0], **CLOSE)
 
 
@@ -121,10 +146,14 @@ def test_metrics_are_of_the_tokens_with_an_advantage() -> None:
     found = correction_metrics(run(CorrectionConfig(mode="token_mask"), advantages, gaps, masks), mask, lengths, signal)
     share = {"correction/weight_mean": 0.4, "correction/masked_share": 0.6, "correction/capped_share": 0.0}
     assert found == share
-    found = correction_metrics(run(CorrectionConfig(mode="token_truncate"), advantages, gaps, masks), mask, lengths, signal)
+    found = correction_metrics(
+        run(CorrectionConfig(mode="token_truncate"), advantages, gaps, masks), mask, lengths, signal
+    )
     share = {"correction/weight_mean": 8 / 5, "correction/masked_share": 0.0, "correction/capped_share": 0.6}
     assert found == share
-    nothing = correction_metrics(run(CorrectionConfig(mode="token_mask"), advantages, gaps, masks), mask, lengths, np.zeros(3, dtype=bool))
+    nothing = correction_metrics(
+        run(CorrectionConfig(mode="token_mask"), advantages, gaps, masks), mask, lengths, np.zeros(3, dtype=bool)
+    )
     assert nothing == {}
 
 
@@ -135,8 +164,12 @@ def test_packed_advantages_equal_weight_times_advantage_per_token() -> None:
     folded, weights = np.linspace(-1.0, 1.0, 5), np.ones(5)
     importance = np.random.default_rng(0).uniform(0.0, 2.0, total)
     plain = run_pack(drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights))
-    ones = run_pack(drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights, importance_weights=np.ones(total)))
-    found = run_pack(drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights, importance_weights=importance))
+    ones = run_pack(
+        drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights, importance_weights=np.ones(total))
+    )
+    found = run_pack(
+        drawn, [3, 1, 4], inputs=LossInputs(advantages=folded, weights=weights, importance_weights=importance)
+    )
     assert torch.equal(ones.advantages, plain.advantages) and torch.equal(found.weights, plain.weights)
     wanted, start = {}, 0
     for i, s in enumerate(drawn):
@@ -159,7 +192,11 @@ def test_packed_advantages_equal_weight_times_advantage_per_token() -> None:
         ),
         (
             ["correction.old_logprobs=rollout", "correction.off_policy_delta=0.1"],
-            ["correction.off_policy_delta=0.1", "correction.old_logprobs=recompute", "correction.off_policy_delta=null"],
+            [
+                "correction.off_policy_delta=0.1",
+                "correction.old_logprobs=recompute",
+                "correction.off_policy_delta=null",
+            ],
         ),
     ],
 )
@@ -170,4 +207,8 @@ def test_settings_that_cannot_work_are_refused_with_the_ways_out(overrides: list
 
 
 def test_the_default_corrects_nothing() -> None:
-    assert not CorrectionConfig().is_on and CorrectionConfig(mode="token_mask").is_on and CorrectionConfig(off_policy_delta=0.0).is_on
+    assert (
+        not CorrectionConfig().is_on
+        and CorrectionConfig(mode="token_mask").is_on
+        and CorrectionConfig(off_policy_delta=0.0).is_on
+    )

@@ -28,7 +28,10 @@ def test_coefficient_equals_the_recursion() -> None:
         coefficient = coefficient.updated(kl, num_samples)
     # 100 multiplications
     assert coefficient.value == pytest.approx(naive_coefficient(0.2, 6.0, 10_000, measured), rel=1e-13)
-    assert coefficient.value != pytest.approx(0.2, rel=1e-3) and (coefficient.target, coefficient.horizon) == (6.0, 10_000)
+    assert coefficient.value != pytest.approx(0.2, rel=1e-3) and (coefficient.target, coefficient.horizon) == (
+        6.0,
+        10_000,
+    )
 
 
 def test_coefficient_moves_towards_the_target_and_not_beyond_the_clip() -> None:

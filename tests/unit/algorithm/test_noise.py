@@ -33,7 +33,9 @@ def assert_invariants(advantages: np.ndarray, signal: np.ndarray, ids: list[str]
     if std and signal.any():
         assert not np.array_equal(found[signal], with_noise(advantages, signal, ids, std=std, seed=seed + 1)[signal])
 
-    naive = [a + std * standard_normal(seed, name) if s else a for a, s, name in zip(advantages, signal, ids, strict=True)]  # 3
+    naive = [
+        a + std * standard_normal(seed, name) if s else a for a, s, name in zip(advantages, signal, ids, strict=True)
+    ]  # 3
     assert np.array_equal(found, naive)
     assert np.array_equal(with_noise(advantages, signal, ids, std=0.0, seed=seed), advantages)
 

@@ -38,10 +38,16 @@ def make_tokens(seed: int = 0) -> SimpleNamespace:
     advantage = torch.tensor([1.3, -0.7, 0.0, 2.0, -1.1, 0.4], dtype=torch.float64)
     weight = torch.tensor([0.3, 0.01, 0.5, 0.07, 0.2, 0.11], dtype=torch.float64)
     return SimpleNamespace(
-        num_sequences=6, sequences=sequences, advantages=(weight * advantage)[sequences], weights=weight[sequences],
-        old_logprobs=old, rollout_logprobs=old + 0.1 * gap, reference_logprobs=old - 0.3 * gap, logprobs=old + gap,
+        num_sequences=6,
+        sequences=sequences,
+        advantages=(weight * advantage)[sequences],
+        weights=weight[sequences],
+        old_logprobs=old,
+        rollout_logprobs=old + 0.1 * gap,
+        reference_logprobs=old - 0.3 * gap,
+        logprobs=old + gap,
         kl_coefficient=None,
-    )  # fmt: skip
+    )
 
 
 def run_term(config: LossConfig, t: SimpleNamespace, **changed):
@@ -59,7 +65,9 @@ def naive_loss(config: LossConfig, t: SimpleNamespace) -> tuple[torch.Tensor, to
     losses = [token_loss(config, t, logprobs, i) for i in range(len(logprobs))]
     gradient = torch.autograd.grad(sum(losses), logprobs, allow_unused=True)
     values = torch.stack([x.detach() for x in losses])
-    return values, torch.stack([torch.zeros_like(x) if g is None else g for x, g in zip(t.logprobs, gradient, strict=True)])
+    return values, torch.stack(
+        [torch.zeros_like(x) if g is None else g for x, g in zip(t.logprobs, gradient, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -70,7 +78,9 @@ def test_term_equals_equation(name: str) -> None:
     torch.testing.assert_close(term.loss.detach(), values, **DOUBLE)
     torch.testing.assert_close(gradient, wanted, **DOUBLE)
     if name != "dro":
-        assert torch.equal(gradient[tokens.advantages == 0], torch.zeros(int((tokens.advantages == 0).sum()), dtype=torch.float64))
+        assert torch.equal(
+            gradient[tokens.advantages == 0], torch.zeros(int((tokens.advantages == 0).sum()), dtype=torch.float64)
+        )
 
 
 def test_gspo_of_a_single_token_response_equals_the_naive_loop() -> None:
@@ -80,9 +90,13 @@ def test_gspo_of_a_single_token_response_equals_the_naive_loop() -> None:
     old, gap = torch.linspace(-3, -1, 9, dtype=torch.float64), torch.tensor(gaps, dtype=torch.float64)
     advantages = torch.tensor([1.3, -0.7, -2.0, 0.4, 1.1, -0.9], dtype=torch.float64)[sequences]
     tokens = SimpleNamespace(
-        num_sequences=6, sequences=sequences, advantages=advantages, weights=torch.ones(9, dtype=torch.float64), old_logprobs=old,
+        num_sequences=6,
+        sequences=sequences,
+        advantages=advantages,
+        weights=torch.ones(9, dtype=torch.float64),
+        old_logprobs=old,
         logprobs=old + gap,
-    )  # fmt: skip
+    )
     term, gradient = run_term(CONFIGS["gspo"], tokens)
     values, wanted = naive_loss(CONFIGS["gspo"], tokens)
     torch.testing.assert_close(term.loss.detach(), values, **DOUBLE)
@@ -125,7 +139,9 @@ def test_zero_advantage_gives_exactly_zero_gradient(name: str, dtype: torch.dtyp
     tokens = make_tokens()
     moved = {k: v.to(dtype) for k, v in vars(tokens).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     far = moved["old_logprobs"] + 12 * (moved["logprobs"] - moved["old_logprobs"])
-    _, gradient = run_term(CONFIGS[name], tokens, **{**moved, "advantages": torch.zeros(60, dtype=dtype), "logprobs": far})
+    _, gradient = run_term(
+        CONFIGS[name], tokens, **{**moved, "advantages": torch.zeros(60, dtype=dtype), "logprobs": far}
+    )
     assert torch.equal(gradient, torch.zeros(60, dtype=dtype))
 
 
@@ -188,7 +204,9 @@ def test_cross_entropy_is_the_weighted_sum() -> None:
     loss = cross_entropy(logprobs, tokens.weights)
     loss.backward()
     wanted = -sum(w * x for w, x in zip(tokens.weights.tolist(), tokens.logprobs.tolist(), strict=True))
-    assert loss.item() == pytest.approx(wanted, rel=1e-12) and torch.equal(logprobs.grad, -tokens.weights)  # rel: 60 additions
+    assert loss.item() == pytest.approx(wanted, rel=1e-12) and torch.equal(
+        logprobs.grad, -tokens.weights
+    )  # rel: 60 additions
 
 
 def run_objective(config: LossConfig, tokens: SimpleNamespace, entropy: torch.Tensor):
@@ -253,7 +271,9 @@ def test_the_examples_of_the_policy_terms_docstrings() -> None:
     assert term.loss.item() == pytest.approx(-2.4) and term.clipped.item()
     pair = of(math.log(1.2), 0.0)
     term = gspo(pair, torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.int64), 1, low=0.9, high=1.05)
-    assert term.loss.tolist() == pytest.approx([-1.05, -1.05]) and term.ratio.tolist() == pytest.approx([math.sqrt(1.2)] * 2)
+    assert term.loss.tolist() == pytest.approx([-1.05, -1.05]) and term.ratio.tolist() == pytest.approx(
+        [math.sqrt(1.2)] * 2
+    )
     logprob = of(-1.0)
     term = cispo(logprob, logprob.detach() - math.log(1.5), two, low=0.0, high=1.2)
     term.loss.sum().backward()

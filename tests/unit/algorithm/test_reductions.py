@@ -44,17 +44,23 @@ class Case:
         count = len(self.masks)
         zeros = np.zeros(count, dtype=np.int64)
         return BatchFacts(
-            sample_ids=tuple(f"s{i}" for i in range(count)), groups=self.groups, prompt_tokens=zeros + 3,
+            sample_ids=tuple(f"s{i}" for i in range(count)),
+            groups=self.groups,
+            prompt_tokens=zeros + 3,
             response_tokens=np.array([len(m) for m in self.masks], dtype=np.int64),
-            loss_tokens=np.array([m.sum() for m in self.masks], dtype=np.int64), owners=zeros, owner_rows=np.arange(count),
-        )  # fmt: skip
+            loss_tokens=np.array([m.sum() for m in self.masks], dtype=np.int64),
+            owners=zeros,
+            owner_rows=np.arange(count),
+        )
 
     def plan(self, *, steps: str = "match", drops: bool = True, advantages: np.ndarray | None = None) -> BatchPlan:
         """As the backend makes it: nothing is merged where nothing is dropped."""
         facts = self.facts
         signal = has_signal(self.advantages if advantages is None else advantages, facts.loss_tokens)
         mini_batches = split_mini_batches(np.arange(facts.num_samples), self.samples_per_mini_batch)
-        return plan_steps("train", mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=drops and steps == "merge")
+        return plan_steps(
+            "train", mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=drops and steps == "merge"
+        )
 
 
 @st.composite
@@ -75,17 +81,29 @@ def cases(draw) -> Case:
         case "all":
             advantages[:] = 0.0
     rules = PlanRules(data_size=draw(st.sampled_from([1, 2])), max_tokens=draw(st.sampled_from([1, 40])))
-    return Case(masks=masks, groups=np.arange(count) // 2, advantages=advantages, samples_per_mini_batch=size, rules=rules)
+    return Case(
+        masks=masks, groups=np.arange(count) // 2, advantages=advantages, samples_per_mini_batch=size, rules=rules
+    )
 
 
 @functools.cache
 def config_of(reduction: str, denominator: str, mode: str) -> Config:
-    given = [f"loss.reduction={reduction}", f"loss.denominator={denominator}", f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}"]
+    given = [
+        f"loss.reduction={reduction}",
+        f"loss.denominator={denominator}",
+        f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}",
+    ]
     return load_config(None, [*given, f"skip.mode={mode}"])
 
 
 def weights_of(
-    case: Case, plan: BatchPlan, reduction: str, denominator: str, advantages: np.ndarray | None = None, *, mode: str = "approximate"
+    case: Case,
+    plan: BatchPlan,
+    reduction: str,
+    denominator: str,
+    advantages: np.ndarray | None = None,
+    *,
+    mode: str = "approximate",
 ) -> list[np.ndarray]:
     """[S] of each step: the weights that the run's loop gives to the loss."""
     config, values = config_of(reduction, denominator, mode), case.advantages if advantages is None else advantages
@@ -105,16 +123,23 @@ def test_steps_and_weights_equal_the_naive_loop(case: Case, reduction: str, deno
     plan = case.plan(steps=steps)
     wanted = [
         *naive_steps(
-            case.masks, case.groups.tolist(), case.advantages.tolist(), case.samples_per_mini_batch,
-            reduction=reduction, denominator=denominator, steps=steps,
+            case.masks,
+            case.groups.tolist(),
+            case.advantages.tolist(),
+            case.samples_per_mini_batch,
+            reduction=reduction,
+            denominator=denominator,
+            steps=steps,
         )
-    ]  # fmt: skip
+    ]
     found = weights_of(case, plan, reduction, denominator)
     assert len(plan.mini_batches) == len(wanted)
     for mini_batch, weights, (live, naive) in zip(plan.mini_batches, found, wanted, strict=True):
         assert (mini_batch.kind is StepKind.GHOST) == (not live)
         assert sorted(mini_batch.order.tolist()) == live
-        np.testing.assert_allclose(weights[live], [naive[i] for i in live], rtol=1e-14)  # one division of exact integers
+        np.testing.assert_allclose(
+            weights[live], [naive[i] for i in live], rtol=1e-14
+        )  # one division of exact integers
 
 
 @every_product
@@ -124,8 +149,9 @@ def test_kept_equals_original_when_nothing_is_dropped(case: Case, reduction: str
     """Bit by bit, in each step that drops nothing: of a whole batch with signal, and under skip.mode=off of any batch."""
     alive = np.where(case.advantages == 0, 1.0, case.advantages)
     for plan, values, mode in (
-        (case.plan(steps=steps, advantages=alive), alive, "approximate"), (case.plan(steps=steps, drops=False), None, "off"),
-    ):  # fmt: skip
+        (case.plan(steps=steps, advantages=alive), alive, "approximate"),
+        (case.plan(steps=steps, drops=False), None, "off"),
+    ):
         for found, wanted in zip(
             *(weights_of(case, plan, reduction, d, values, mode=mode) for d in (denominator, "original")), strict=True
         ):
@@ -160,9 +186,13 @@ def test_merge_equals_match_on_one_mini_batch(case: Case, reduction: str, denomi
     """One step, its denominators those of the merged mini-batch, a ghost only where nothing of the batch has signal."""
     merged = case.plan(steps="merge")
     whole = plan_steps(
-        "train", [np.arange(len(case.masks))], case.facts.total_tokens, has_signal(case.advantages, case.facts.loss_tokens), case.rules,
+        "train",
+        [np.arange(len(case.masks))],
+        case.facts.total_tokens,
+        has_signal(case.advantages, case.facts.loss_tokens),
+        case.rules,
         drops=True,
-    )  # fmt: skip
+    )
     assert len(merged.mini_batches) == 1 and merged.fingerprints() == whole.fingerprints()
     (found,), (wanted,) = (weights_of(case, plan, reduction, denominator) for plan in (merged, whole))
     assert np.array_equal(found, wanted)
@@ -189,19 +219,34 @@ def test_exact_refuses_kept_and_names_both_ways_out(reduction: str, steps: str) 
     overrides = [f"loss.reduction={reduction}", f"skip.steps={steps}", "loss.denominator=kept"]
     with pytest.raises(ConfigError) as caught:
         signal_rule(load_config(None, overrides))
-    for words in ("loss.denominator=kept makes that untrue", "set loss.denominator=original", "skip.mode=approximate", "skip.mode=off"):
+    for words in (
+        "loss.denominator=kept makes that untrue",
+        "set loss.denominator=original",
+        "skip.mode=approximate",
+        "skip.mode=off",
+    ):
         assert words in str(caught.value)
-    assert signal_rule(load_config(None, [*overrides, "skip.mode=approximate"])).approximated == ("loss.denominator=kept",)
+    assert signal_rule(load_config(None, [*overrides, "skip.mode=approximate"])).approximated == (
+        "loss.denominator=kept",
+    )
     assert not signal_rule(load_config(None, [*overrides, "skip.mode=off"])).drops
 
 
 @pytest.mark.parametrize(
-    ("mode", "steps", "wanted"), [("exact", "match", 8), ("exact", "merge", 2), ("approximate", "merge", 2), ("off", "merge", 8)]
+    ("mode", "steps", "wanted"),
+    [("exact", "match", 8), ("exact", "merge", 2), ("approximate", "merge", 2), ("off", "merge", 8)],
 )
 def test_merge_has_one_step_an_epoch(mode: str, steps: str, wanted: int) -> None:
     """16 prompts of 4 in mini-batches of 16, two epochs; where nothing is dropped nothing is merged."""
     config = load_config(
-        None, [f"skip.mode={mode}", f"skip.steps={steps}", "train.epochs_per_rollout=2", "train.prompts_per_rollout=16",
-               "rollout.samples_per_prompt=4", "train.samples_per_mini_batch=16"],
-    )  # fmt: skip
+        None,
+        [
+            f"skip.mode={mode}",
+            f"skip.steps={steps}",
+            "train.epochs_per_rollout=2",
+            "train.prompts_per_rollout=16",
+            "rollout.samples_per_prompt=4",
+            "train.samples_per_mini_batch=16",
+        ],
+    )
     assert steps_per_rollout(config) == wanted

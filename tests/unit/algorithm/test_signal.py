@@ -28,18 +28,29 @@ SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=N
 
 # A value of each field at which it couples samples.
 COUPLED = {
-    "moe_router_force_load_balancing": True, "moe_input_jitter_eps": 0.01, "moe_expert_capacity_factor": 1.25,
-    "moe_router_load_balancing_type": "sinkhorn", "dsa_indexer_loss_coeff": 0.01, "qk_clip": True, "attention_dropout": 0.1,
-    "hidden_dropout": 0.1, "fp8": "hybrid", "fp4": "e2m1",
-}  # fmt: skip
+    "moe_router_force_load_balancing": True,
+    "moe_input_jitter_eps": 0.01,
+    "moe_expert_capacity_factor": 1.25,
+    "moe_router_load_balancing_type": "sinkhorn",
+    "dsa_indexer_loss_coeff": 0.01,
+    "qk_clip": True,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+}
 # Values of each field that no mode accepts.
 UNCOUNTED = {
-    "moe_aux_loss_coeff": (0.01, [0.0, 0.01]), "moe_z_loss_coeff": (1e-3,), "moe_router_enable_expert_bias": (True,),
+    "moe_aux_loss_coeff": (0.01, [0.0, 0.01]),
+    "moe_z_loss_coeff": (1e-3,),
+    "moe_router_enable_expert_bias": (True,),
     "mtp_num_layers": (1,),
-}  # fmt: skip
+}
 
 
-def make_config(mode: str, *, loss: dict | None = None, skip: dict | None = None, transformer: dict | None = None) -> Config:
+def make_config(
+    mode: str, *, loss: dict | None = None, skip: dict | None = None, transformer: dict | None = None
+) -> Config:
     return Config(
         skip=SkipConfig(mode=mode, **(skip or {})),
         loss=LossConfig(**(loss or {})),
@@ -61,8 +72,12 @@ REFUSED = [
 def assert_invariants(values: np.ndarray, tokens: np.ndarray, epsilon: float) -> None:
     """Every numbered invariant of algorithm/signal.py; the fourth is ``test_exact_refuses``, over settings."""
     found = has_signal(values, tokens, advantage_epsilon=epsilon)
-    assert np.array_equal(found, has_signal(values.copy(), tokens.copy(), advantage_epsilon=epsilon))  # 1: of these alone
-    assert np.array_equal(found, has_signal(-values, tokens, advantage_epsilon=epsilon))  # 1: not of a sign, so not of a sum
+    assert np.array_equal(
+        found, has_signal(values.copy(), tokens.copy(), advantage_epsilon=epsilon)
+    )  # 1: of these alone
+    assert np.array_equal(
+        found, has_signal(-values, tokens, advantage_epsilon=epsilon)
+    )  # 1: not of a sign, so not of a sum
     assert not found[tokens == 0].any()  # 2
     for value, count, signal in zip(values.tolist(), tokens.tolist(), found.tolist(), strict=True):  # 3
         assert signal == (count > 0 and (value > epsilon or value < -epsilon))
@@ -74,7 +89,9 @@ def assert_invariants(values: np.ndarray, tokens: np.ndarray, epsilon: float) ->
 
 @SETTINGS
 @given(
-    rows=st.lists(st.tuples(st.sampled_from([0.0, -0.0, 5e-324, -1e-12, 0.1, -0.1, 1.0, -3.0]), st.integers(0, 3)), max_size=12),
+    rows=st.lists(
+        st.tuples(st.sampled_from([0.0, -0.0, 5e-324, -1e-12, 0.1, -0.1, 1.0, -3.0]), st.integers(0, 3)), max_size=12
+    ),
     epsilon=st.sampled_from([0.0, 1e-9, 0.1]),
 )
 def test_invariants(rows: list[tuple[float, int]], epsilon: float) -> None:

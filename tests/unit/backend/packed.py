@@ -14,24 +14,36 @@ CPU = torch.device("cpu")
 def facts_of(samples: list[Sample]) -> BatchFacts:
     count = len(samples)
     return BatchFacts(
-        sample_ids=tuple(s.sample_id for s in samples), groups=np.zeros(count, dtype=np.int64),
-        owners=np.zeros(count, dtype=np.int64), owner_rows=np.arange(count),
-        prompt_tokens=np.array([s.prompt_tokens for s in samples]), response_tokens=np.array([len(s.loss_mask) for s in samples]),
+        sample_ids=tuple(s.sample_id for s in samples),
+        groups=np.zeros(count, dtype=np.int64),
+        owners=np.zeros(count, dtype=np.int64),
+        owner_rows=np.arange(count),
+        prompt_tokens=np.array([s.prompt_tokens for s in samples]),
+        response_tokens=np.array([len(s.loss_mask) for s in samples]),
         loss_tokens=np.array([int(s.loss_mask.sum()) for s in samples]),
-    )  # fmt: skip
+    )
 
 
 def inputs_of(samples: list[Sample]) -> LossInputs:
     """Numbers that name their place: flat arrays count response tokens of the batch, per-sample ones count samples."""
     total = sum(len(s.loss_mask) for s in samples)
     return LossInputs(
-        advantages=np.arange(len(samples)) + 0.5, weights=np.arange(len(samples)) + 1.0,
-        old_logprobs=-np.arange(total, dtype=np.float32), reference_logprobs=-1000 - np.arange(total, dtype=np.float32),
-    )  # fmt: skip
+        advantages=np.arange(len(samples)) + 0.5,
+        weights=np.arange(len(samples)) + 1.0,
+        old_logprobs=-np.arange(total, dtype=np.float32),
+        reference_logprobs=-1000 - np.arange(total, dtype=np.float32),
+    )
 
 
 def run_pack(samples: list[Sample], chosen: list[int], *, pad_multiple: int = 1, filler: bool = False, **changed):
-    arguments = {"pad_token": 0, "needs_tokens": True, "needs_loss": True, "device": CPU, "inputs": inputs_of(samples), **changed}
+    arguments = {
+        "pad_token": 0,
+        "needs_tokens": True,
+        "needs_loss": True,
+        "device": CPU,
+        "inputs": inputs_of(samples),
+        **changed,
+    }
     microbatch = MicroBatch(samples=np.array(chosen, dtype=np.int64), filler=filler)
     rows = {i: samples[i] for i in chosen}  # no others: nothing of them may be asked for
     return pack_microbatch(microbatch, facts_of(samples), rows, pad_multiple=pad_multiple, **arguments)

@@ -34,6 +34,11 @@ def rates(rank: int, world: int, overrides: tuple[str, ...]) -> list[float]:
 @pytest.mark.parametrize("decay_steps", [None, 7])
 def test_learning_rates_equal_the_formula(pool: Pool, schedule: str, decay_steps: int | None) -> None:
     """The decay ends at ``optimizer.decay_steps``, or with the run; no step has a rate of 0."""
-    overrides = (f"optimizer.schedule={schedule}", f"optimizer.decay_steps={'null' if decay_steps is None else decay_steps}")
+    overrides = (
+        f"optimizer.schedule={schedule}",
+        f"optimizer.decay_steps={'null' if decay_steps is None else decay_steps}",
+    )
     (found,) = pool.run(1, rates, overrides, timeout_s=60)
-    assert found == pytest.approx([wanted_rate(schedule, step, decay_steps or STEPS) for step in range(STEPS)], rel=1e-12)
+    assert found == pytest.approx(
+        [wanted_rate(schedule, step, decay_steps or STEPS) for step in range(STEPS)], rel=1e-12
+    )

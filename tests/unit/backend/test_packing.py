@@ -28,7 +28,10 @@ def test_pack_equals_naive(lengths: list[int]) -> None:
     """Bounds by adding up; each sequence gathered once, in order, pads repeating its own last; scatter undoes it."""
     packed = pack(tuple(lengths), CPU, for_transformer_engine=True)
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds and packed.cu_seqlens_q.dtype == torch.int32
+    assert (
+        packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds
+        and packed.cu_seqlens_q.dtype == torch.int32
+    )
     assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
     assert packed.lengths == tuple(lengths)
     rows = [row for bucket in packed.buckets for row in bucket.queries.tolist()]
@@ -41,7 +44,9 @@ def test_pack_equals_naive(lengths: list[int]) -> None:
     assert torch.equal(gathered[packed.scatter], torch.arange(sum(lengths)))
     for bucket in packed.buckets:
         true = [len(wanted[row[0]]) for row in bucket.queries.tolist()]
-        assert bucket.queries.shape[1] == max(true) and min(true) * 4 >= max(true) * 3  # at most a quarter of a row is pad
+        assert (
+            bucket.queries.shape[1] == max(true) and min(true) * 4 >= max(true) * 3
+        )  # at most a quarter of a row is pad
 
 
 def make_attention(scale: float | None = None) -> TorchAttention:
@@ -50,7 +55,9 @@ def make_attention(scale: float | None = None) -> TorchAttention:
 
 def make_qkv(tokens: int, dtype: torch.dtype, heads: int = 4, groups: int = 2) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(tokens)
-    return tuple(torch.randn(tokens, n, 8, generator=random, dtype=dtype).requires_grad_() for n in (heads, groups, groups))
+    return tuple(
+        torch.randn(tokens, n, 8, generator=random, dtype=dtype).requires_grad_() for n in (heads, groups, groups)
+    )
 
 
 def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float | None = None) -> torch.Tensor:
@@ -60,7 +67,9 @@ def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float
 @pytest.mark.parametrize("lengths", [(7,), (1, 1), (5, 9, 4, 9, 1), (16, 12, 13, 3)])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_packed_attention_equals_each_sequence_alone(lengths: tuple[int, ...], groups: int, scale: float | None) -> None:
+def test_packed_attention_equals_each_sequence_alone(
+    lengths: tuple[int, ...], groups: int, scale: float | None
+) -> None:
     """Output and gradients, grouped queries too, in double: what differs is the order of additions in SDPA's kernels."""
     qkv = make_qkv(sum(lengths), torch.float64, groups=groups)
     coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -112,7 +121,10 @@ def test_a_neighbour_changes_nothing(context: int) -> None:
             x[8:12] += disturb
             x.requires_grad_()
         output = attend((q, k, v), lengths) if context == 1 else attend_split((q, k, v), lengths, context)
-        return [output[outside].detach(), *(g[outside] for g in torch.autograd.grad(output[outside].square().sum(), (q, k, v)))]
+        return [
+            output[outside].detach(),
+            *(g[outside] for g in torch.autograd.grad(output[outside].square().sum(), (q, k, v))),
+        ]
 
     for disturb in (1.0, 1e4, float("nan")):
         assert all(map(torch.equal, run(0.0), run(disturb)))
@@ -144,18 +156,33 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
     samples = make_samples(count, seed=seed)
     chosen = np.random.default_rng(seed).permutation(count).tolist()
     whole = run_pack(samples, chosen, pad_multiple=2 * size, filler=filler)
-    parts = [run_pack(samples, chosen, pad_multiple=2 * size, filler=filler, context=ContextShard(rank=r, size=size)) for r in range(size)]
+    parts = [
+        run_pack(samples, chosen, pad_multiple=2 * size, filler=filler, context=ContextShard(rank=r, size=size))
+        for r in range(size)
+    ]
     tokens, places = torch.empty_like(whole.tokens[0]), torch.empty_like(whole.packed.position_ids)
     for part in parts:
         tokens[part.positions], places[part.positions] = part.tokens[0], part.packed.position_ids
-        assert part.packed.lengths == whole.packed.lengths  # of whole sequences: Transformer Engine divides by CP itself
+        assert (
+            part.packed.lengths == whole.packed.lengths
+        )  # of whole sequences: Transformer Engine divides by CP itself
     assert torch.equal(tokens, whole.tokens[0]) and torch.equal(places, whole.packed.position_ids)
     at = np.concatenate([part.positions[part.loss_positions.numpy()] for part in parts])
     order = np.concatenate([part.flat for part in parts]).argsort()
     wanted = whole.flat.argsort()
     assert at[order].tolist() == whole.loss_positions[wanted].tolist()
-    for name in ("targets", "sequences", "advantages", "weights", "old_logprobs", "reference_logprobs", "rollout_logprobs"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts])[order], getattr(whole, name)[wanted]), name
+    for name in (
+        "targets",
+        "sequences",
+        "advantages",
+        "weights",
+        "old_logprobs",
+        "reference_logprobs",
+        "rollout_logprobs",
+    ):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts])[order], getattr(whole, name)[wanted]), (
+            name
+        )
 
 
 def test_attention_refuses_what_is_not_packed() -> None:
@@ -181,10 +208,25 @@ def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> No
         for t in range(len(s.loss_mask)):
             if s.loss_mask[t]:
                 place, flat = start + s.prompt_tokens + t, int(flat_starts[i]) + t
-                wanted.append((place - 1, tokens[place], flat, slot, i + 0.5, i + 1.0, -flat, -1000 - flat, s.logprobs[t].item()))
+                wanted.append(
+                    (place - 1, tokens[place], flat, slot, i + 0.5, i + 1.0, -flat, -1000 - flat, s.logprobs[t].item())
+                )
     assert found.packed.lengths == tuple(lengths) and isinstance(found.packed, PackedSequences)
-    assert found.tokens.tolist() == [tokens] and found.packed.position_ids.tolist() == position_ids and found.num_sequences == count
-    names = ("loss_positions", "targets", "flat", "sequences", "advantages", "weights", "old_logprobs", "reference_logprobs")
+    assert (
+        found.tokens.tolist() == [tokens]
+        and found.packed.position_ids.tolist() == position_ids
+        and found.num_sequences == count
+    )
+    names = (
+        "loss_positions",
+        "targets",
+        "flat",
+        "sequences",
+        "advantages",
+        "weights",
+        "old_logprobs",
+        "reference_logprobs",
+    )
     columns = [getattr(found, name).tolist() for name in (*names, "rollout_logprobs")]
     assert list(zip(*columns, strict=True)) == wanted
     assert found.advantages.dtype == found.weights.dtype == found.old_logprobs.dtype == torch.float32
@@ -195,7 +237,9 @@ def test_pads_carry_no_loss() -> None:
     """Not one loss position, nor the token it predicts, is a pad, up to pads of seven tokens."""
     samples = make_samples(12, seed=5)
     found = run_pack(samples, list(range(12)), pad_multiple=8)
-    is_pad = np.concatenate([np.arange(n) >= len(s.token_ids) for n, s in zip(found.packed.lengths, samples, strict=True)])
+    is_pad = np.concatenate(
+        [np.arange(n) >= len(s.token_ids) for n, s in zip(found.packed.lengths, samples, strict=True)]
+    )
     assert is_pad.sum() > 12
     assert not is_pad[found.loss_positions].any() and not is_pad[found.loss_positions + 1].any()
     assert torch.equal(found.targets, found.tokens[0, found.loss_positions + 1])
@@ -204,12 +248,17 @@ def test_pads_carry_no_loss() -> None:
 def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
     """A tool's token: it stands in the input, the next token is predicted from it, and nothing is predicted at its place."""
     sample = Sample(
-        sample_id="s", prompt_tokens=2, token_ids=np.array([10, 11, 20, 21, 22]), loss_mask=np.array([True, False, True]),
+        sample_id="s",
+        prompt_tokens=2,
+        token_ids=np.array([10, 11, 20, 21, 22]),
+        loss_mask=np.array([True, False, True]),
         logprobs=np.array([-1.0, -2.0, -3.0], dtype=np.float32),
-    )  # fmt: skip
+    )
     found = run_pack([sample], [0])
     assert found.tokens.tolist() == [[10, 11, 20, 21, 22]]
-    assert found.loss_positions.tolist() == [1, 3] and found.targets.tolist() == [20, 22] and found.flat.tolist() == [0, 2]
+    assert (
+        found.loss_positions.tolist() == [1, 3] and found.targets.tolist() == [20, 22] and found.flat.tolist() == [0, 2]
+    )
     assert found.old_logprobs.tolist() == [-0.0, -2.0] and found.rollout_logprobs.tolist() == [-1.0, -3.0]
 
 
@@ -234,15 +283,38 @@ def test_sample_without_loss_token_packs() -> None:
 def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
     """A middle stage holds no rows at all, and its positions and bounds are those of the others."""
     samples = make_samples(4, seed=3)
-    whole, found = (run_pack(samples, [2, 0], pad_multiple=4, needs_tokens=f, needs_loss=x) for f, x in ((True, True), (first, last)))
+    whole, found = (
+        run_pack(samples, [2, 0], pad_multiple=4, needs_tokens=f, needs_loss=x)
+        for f, x in ((True, True), (first, last))
+    )
     if not (first or last):
         microbatch = MicroBatch(samples=np.array([2, 0]))
         found = pack_microbatch(
-            microbatch, facts_of(samples), {}, None, pad_multiple=4, pad_token=0, needs_tokens=False, needs_loss=False, device=CPU
+            microbatch,
+            facts_of(samples),
+            {},
+            None,
+            pad_multiple=4,
+            pad_token=0,
+            needs_tokens=False,
+            needs_loss=False,
+            device=CPU,
         )
-    assert torch.equal(found.packed.position_ids, whole.packed.position_ids) and found.packed.lengths == whole.packed.lengths
+    assert (
+        torch.equal(found.packed.position_ids, whole.packed.position_ids)
+        and found.packed.lengths == whole.packed.lengths
+    )
     assert (found.tokens is not None) == first
-    for name in ("loss_positions", "targets", "flat", "sequences", "advantages", "weights", "rollout_logprobs", "old_logprobs"):
+    for name in (
+        "loss_positions",
+        "targets",
+        "flat",
+        "sequences",
+        "advantages",
+        "weights",
+        "rollout_logprobs",
+        "old_logprobs",
+    ):
         assert (getattr(found, name) is not None) == last
 
 
@@ -265,7 +337,11 @@ def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
             first.append(packed)
             packer.submit(int).result()  # the thread has done all it was asked for
             assert asked == list(range(min(k + 2, 4)))
-        assert len(ahead) == 4 and [a is b for a, b in zip(first, ahead, strict=True)] == [True] * 4 and asked == [0, 1, 2, 3]
+        assert (
+            len(ahead) == 4
+            and [a is b for a, b in zip(first, ahead, strict=True)] == [True] * 4
+            and asked == [0, 1, 2, 3]
+        )
 
 
 def test_packed_ahead_raises_where_the_microbatch_is_asked_for() -> None:

@@ -14,7 +14,9 @@ from megatron_rl.planning.cost import NUM_SUMS
 def microbatch(*lengths: int) -> PackedMicroBatch:
     """Makes a micro-batch of such sequences; nothing but their lengths is read."""
     total = sum(lengths)
-    return PackedMicroBatch(packed=SimpleNamespace(lengths=lengths), positions=np.arange(total), num_sequences=len(lengths), tokens=None)
+    return PackedMicroBatch(
+        packed=SimpleNamespace(lengths=lengths), positions=np.arange(total), num_sequences=len(lengths), tokens=None
+    )
 
 
 def test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences() -> None:
@@ -33,11 +35,13 @@ def test_sums_of_a_stage_equal_a_loop_over_runs_and_chunks() -> None:
     random = np.random.default_rng(0)
     runs = [
         StageLaps(
-            forward_s=random.random((2, count)), backward_s=random.random((2, count)),
-            tokens=random.integers(1, 99, count).astype(float), squares=random.integers(1, 9999, count).astype(float),
+            forward_s=random.random((2, count)),
+            backward_s=random.random((2, count)),
+            tokens=random.integers(1, 99, count).astype(float),
+            squares=random.integers(1, 9999, count).astype(float),
         )
         for count in (2, 4)
-    ]  # fmt: skip
+    ]
     wanted = np.zeros(NUM_SUMS)
     for run in runs:
         for m in range(len(run.tokens)):

@@ -26,7 +26,12 @@ from megatron_rl.checkpoint.folder import (
 from megatron_rl.errors import CheckpointError
 from tests.unit.checkpoint.signing import sign_again
 
-FILES = {".metadata": b"plans", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"tensors" * 99, "state.json": b'{"rollouts": 4}\n'}
+FILES = {
+    ".metadata": b"plans",
+    "__0_0.distcp": bytes(range(256)) * 40,
+    "__1_0.distcp": b"tensors" * 99,
+    "state.json": b'{"rollouts": 4}\n',
+}
 
 
 def write_checkpoint(root: pathlib.Path, iteration: int = 4) -> pathlib.Path:
@@ -76,7 +81,10 @@ def test_1_a_kill_anywhere_in_complete_leaves_no_checkpoint_or_a_whole_one(tmp_p
             break
         for iteration in whole_checkpoints(root):
             verify(root / name_of(iteration))
-        assert whole_checkpoints(root)[0] == 2 and (root / LATEST).read_text() in ("2", str(whole_checkpoints(root)[-1]))
+        assert whole_checkpoints(root)[0] == 2 and (root / LATEST).read_text() in (
+            "2",
+            str(whole_checkpoints(root)[-1]),
+        )
         write_checkpoint(root)
         verify(root / name_of(4))
         assert sorted(x.name for x in root.iterdir() if x.is_dir()) == [name_of(2), name_of(4)]
@@ -125,7 +133,9 @@ def test_2_any_flipped_bit_is_found_and_its_file_named(tmp_path, name):
     path = checkpoint / name
     content = path.read_bytes()
     bits = (
-        range(8 * len(content)) if len(content) < 60 else random.Random(0).sample(range(8 * len(content)), 60 if name != MANIFEST else 600)
+        range(8 * len(content))
+        if len(content) < 60
+        else random.Random(0).sample(range(8 * len(content)), 60 if name != MANIFEST else 600)
     )
     for bit in bits:
         changed = bytearray(content)
@@ -192,7 +202,9 @@ def test_an_unknown_format_or_version_is_no_damage_and_both_are_named(tmp_path, 
     sign_again(checkpoint / MANIFEST, **changed)
     with pytest.raises(CheckpointError) as caught:
         verify(checkpoint)
-    assert not isinstance(caught.value, DamagedCheckpoint) and all(word in str(caught.value) for word in words), caught.value
+    assert not isinstance(caught.value, DamagedCheckpoint) and all(word in str(caught.value) for word in words), (
+        caught.value
+    )
 
 
 def test_a_manifest_of_another_tool_is_named_and_ours_without_its_digest_is_damaged(tmp_path):

@@ -25,8 +25,12 @@ from megatron_rl.checkpoint.pickled import (
     guarded,
 )
 
-OBJECTS = {("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")}  # 0.19.2's common_state; 0.16.1 has common.pt
-LOADS = {("torch.distributed.checkpoint.planner", name) for name in ("LoadPlan", "ReadItem", "LoadItemType")}  # sent by 0.16.1 alone
+OBJECTS = {
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+}  # 0.19.2's common_state; 0.16.1 has common.pt
+LOADS = {
+    ("torch.distributed.checkpoint.planner", name) for name in ("LoadPlan", "ReadItem", "LoadItemType")
+}  # sent by 0.16.1 alone
 
 
 class Planted:
@@ -45,7 +49,10 @@ class Recording:
     def __init__(self, of: type[MetadataUnpickler]) -> None:
         self.names: set[tuple[str, str]] = set()
         self.of, self.allows = of, of.allows
-        of.allows = lambda unpickler, module, name: (self.names.add((module, name)), self.allows(unpickler, module, name))[1]
+        of.allows = lambda unpickler, module, name: (
+            self.names.add((module, name)),
+            self.allows(unpickler, module, name),
+        )[1]
 
     def end(self) -> list[tuple[str, str]]:
         self.of.allows = self.allows
@@ -100,11 +107,25 @@ def test_what_ranks_send_one_another_is_the_other_list_and_no_more(met):
 
 
 def test_no_list_holds_what_could_run():
-    dangerous = {"builtins.eval", "builtins.exec", "builtins.getattr", "builtins.open", "builtins.__import__", "os.system", "posix.system"}
+    dangerous = {
+        "builtins.eval",
+        "builtins.exec",
+        "builtins.getattr",
+        "builtins.open",
+        "builtins.__import__",
+        "os.system",
+        "posix.system",
+    }
     held = {f"{module}.{name}" for module, name in flat(ALLOWED) | flat(BETWEEN_RANKS)}
     assert not held & dangerous
-    assert not {x for x in held if x.split(".")[0] in ("os", "posix", "subprocess", "importlib", "functools", "operator", "shutil")}
-    assert all(issubclass(getattr(__import__("builtins"), name), BaseException) for name in BETWEEN_RANKS.get("builtins", ()))
+    assert not {
+        x
+        for x in held
+        if x.split(".")[0] in ("os", "posix", "subprocess", "importlib", "functools", "operator", "shutil")
+    }
+    assert all(
+        issubclass(getattr(__import__("builtins"), name), BaseException) for name in BETWEEN_RANKS.get("builtins", ())
+    )
 
 
 def test_a_planted_call_is_refused_and_does_not_run(tmp_path):

@@ -45,7 +45,9 @@ def test_a_renamed_key_is_answered_by_its_new_name(old, new):
 
 
 def test_resolved_yaml_loads_back_to_the_same_config(tmp_path):
-    config = load_config(None, ["reward.functions=[arithmetic,math_verify]", "megatron.ddp.overlap_grad_reduce=true", "skip.mode=off"])
+    config = load_config(
+        None, ["reward.functions=[arithmetic,math_verify]", "megatron.ddp.overlap_grad_reduce=true", "skip.mode=off"]
+    )
     path = tmp_path / "config.yaml"
     path.write_text(config_to_yaml(config))
     assert load_config(path) == config
@@ -81,7 +83,10 @@ def test_yaml_reads_a_bare_off_as_a_boolean_and_it_still_means_off(tmp_path, wri
         ("lora={rank: 8, targets: []}", ["lora.targets=[]", "lora.rank=null"]),
         ("eval.samples_per_prompt=4", ["eval.samples_per_prompt=4", "eval.temperature=0", "eval.temperature above 0"]),
         ("eval.temperature=-1", ["eval.temperature=-1", "at least 0"]),
-        ("eval={path: a.jsonl, sets: {test: b.jsonl}}", ["eval.name='test'", "a.jsonl", "eval.sets.test='b.jsonl'", "rename"]),
+        (
+            "eval={path: a.jsonl, sets: {test: b.jsonl}}",
+            ["eval.name='test'", "a.jsonl", "eval.sets.test='b.jsonl'", "rename"],
+        ),
         ("eval.sets={a/b: c.jsonl}", ["'a/b'", "eval/<name>/"]),
         ("eval={path: a.jsonl, name: ''}", ["''", "cannot name an evaluation set"]),
     ],
@@ -95,10 +100,17 @@ def test_refusals_name_the_key_the_value_and_the_way_out(override, words):
 def test_evaluation_sets_stand_next_to_the_short_form(tmp_path):
     (tmp_path / "run.yaml").write_text("eval: {path: test.jsonl, sets: {hard: hard.jsonl, aime.24: aime.jsonl}}\n")
     config = load_config(tmp_path / "run.yaml", ["eval.sets.new=new.jsonl"])
-    assert config.eval.named_sets == {"test": "test.jsonl", "hard": "hard.jsonl", "aime.24": "aime.jsonl", "new": "new.jsonl"}
+    assert config.eval.named_sets == {
+        "test": "test.jsonl",
+        "hard": "hard.jsonl",
+        "aime.24": "aime.jsonl",
+        "new": "new.jsonl",
+    }
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
-    assert load_config(None, ["eval.sets.test=b.jsonl"]).eval.named_sets == {"test": "b.jsonl"}  # eval.name alone names nothing
+    assert load_config(None, ["eval.sets.test=b.jsonl"]).eval.named_sets == {
+        "test": "b.jsonl"
+    }  # eval.name alone names nothing
 
 
 def test_a_config_is_frozen():

@@ -25,8 +25,12 @@ def test_every_field_of_the_installed_class_is_known(cls):
 
 
 def test_names_become_dtypes_and_enum_members_where_the_type_asks_for_them():
-    assert resolve_fields({"exp_avg_dtype": "bfloat16"}, OptimizerConfig, "megatron.optimizer", {}) == {"exp_avg_dtype": torch.bfloat16}
-    found = resolve_fields({"attention_backend": "flash", "fp8": "hybrid"}, TransformerConfig, "megatron.transformer", {})
+    assert resolve_fields({"exp_avg_dtype": "bfloat16"}, OptimizerConfig, "megatron.optimizer", {}) == {
+        "exp_avg_dtype": torch.bfloat16
+    }
+    found = resolve_fields(
+        {"attention_backend": "flash", "fp8": "hybrid"}, TransformerConfig, "megatron.transformer", {}
+    )
     assert found == {"attention_backend": AttnBackend.flash, "fp8": "hybrid"}
 
 
@@ -44,7 +48,9 @@ def test_what_means_nothing_is_named(cls, given, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize("cls,refused", [(TransformerConfig, REFUSED_TRANSFORMER_FIELDS), (OptimizerConfig, REFUSED_OPTIMIZER_FIELDS)])
+@pytest.mark.parametrize(
+    "cls,refused", [(TransformerConfig, REFUSED_TRANSFORMER_FIELDS), (OptimizerConfig, REFUSED_OPTIMIZER_FIELDS)]
+)
 def test_refused_fields_exist_and_say_why(cls, refused):
     """A refusal of a field that the installed version does not have would guard nothing."""
     known = {field.name for field in dataclasses.fields(cls)}

@@ -41,7 +41,9 @@ def test_prompt_turn_and_observation_equal_the_whole_conversations_rendering(tem
         sampled = tokenizer(turn).input_ids + [tokenizer.eos_token_id]
         token_ids += sampled + list(observations.token_ids(said, sampled[-1]))
         messages += [{"role": "assistant", "content": turn}, {"role": role, "content": said}]
-    assert tokenizer.decode(token_ids) == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(token_ids) == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
 
 
 def test_what_is_appended() -> None:
@@ -66,7 +68,10 @@ def test_a_plain_template_takes_the_text_as_it_is() -> None:
 
 
 def test_templates_that_cannot_say_it_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.role=tool.*roles user, assistant, tool .*no tools here.*messages that it takes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment\.role=tool.*roles user, assistant, tool .*no tools here.*messages that it takes",
+    ):
         text_between(STRICT, "408")
     with pytest.raises(ConfigError, match="does not write an assistant's content"):
         text_between(SILENT, "408")

@@ -110,12 +110,19 @@ def test_resumed_equals_uninterrupted():
     before, after = make_source(), make_source()
     first = ids(before.next(10)), [s.prompt.prompt_id for s in before.next_solutions(2)]
     after.load_state(json.loads(json.dumps(before.state())))
-    assert (first[0] + ids(after.next(15)), first[1] + [s.prompt.prompt_id for s in after.next_solutions(7)]) == expected
+    assert (
+        first[0] + ids(after.next(15)),
+        first[1] + [s.prompt.prompt_id for s in after.next_solutions(7)],
+    ) == expected
 
 
 def test_cursor_of_another_order_is_refused():
     state = make_source().state()
-    others = {"seed": make_source(seed=4), "shuffle": make_source(shuffle=False), "prompts_per_epoch": make_source(make_rows(6))}
+    others = {
+        "seed": make_source(seed=4),
+        "shuffle": make_source(shuffle=False),
+        "prompts_per_epoch": make_source(make_rows(6)),
+    }
     for name, source in others.items():
         with pytest.raises(ConfigError, match=f"taken with {name}="):
             source.load_state(state)
@@ -168,7 +175,9 @@ def test_renamed_answer_key_is_given_as_answer():
 
 
 def test_bad_rows_name_row_and_columns():
-    with pytest.raises(ConfigError, match="row 1 has no column 'prompt' .data.prompt_key.; its columns are 'question', 'answer'"):
+    with pytest.raises(
+        ConfigError, match="row 1 has no column 'prompt' .data.prompt_key.; its columns are 'question', 'answer'"
+    ):
         make_source([{"prompt": "x"}, {"question": "x", "answer": "1"}])
     with pytest.raises(ConfigError, match="row 0: column 'prompt' .* is a int, 7; it must be text"):
         make_source([{"prompt": 7}])
@@ -181,7 +190,9 @@ def test_bad_rows_name_row_and_columns():
 
 def test_long_prompt_fails_or_is_dropped():
     rows = [{"prompt": "ab"}, {"prompt": "abcde"}, {"prompt": "abc"}]
-    with pytest.raises(ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*max_prompt_tokens.*on_long_prompt=drop"):
+    with pytest.raises(
+        ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*max_prompt_tokens.*on_long_prompt=drop"
+    ):
         make_source(rows, max_prompt_tokens=3)
     source = make_source(rows, max_prompt_tokens=3, on_long_prompt="drop", shuffle=False)
     assert (len(source), source.num_dropped) == (2, 1)
@@ -232,5 +243,8 @@ def test_an_episode_is_imitated_but_for_what_the_tool_says(template, between):
 
 @pytest.mark.parametrize("cut", [EPISODE[1:], EPISODE[:-1], [{"role": "tool", "content": "4"}]])
 def test_an_episode_begins_and_ends_with_the_assistant(cut):
-    with pytest.raises(ConfigError, match=r"row 0: column 'solution' .*messages of the roles .*; it begins and ends with the assistant's"):
+    with pytest.raises(
+        ConfigError,
+        match=r"row 0: column 'solution' .*messages of the roles .*; it begins and ends with the assistant's",
+    ):
         make_source([{"prompt": "x", "solution": cut}]).next_solutions(1)

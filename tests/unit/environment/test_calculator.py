@@ -23,7 +23,9 @@ def expression_of(generator: random.Random, depth: int, operators: list[str], nu
     return f"({left}{generator.choice(operators)}{right})"
 
 
-@pytest.mark.parametrize(("operators", "number"), [(["+", "-", "*", "//", "%", " * "], "0"), (["+", "-", "*", "/", "%"], "F(0)")])
+@pytest.mark.parametrize(
+    ("operators", "number"), [(["+", "-", "*", "//", "%", " * "], "0"), (["+", "-", "*", "/", "%"], "F(0)")]
+)
 def test_values_equal_pythons(operators: list[str], number: str) -> None:
     """Of whole numbers, and of fractions, which Python writes as F(3)."""
     generator, compared = random.Random(0), 0
@@ -35,14 +37,32 @@ def test_values_equal_pythons(operators: list[str], number: str) -> None:
             with pytest.raises(ValueError, match="division by zero"):
                 evaluate(expression.replace("F", ""))
             continue
-        assert evaluate(expression.replace("F", "")) == (str(wanted) if wanted.denominator == 1 else f"{float(wanted):.10g}")
+        assert evaluate(expression.replace("F", "")) == (
+            str(wanted) if wanted.denominator == 1 else f"{float(wanted):.10g}"
+        )
         compared += 1
     assert compared > 300
 
 
 @pytest.mark.parametrize(
     "expression",
-    ["__import__('os')", "x", "1;2", "2**9", "'a'*3", "(1).real", "[1]", "1 if 1 else 2", "1<<9", "True", "1j", "", "1e999", "\0", "f()"],
+    [
+        "__import__('os')",
+        "x",
+        "1;2",
+        "2**9",
+        "'a'*3",
+        "(1).real",
+        "[1]",
+        "1 if 1 else 2",
+        "1<<9",
+        "True",
+        "1j",
+        "",
+        "1e999",
+        "\0",
+        "f()",
+    ],
 )
 def test_anything_but_arithmetic_is_refused(expression: str) -> None:
     with pytest.raises(ValueError):

@@ -68,7 +68,9 @@ def test_an_environment_that_is_down_costs_a_few_deadlines_and_not_one_per_sampl
     for number, ticket in enumerate(tickets):
         with pytest.raises(Overdue) as overdue:
             pool.result(ticket)
-        assert ("environment.deadline_s" if number in begun else "4 steps in a row took longer than 0.5 s") in str(overdue.value)
+        assert ("environment.deadline_s" if number in begun else "4 steps in a row took longer than 0.5 s") in str(
+            overdue.value
+        )
     assert begun in ([0, 1, 2, 3], [0, 1, 2, 3, 4])
     held.set()
     assert pool.result(pool.submit(lambda: 5)) == 5

@@ -20,9 +20,12 @@ def shape_of(hf_config, **parallel: int | bool):
     config = load_config(None, [f"parallel.{name}={value}" for name, value in parallel.items()])
     degrees = config.parallel
     place = SimpleNamespace(
-        tensor_size=degrees.tensor, pipeline_size=degrees.pipeline, virtual_size=degrees.virtual_pipeline, expert_size=degrees.expert,
+        tensor_size=degrees.tensor,
+        pipeline_size=degrees.pipeline,
+        virtual_size=degrees.virtual_pipeline,
+        expert_size=degrees.expert,
         expert_tensor_size=degrees.expert_tensor or degrees.tensor,
-    )  # fmt: skip
+    )
     return model_shape(hf_config, config, place, layer_spec="torch")
 
 
@@ -35,10 +38,18 @@ def changed(family: str, **values: object):
 
 REFUSED = [
     (changed("qwen3"), dict(expert=2), "parallel.expert=2 splits experts and qwen3 has none; set parallel.expert=1"),
-    (changed("llama"), dict(expert_tensor=2), "parallel.expert_tensor=2 splits experts and llama has none; leave it null"),
+    (
+        changed("llama"),
+        dict(expert_tensor=2),
+        "parallel.expert_tensor=2 splits experts and llama has none; leave it null",
+    ),
     (changed("mixtral"), dict(expert=3), "parallel.expert=3 does not divide num_experts=4 of mixtral"),
     (changed("qwen3_moe"), dict(expert=8), "parallel.expert=8 does not divide num_experts=4 of qwen3_moe"),
-    (changed("mixtral", intermediate_size=97), dict(expert_tensor=2), "parallel.expert_tensor=2 does not divide intermediate_size=97"),
+    (
+        changed("mixtral", intermediate_size=97),
+        dict(expert_tensor=2),
+        "parallel.expert_tensor=2 does not divide intermediate_size=97",
+    ),
     (changed("qwen3_moe", moe_intermediate_size=33), dict(expert_tensor=2), "does not divide moe_intermediate_size=33"),
     (changed("mixtral"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
     (changed("mixtral", sliding_window=8), {}, "sliding_window=8 of mixtral is not supported"),
@@ -46,7 +57,11 @@ REFUSED = [
     (changed("mistral", sliding_window=8), {}, "sliding_window=8 of mistral is below max_position_embeddings=256"),
     (changed("qwen3_moe", use_sliding_window=True), {}, "use_sliding_window=true of qwen3_moe"),
     (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
-    (changed("qwen3_moe", decoder_sparse_step=2), {}, "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers"),
+    (
+        changed("qwen3_moe", decoder_sparse_step=2),
+        {},
+        "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers",
+    ),
     (changed("qwen3_moe", mlp_only_layers=[1]), {}, "mlp_only_layers=.1. of qwen3_moe leave dense layers"),
     (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
 ]
@@ -65,8 +80,10 @@ def test_an_expert_that_only_tensor_ranks_could_not_split_is_accepted() -> None:
 
 def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
     assert {family: shape_of(tiny_config(family)).router_pre_softmax for family in MIXTURES} == {
-        "mixtral": False, "qwen3_moe": False, "qwen3_moe_unnormalised": True,
-    }  # fmt: skip
+        "mixtral": False,
+        "qwen3_moe": False,
+        "qwen3_moe_unnormalised": True,
+    }
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
@@ -79,28 +96,40 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
             passed += parameter.numel() / (2 if ".experts." in name else 1)
     shape = shape_of(config)
     assert shape.flops_per_token(0.0) == 6 * passed
-    assert shape.flops_per_token(10.0) - shape.flops_per_token(0.0) == 12 * 10 * LAYERS * shape.num_heads * shape.head_dim
+    assert (
+        shape.flops_per_token(10.0) - shape.flops_per_token(0.0) == 12 * 10 * LAYERS * shape.num_heads * shape.head_dim
+    )
 
 
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:
     """4 per element of a frozen matrix, 6 per element of A and B."""
     config, model = tiny_model("qwen3")
-    frozen = model.lm_head.weight.numel() + sum(p.numel() for _, p in model.model.layers.named_parameters() if p.dim() > 1)
+    frozen = model.lm_head.weight.numel() + sum(
+        p.numel() for _, p in model.model.layers.named_parameters() if p.dim() > 1
+    )
     adapt(model, rank=3, alpha=5.0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shape = shape_of(config)
     assert shape.with_adapters(LoraConfig()) is shape
-    assert shape.with_adapters(LoraConfig(rank=3)).flops_per_token(0.0) == pytest.approx(4 * frozen + 6 * trained, rel=1e-12)
+    assert shape.with_adapters(LoraConfig(rank=3)).flops_per_token(0.0) == pytest.approx(
+        4 * frozen + 6 * trained, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
     "family,spec,words",
     [
-        ("qwen2_tied", "transformer_engine", ["lora.rank=3", "model.layer_spec=transformer_engine", "set model.layer_spec=torch"]),
+        (
+            "qwen2_tied",
+            "transformer_engine",
+            ["lora.rank=3", "model.layer_spec=transformer_engine", "set model.layer_spec=torch"],
+        ),
         ("mixtral", "torch", ["lora.targets=", "linear_fc1", "mixtral", "lora.targets=[linear_qkv,linear_proj]"]),
     ],
 )
-def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out(family: str, spec: str, words: list[str]) -> None:
+def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out(
+    family: str, spec: str, words: list[str]
+) -> None:
     shape = dataclasses.replace(shape_of(tiny_config(family)), layer_spec=spec)
     with pytest.raises(ConfigError) as error:
         put_adapters([], shape, LoraConfig(rank=3), SimpleNamespace(), 0)

@@ -41,7 +41,9 @@ def test_sums_are_divided_last():
     for value in (*entropy_D[0], *entropy_D[1]):
         total, largest = total + value, max(largest, value)
     metrics = divide(add_sums(*ranks))
-    assert metrics["train/entropy"] == pytest.approx(total / 1000, rel=1e-12)  # the two additions round in another order
+    assert metrics["train/entropy"] == pytest.approx(
+        total / 1000, rel=1e-12
+    )  # the two additions round in another order
     assert metrics["train/logprob_gap_max"] == largest
     mean_of_means = (entropy_D[0].mean() + entropy_D[1].mean()) / 2
     assert abs(metrics["train/entropy"] - mean_of_means) > 0.1
@@ -54,12 +56,27 @@ def test_loss_is_not_divided():
 
 
 def test_every_sum_has_its_name():
-    sums = {"loss": 2.0, "tokens": 10, "entropy": 5.0, "kl": 1.0, "clipped": 3, "ratio": 11.0,
-            "logprob_gap_abs": 0.5, "logprob_gap_max": 0.2, "logprob_gap_k3": 0.1}  # fmt: skip
+    sums = {
+        "loss": 2.0,
+        "tokens": 10,
+        "entropy": 5.0,
+        "kl": 1.0,
+        "clipped": 3,
+        "ratio": 11.0,
+        "logprob_gap_abs": 0.5,
+        "logprob_gap_max": 0.2,
+        "logprob_gap_k3": 0.1,
+    }
     assert divide(sums) == {
-        "train/loss": 2.0, "train/entropy": 0.5, "train/kl": 0.1, "train/clip_ratio": 0.3, "train/ratio": 1.1,
-        "train/logprob_gap_mean": 0.05, "train/logprob_gap_max": 0.2, "train/logprob_gap_k3": 0.01,
-    }  # fmt: skip
+        "train/loss": 2.0,
+        "train/entropy": 0.5,
+        "train/kl": 0.1,
+        "train/clip_ratio": 0.3,
+        "train/ratio": 1.1,
+        "train/logprob_gap_mean": 0.05,
+        "train/logprob_gap_max": 0.2,
+        "train/logprob_gap_k3": 0.01,
+    }
 
 
 def test_absent_sums_and_zero_tokens_give_no_metric():
@@ -78,8 +95,15 @@ def facts() -> BatchFacts:
     """Six samples of 10, 20, ... 60 tokens."""
     sixes = np.zeros(6, dtype=np.int64)
     response = 10 * np.arange(1, 7) - 4
-    return BatchFacts(sample_ids=tuple("abcdef"), groups=sixes, prompt_tokens=sixes + 4, response_tokens=response,
-                      loss_tokens=response, owners=sixes, owner_rows=np.arange(6))  # fmt: skip
+    return BatchFacts(
+        sample_ids=tuple("abcdef"),
+        groups=sixes,
+        prompt_tokens=sixes + 4,
+        response_tokens=response,
+        loss_tokens=response,
+        owners=sixes,
+        owner_rows=np.arange(6),
+    )
 
 
 def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: list[int]) -> StepPlan:
@@ -100,10 +124,16 @@ def test_skip_metrics_of_a_real_step():
     signal_S = np.asarray([True, False, True, False, True, True])
     metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 3], [2, 0]), facts(), signal_S)
     assert metrics == {
-        "skip/zero_advantage_ratio": 0.5, "skip/samples_dropped": 2, "skip/tokens_dropped": 60, "skip/microbatches_dropped": 2,
-        "skip/silent_ranks": 1, "skip/filler_microbatches": 0, "skip/tokens_executed": 40, "skip/tokens_dense": 100,
+        "skip/zero_advantage_ratio": 0.5,
+        "skip/samples_dropped": 2,
+        "skip/tokens_dropped": 60,
+        "skip/microbatches_dropped": 2,
+        "skip/silent_ranks": 1,
+        "skip/filler_microbatches": 0,
+        "skip/tokens_executed": 40,
+        "skip/tokens_dense": 100,
         "skip/speedup_ideal": 2.5,
-    }  # fmt: skip
+    }
 
 
 def test_skip_off_still_reports_the_ratio():
@@ -116,7 +146,11 @@ def test_skip_off_still_reports_the_ratio():
 def test_ghost_step_has_no_speedup():
     metrics = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
     assert "skip/speedup_ideal" not in metrics
-    assert (metrics["skip/zero_advantage_ratio"], metrics["skip/tokens_executed"], metrics["skip/silent_ranks"]) == (1.0, 0, 0)
+    assert (metrics["skip/zero_advantage_ratio"], metrics["skip/tokens_executed"], metrics["skip/silent_ranks"]) == (
+        1.0,
+        0,
+        0,
+    )
 
 
 def test_signal_of_another_batch_is_refused():
@@ -150,7 +184,10 @@ def test_earlier_runs_are_kept(tmp_path, caplog):
     for loss in (1.0, 2.0, 3.0):
         with MetricsWriter(tmp_path, OFF, 1, True) as writer:
             writer.write(row(0, train__loss=loss))
-    kept = [read_metrics(tmp_path / name)[0]["train/loss"] for name in ("metrics.jsonl.1", "metrics.jsonl.2", "metrics.jsonl")]
+    kept = [
+        read_metrics(tmp_path / name)[0]["train/loss"]
+        for name in ("metrics.jsonl.1", "metrics.jsonl.2", "metrics.jsonl")
+    ]
     assert kept == [1.0, 2.0, 3.0]
     assert "kept as metrics.jsonl.2" in caplog.text
 

@@ -19,9 +19,15 @@ class Clock:
 
 def row(step: int) -> dict[str, object]:
     return {
-        "step": step, "step_kind": "GHOST" if step == 3 else "REAL", "phase": "rl", "reward/mean": step / 100,
-        "skip/zero_advantage_ratio": 0.25, "skip/tokens_executed": 75, "skip/tokens_dense": 100, "time/step_s": 2.0,
-    }  # fmt: skip
+        "step": step,
+        "step_kind": "GHOST" if step == 3 else "REAL",
+        "phase": "rl",
+        "reward/mean": step / 100,
+        "skip/zero_advantage_ratio": 0.25,
+        "skip/tokens_executed": 75,
+        "skip/tokens_dense": 100,
+        "time/step_s": 2.0,
+    }
 
 
 def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
@@ -38,7 +44,16 @@ def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
 
 def test_log_lines_come_at_most_every_five_seconds():
     lines = [line for line in run(terminal=False).splitlines() if line.startswith("rl step")]
-    assert [line.split()[2] for line in lines] == ["0", "3", "6", "9", "12", "15", "18", "19"]  # first, every 3rd (6 s), last
+    assert [line.split()[2] for line in lines] == [
+        "0",
+        "3",
+        "6",
+        "9",
+        "12",
+        "15",
+        "18",
+        "19",
+    ]  # first, every 3rd (6 s), last
     assert lines[2] == "rl step 6 (7/20) | reward 0.060 | zero-adv 25 % | ghosts 1 | 2 s/step | ETA 26 s"
 
 

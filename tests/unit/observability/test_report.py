@@ -126,7 +126,9 @@ def test_ghost_steps_have_no_gradient_norm(tmp_path):
 
 def test_unclaimed_time_is_shown(tmp_path):
     write_run(tmp_path)
-    assert "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s" in svg_of(report(tmp_path), "Step time")
+    assert "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s" in svg_of(
+        report(tmp_path), "Step time"
+    )
 
 
 def test_missing_series_are_named_not_drawn(tmp_path):
@@ -152,14 +154,24 @@ def add_evaluation(run_dir, name: str, values: dict[str, list[float]]) -> None:
 
 def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     write_run(tmp_path, num_warmup=0)
-    add_evaluation(tmp_path, "hard", {"pass@16": [0.5, 0.6, 0.7], "pass@2": [0.2, 0.3, 0.4], "pass@1": [0.1] * 3, "mean@16": [0.3] * 3})
-    add_evaluation(tmp_path, "hard", {"excluded": [1.0] * 3, "response_tokens_mean": [9.0] * 3, "mean@16_before": [0.9] * 3})
+    add_evaluation(
+        tmp_path,
+        "hard",
+        {"pass@16": [0.5, 0.6, 0.7], "pass@2": [0.2, 0.3, 0.4], "pass@1": [0.1] * 3, "mean@16": [0.3] * 3},
+    )
+    add_evaluation(
+        tmp_path, "hard", {"excluded": [1.0] * 3, "response_tokens_mean": [9.0] * 3, "mean@16_before": [0.9] * 3}
+    )
     page = report(tmp_path)
     (legend,) = re.findall(r"<b>Evaluation: hard</b>.*?<div class=\"legend\">(.*?)</div>", page)
     assert re.findall(r"</i>([^<]+)</span>", legend)[:4] == ["mean@16", "pass@1", "pass@2", "pass@16"]
     assert "step 39\nmean@16: 0.3\npass@1: 0.1\npass@2: 0.3\npass@16: 0.6" in svg_of(page, "Evaluation: hard")
-    assert "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page  # a run of old beside it
-    assert re.search(r'Evaluation: hard</div><div class="value"><span>0.300 → </span>0.300</div><div class="note">.*?mean@16', page)
+    assert (
+        "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page
+    )  # a run of old beside it
+    assert re.search(
+        r'Evaluation: hard</div><div class="value"><span>0.300 → </span>0.300</div><div class="note">.*?mean@16', page
+    )
 
 
 def test_pass_at_1_that_is_the_mean_is_said_and_drawn_once(tmp_path):

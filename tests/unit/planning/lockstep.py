@@ -31,7 +31,9 @@ def assert_lockstep(plan: StepPlan, rules: PlanRules, padded: np.ndarray) -> Non
         for rank in block:  # 10
             true, fillers = [m for m in rank if not m.filler], [m for m in rank if m.filler]
             assert [m.filler for m in rank] == [False] * len(true) + [True] * len(fillers)
-            assert all(len(m.samples) == 1 and m.samples[0] in ran and m.samples[0] not in plan.dropped for m in fillers)
+            assert all(
+                len(m.samples) == 1 and m.samples[0] in ran and m.samples[0] not in plan.dropped for m in fillers
+            )
             assert all(padded[m.samples[0]] == padded[ran].min() for m in fillers)
             if fillers and rules.samples_per_microbatch is None and (rules.repack or len(plan.dropped) == 0):
                 assert all(len(m.samples) == 1 for m in true)

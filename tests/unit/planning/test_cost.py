@@ -35,10 +35,11 @@ def models(draw) -> CostModel:
     stages = tuple(
         StageCost(
             overhead=random.choice([0.0, random.uniform(0, 300)]),
-            token=random.uniform(0.1, 3.0), square=random.choice([0.0, random.uniform(0, 1e-2)]),
+            token=random.uniform(0.1, 3.0),
+            square=random.choice([0.0, random.uniform(0, 1e-2)]),
         )
         for _ in range(number)
-    )  # fmt: skip
+    )
     return CostModel(stages=stages, virtual=draw(st.integers(1, 3)) if number > 1 else 1)
 
 
@@ -49,7 +50,9 @@ def microbatches(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([x.sum() for x in lengths], dtype=float), np.array([(x**2).sum() for x in lengths], dtype=float)
 
 
-def step_of(model: CostModel, tokens: np.ndarray, squares: np.ndarray, *, noise: float = 0.0, seed: int = 0) -> np.ndarray:
+def step_of(
+    model: CostModel, tokens: np.ndarray, squares: np.ndarray, *, noise: float = 0.0, seed: int = 0
+) -> np.ndarray:
     """What ranks would measure under ``model`` (its seconds: a third forward), [stages, NUM_SUMS]."""
     random, rows = np.random.default_rng(seed), []
     for stage in model.stages:
@@ -64,11 +67,19 @@ def test_coefficients_are_never_negative(seed, count, noise) -> None:
     """Invariant 1: times that fall with tokens, too."""
     random = np.random.default_rng(seed)
     tokens, squares = microbatches(seed, count)
-    rows = [measured(tokens, squares, random.uniform(0, 1, count) * (1 if noise < 0.9 else 1 / tokens), random.uniform(0, 2)) for _ in "ab"]
+    rows = [
+        measured(
+            tokens, squares, random.uniform(0, 1, count) * (1 if noise < 0.9 else 1 / tokens), random.uniform(0, 2)
+        )
+        for _ in "ab"
+    ]
     fit = CostFit(prior=PRIOR)
     fit.add(np.stack(rows))
     for stage in fit.model().stages:
-        assert min(stage.overhead, stage.token, stage.square) >= 0 and np.isfinite([stage.overhead, stage.token, stage.square]).all()  # 1
+        assert (
+            min(stage.overhead, stage.token, stage.square) >= 0
+            and np.isfinite([stage.overhead, stage.token, stage.square]).all()
+        )  # 1
 
 
 def test_without_measurements_the_prior_stands() -> None:
@@ -89,7 +100,9 @@ def test_more_work_never_takes_less_on_a_stage(model, seed, count) -> None:
     tokens, squares = microbatches(seed, count)
     for stage in model.stages:
         least = stage.seconds(tokens, squares)
-        assert (stage.seconds(tokens + 1, squares) >= least).all() and (stage.seconds(tokens, squares + 1) >= least).all()  # 2
+        assert (stage.seconds(tokens + 1, squares) >= least).all() and (
+            stage.seconds(tokens, squares + 1) >= least
+        ).all()  # 2
         assert stage.seconds(np.append(tokens, 1.0), np.append(squares, 1.0)).sum() >= least.sum()
 
 
@@ -100,7 +113,9 @@ def test_best_count_is_the_least_predicted_time(model, tokens, squares, share) -
     longest = float(int(share * tokens))
     found = model.best_count(tokens, squares, longest)
     possible = min(tokens, MOST_MICROBATCHES)
-    others = np.array(sorted({m for m in (*range(1, min(found + 5, 400)), *(2**k for k in range(13))) if m <= possible}))
+    others = np.array(
+        sorted({m for m in (*range(1, min(found + 5, 400)), *(2**k for k in range(13))) if m <= possible})
+    )
     least = model.count_seconds(np.array([found]), tokens, squares, longest)
     assert (least <= model.count_seconds(others, tokens, squares, longest) * (1 + 1e-12)).all()  # 3
 
@@ -125,7 +140,9 @@ def test_the_priors_own_proportions_are_found_again(seed, count) -> None:
     """The ridge draws towards the prior's shape, so where that is the truth nothing is lost: equal to rounding, in seconds."""
     tokens, squares = microbatches(seed, count)
     truth = CostModel(
-        stages=tuple(StageCost(overhead=s.overhead * 1e-5, token=s.token * 1e-5, square=s.square * 1e-5) for s in PRIOR.stages)
+        stages=tuple(
+            StageCost(overhead=s.overhead * 1e-5, token=s.token * 1e-5, square=s.square * 1e-5) for s in PRIOR.stages
+        )
     )
     fit = CostFit(prior=PRIOR)
     fit.add(step_of(truth, tokens, squares))
@@ -148,7 +165,9 @@ def test_older_steps_weigh_less_and_a_ghost_forgets_nothing() -> None:
 
 def test_other_proportions_are_found_from_enough_microbatches() -> None:
     """2,000 micro-batches with ±10 % of noise: predictions within 1 % of a mean micro-batch; the ridge weighs one of them."""
-    truth = CostModel(stages=(StageCost(overhead=8e-3, token=2e-5, square=4e-8), StageCost(overhead=9e-3, token=3e-5, square=1e-8)))
+    truth = CostModel(
+        stages=(StageCost(overhead=8e-3, token=2e-5, square=4e-8), StageCost(overhead=9e-3, token=3e-5, square=1e-8))
+    )
     fit = CostFit(prior=PRIOR)
     fit.add(step_of(truth, *microbatches(1, 2000), noise=0.1))
     tokens, squares = microbatches(2, 50)
@@ -221,7 +240,9 @@ def test_rank_seconds_equals_the_clock_for_equal_microbatches(virtual, heavier) 
             model = CostModel(stages=(inner,) * (pipeline - 1) + (last,), virtual=virtual)
             count *= pipeline if virtual > 1 else 1
             tokens, squares = np.full(count, 1000.0), np.full(count, 2e5)
-            assert model.rank_seconds(tokens, squares) == pytest.approx(clock_seconds(model, tokens, squares), rel=1e-12)
+            assert model.rank_seconds(tokens, squares) == pytest.approx(
+                clock_seconds(model, tokens, squares), rel=1e-12
+            )
 
 
 @pytest.mark.parametrize(("spread", "median", "worst"), [(0.05, 0.03, 0.10), (0.2, 0.08, 0.20), (0.5, 0.12, 0.30)])
@@ -234,4 +255,8 @@ def test_rank_seconds_is_near_the_clock_for_ragged_microbatches(spread, median, 
         tokens = np.concatenate([rising[::2], rising[1::2][::-1]])
         model = CostModel(stages=(inner,) * pipeline)
         errors.append(model.rank_seconds(tokens, tokens * 200) / clock_seconds(model, tokens, tokens * 200) - 1)
-    assert np.median(np.abs(errors)) < median and np.abs(errors).max() < worst, (np.median(np.abs(errors)), min(errors), max(errors))
+    assert np.median(np.abs(errors)) < median and np.abs(errors).max() < worst, (
+        np.median(np.abs(errors)),
+        min(errors),
+        max(errors),
+    )

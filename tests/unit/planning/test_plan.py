@@ -44,7 +44,7 @@ class Case:
         case = dataclasses.replace(self, **changed)
         return plan_steps(
             "train", case.mini_batches, case.lengths, case.signal, case.rules, drops=case.drops, merge=case.merge
-        )  # fmt: skip
+        )
 
 
 @st.composite
@@ -59,20 +59,29 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     sizes = st.sampled_from([1, 3] if static else [None] if static is False else [None, 1, 3])
     data_size = draw(st.integers(1, 8))
     rules = PlanRules(
-        data_size=data_size, lockstep_ranks=draw(st.sampled_from([d for d in range(1, 9) if data_size % d == 0])),
+        data_size=data_size,
+        lockstep_ranks=draw(st.sampled_from([d for d in range(1, 9) if data_size % d == 0])),
         samples_per_microbatch=draw(sizes),
-        max_tokens=draw(st.sampled_from([1, 33, 64, 257, 8192])), pad_multiple=draw(st.sampled_from([1, 2, 8])),
+        max_tokens=draw(st.sampled_from([1, 33, 64, 257, 8192])),
+        pad_multiple=draw(st.sampled_from([1, 2, 8])),
         cost=pipeline(
-            draw(st.integers(1, 8)), overhead=draw(st.sampled_from([0.0, 1.0, 20.0, 256.0])), square=draw(st.sampled_from([0.0, 0.02])),
+            draw(st.integers(1, 8)),
+            overhead=draw(st.sampled_from([0.0, 1.0, 20.0, 256.0])),
+            square=draw(st.sampled_from([0.0, 0.02])),
             last=draw(st.sampled_from([1.0, 1.7])),
-        ), repack=draw(st.booleans()) if repack is None else repack,
+        ),
+        repack=draw(st.booleans()) if repack is None else repack,
         microbatch_multiple=draw(st.sampled_from([1, 1, 2, 4])),
-    )  # fmt: skip
+    )
     samples = random.permutation(count) if draw(st.booleans()) else np.arange(count)
     return Case(
-        mini_batches=split_mini_batches(samples, draw(st.sampled_from([None, 1, 4, 7, 16]))), lengths=lengths, signal=signal,
-        rules=rules, drops=draw(st.sampled_from([True, True, False])), merge=draw(st.booleans()),
-    )  # fmt: skip
+        mini_batches=split_mini_batches(samples, draw(st.sampled_from([None, 1, 4, 7, 16]))),
+        lengths=lengths,
+        signal=signal,
+        rules=rules,
+        drops=draw(st.sampled_from([True, True, False])),
+        merge=draw(st.booleans()),
+    )
 
 
 def assert_invariants(plan: BatchPlan, case: Case) -> None:
@@ -125,7 +134,9 @@ def assert_costliest_in_the_middle(planned: StepPlan, rules: PlanRules, each: np
 
 def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
     """Equal inputs, equal fingerprints; a sample that is no member changes nothing, whatever its length and its signal."""
-    again = case.plan(lengths=case.lengths.copy(), signal=case.signal.copy(), mini_batches=[x.copy() for x in case.mini_batches])
+    again = case.plan(
+        lengths=case.lengths.copy(), signal=case.signal.copy(), mini_batches=[x.copy() for x in case.mini_batches]
+    )
     assert plan.fingerprints() == again.fingerprints()
     more = case.plan(lengths=np.append(case.lengths, 999), signal=np.append(case.signal, True))
     assert plan.fingerprints() == more.fingerprints()
@@ -187,7 +198,9 @@ def test_balance_equals_greedy_longest_first(case: Case, bins: int) -> None:
 def test_ghost_stands_at_its_own_position() -> None:
     """Three mini-batches of two, signal in the first and the last: the ghost is the second, and the optimizer steps thrice."""
     signal = np.array([False, True, False, False, True, True])
-    plan = plan_steps("train", split_mini_batches(np.arange(6), 2), np.full(6, 5), signal, PlanRules(data_size=2), drops=True)
+    plan = plan_steps(
+        "train", split_mini_batches(np.arange(6), 2), np.full(6, 5), signal, PlanRules(data_size=2), drops=True
+    )
     assert [x.kind for x in plan.mini_batches] == [StepKind.REAL, StepKind.GHOST, StepKind.REAL]
     assert [x.order.tolist() for x in plan.mini_batches] == [[1], [], [4, 5]]
     assert [x.members.tolist() for x in plan.mini_batches] == [[0, 1], [2, 3], [4, 5]]
@@ -195,7 +208,8 @@ def test_ghost_stands_at_its_own_position() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "wanted"), [(None, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3], [4]]), (5, [[0, 1, 2, 3, 4]]), (9, [[0, 1, 2, 3, 4]])]
+    ("size", "wanted"),
+    [(None, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3], [4]]), (5, [[0, 1, 2, 3, 4]]), (9, [[0, 1, 2, 3, 4]])],
 )
 def test_split_mini_batches_leaves_the_rest_in_the_last(size: int | None, wanted: list[list[int]]) -> None:
     assert [x.tolist() for x in split_mini_batches(np.arange(5), size)] == wanted
@@ -206,7 +220,14 @@ def test_pads_count_against_the_cap() -> None:
     """Four sequences of 9 tokens are 36, under a cap of 40; padded to 16 they are 64 and need two micro-batches."""
     lengths, members = np.full(4, 9), [np.arange(4)]
     for multiple, microbatches in ((1, 1), (16, 2)):
-        plan = plan_steps("train", members, lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=40, pad_multiple=multiple), drops=True)
+        plan = plan_steps(
+            "train",
+            members,
+            lengths,
+            np.ones(4, dtype=bool),
+            PlanRules(max_tokens=40, pad_multiple=multiple),
+            drops=True,
+        )
         assert len(plan.mini_batches[0].filler_microbatches) == microbatches
 
 
@@ -214,7 +235,9 @@ def test_no_microbatch_exceeds_the_token_cap() -> None:
     """Not by one token: longest first lays 9, 7, 4 and 4 tokens out as 13 and 11, two micro-batches under a cap of 13, three under 12."""
     lengths = np.array([9, 7, 4, 4])
     for cap, microbatches in ((11, 3), (12, 3), (13, 2), (14, 2)):
-        (one,) = plan_steps("train", [np.arange(4)], lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=cap), drops=True).mini_batches
+        (one,) = plan_steps(
+            "train", [np.arange(4)], lengths, np.ones(4, dtype=bool), PlanRules(max_tokens=cap), drops=True
+        ).mini_batches
         tokens = [sum(lengths[i] for i in m) for rank in microbatches_of(one, 1) for m in rank]
         assert len(tokens) == microbatches and max(tokens) <= cap, (cap, tokens)
 
@@ -227,7 +250,13 @@ def test_padded_lengths_equal_a_loop() -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"),
-    [(1, 1, 1, 1, False, 1, 1), (4, 2, 1, 1, True, 4, 1), (4, 2, 1, 1, False, 1, 1), (2, 4, 3, 2, True, 8, 4), (1, 2, 2, 2, False, 4, 2)],
+    [
+        (1, 1, 1, 1, False, 1, 1),
+        (4, 2, 1, 1, True, 4, 1),
+        (4, 2, 1, 1, False, 1, 1),
+        (2, 4, 3, 2, True, 8, 4),
+        (1, 2, 2, 2, False, 4, 2),
+    ],
 )
 def test_rules_of_a_run_are_its_settings(
     tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, pads: int, multiple: int
@@ -236,9 +265,16 @@ def test_rules_of_a_run_are_its_settings(
     split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
     given = ["plan.max_tokens_per_microbatch=4096", "plan.microbatch_overhead_tokens=100", *split]
     degrees = SimpleNamespace(
-        tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, context_size=context, data_size=6, lockstep_replicas=3
+        tensor_size=tensor,
+        pipeline_size=pipeline,
+        virtual_size=virtual,
+        context_size=context,
+        data_size=6,
+        lockstep_replicas=3,
     )
-    rules = plan_rules(load_config(None, given), degrees, SimpleNamespace(num_layers=12, square_share=1e-3, head_layers=3.0))
+    rules = plan_rules(
+        load_config(None, given), degrees, SimpleNamespace(num_layers=12, square_share=1e-3, head_layers=3.0)
+    )
     assert (rules.max_tokens, rules.data_size, rules.lockstep_ranks) == (4096, 6, 3)
     assert (rules.pad_multiple, rules.microbatch_multiple) == (pads, multiple)
     assert [x.token for x in rules.cost.stages] == [1.0] * (pipeline - 1) + [1.0 + 3.0 * pipeline / 12]
@@ -259,25 +295,37 @@ def test_fingerprint_sees_every_field() -> None:
     fillers = one.filler_microbatches.copy()
     fillers[0] = True
     changes = {
-        "members": one.members[:-1], "dropped": one.dropped[:-1], "order": swapped, "rank_offsets": ranks,
-        "microbatch_offsets": bounds, "filler_microbatches": fillers, "kind": StepKind.GHOST,
-    }  # fmt: skip
+        "members": one.members[:-1],
+        "dropped": one.dropped[:-1],
+        "order": swapped,
+        "rank_offsets": ranks,
+        "microbatch_offsets": bounds,
+        "filler_microbatches": fillers,
+        "kind": StepKind.GHOST,
+    }
     seen = {base.fingerprints()[0], dataclasses.replace(base, purpose="logprob").fingerprints()[0]}
     for name, value in changes.items():
         changed = dataclasses.replace(base, mini_batches=(dataclasses.replace(one, **{name: value}),))
         seen.add(changed.fingerprints()[0])
     assert len(seen) == 2 + len(changes)
-    assert {f.name for f in dataclasses.fields(StepPlan)} - set(changes) == {"microbatches_dropped"}  # a count for metrics only
+    assert {f.name for f in dataclasses.fields(StepPlan)} - set(changes) == {
+        "microbatches_dropped"
+    }  # a count for metrics only
 
 
 def test_fingerprint_sees_a_length_that_moves_a_sample() -> None:
     lengths, members = np.array([9, 1, 1, 1]), [np.arange(4)]
-    plans = [plan_steps("train", members, x, np.ones(4, dtype=bool), PlanRules(data_size=2), drops=True) for x in (lengths, lengths[::-1])]
+    plans = [
+        plan_steps("train", members, x, np.ones(4, dtype=bool), PlanRules(data_size=2), drops=True)
+        for x in (lengths, lengths[::-1])
+    ]
     assert plans[0].fingerprints() != plans[1].fingerprints()
 
 
 def test_json_carries_details() -> None:
-    plan = dataclasses.replace(plan_steps("train", [], np.arange(0), np.ones(0, dtype=bool), PlanRules(), drops=True), details={"step": 3})
+    plan = dataclasses.replace(
+        plan_steps("train", [], np.arange(0), np.ones(0, dtype=bool), PlanRules(), drops=True), details={"step": 3}
+    )
     assert BatchPlan.from_json(plan.to_json()).details == {"step": 3} and plan.fingerprints() == ()
 
 
@@ -296,7 +344,9 @@ def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
         for seed in range(20):
             random, rules = np.random.default_rng(seed), PlanRules(cost=pipeline(stages), max_tokens=cap)
             lengths = np.minimum(500 * np.exp(random.normal(0, spread, 40)), 4000).astype(int)
-            (one,) = plan_steps("train", [np.arange(40)], lengths, np.ones(40, dtype=bool), rules, drops=True).mini_batches
+            (one,) = plan_steps(
+                "train", [np.arange(40)], lengths, np.ones(40, dtype=bool), rules, drops=True
+            ).mini_batches
             cut = np.split(one.order, one.microbatch_offsets[1:-1])
             clock = {}
             for name, order in (("planned", cut), ("as they come", sorted(cut, key=min))):
@@ -337,5 +387,15 @@ def test_long_sample_error_names_the_sample_and_the_way_out() -> None:
     with pytest.raises(ConfigError, match=wanted):
         plan_steps("train", [np.arange(3)], np.array([3, 16, 17]), np.array([True, False, False]), rules, drops=True)
     with pytest.raises(ConfigError, match="sample 7@0#1 has 24 tokens"):
-        plan_steps("train", [np.array([0, 1])], np.array([3, 17]), np.ones(2, dtype=bool), rules, drops=True, sample_ids=("7@0#0", "7@0#1"))
-    plan_steps("logprob", [np.array([0, 1])], np.array([3, 16, 17]), np.ones(3, dtype=bool), rules, drops=True)  # 2 is no member
+        plan_steps(
+            "train",
+            [np.array([0, 1])],
+            np.array([3, 17]),
+            np.ones(2, dtype=bool),
+            rules,
+            drops=True,
+            sample_ids=("7@0#0", "7@0#1"),
+        )
+    plan_steps(
+        "logprob", [np.array([0, 1])], np.array([3, 16, 17]), np.ones(3, dtype=bool), rules, drops=True
+    )  # 2 is no member

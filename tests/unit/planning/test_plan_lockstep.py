@@ -10,13 +10,18 @@ from megatron_rl.types import StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep
 
 
-def layout(signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True) -> tuple[StepPlan, list[str]]:
+def layout(
+    signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True
+) -> tuple[StepPlan, list[str]]:
     """The plan of one mini-batch of 8 samples (or as many as lengths), and per rank its micro-batches: "0,4 7*", * for a filler."""
     tokens = np.array(lengths or [10] * 8)
     with_signal = np.isin(np.arange(len(tokens)), signal)
     (one,) = plan_steps("train", [np.arange(len(tokens))], tokens, with_signal, rules, drops=drops).mini_batches
     assert_lockstep(one, rules, padded_lengths(tokens, rules.pad_multiple))
-    names = [[",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(rank)] for rank in range(rules.data_size)]
+    names = [
+        [",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(rank)]
+        for rank in range(rules.data_size)
+    ]
     return one, [" ".join(rank) for rank in names]
 
 
@@ -75,7 +80,10 @@ def test_dense_run_gets_fillers_too() -> None:
 )
 def test_block_cuts_its_own_samples_before_it_fills(lockstep: int, lengths: list[int], ranks: list[str]) -> None:
     """20 tokens against 21 under a cap of 20: one micro-batch against two. Two samples are cut in two; a single one is not."""
-    assert layout([], PlanRules(data_size=2, lockstep_ranks=lockstep, max_tokens=20), lengths=lengths, drops=False)[1] == ranks
+    assert (
+        layout([], PlanRules(data_size=2, lockstep_ranks=lockstep, max_tokens=20), lengths=lengths, drops=False)[1]
+        == ranks
+    )
 
 
 def test_cut_that_greedy_cannot_fit_takes_its_block_along() -> None:

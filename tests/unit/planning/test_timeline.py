@@ -26,7 +26,9 @@ def layouts(draw) -> tuple[int, int, int]:
 def seconds(layout: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     pipeline, virtual, microbatches = layout
     random = np.random.default_rng(seed)
-    return random.uniform(0.1, 3.0, (pipeline * virtual, microbatches)), random.uniform(0.1, 5.0, (pipeline * virtual, microbatches))
+    return random.uniform(0.1, 3.0, (pipeline * virtual, microbatches)), random.uniform(
+        0.1, 5.0, (pipeline * virtual, microbatches)
+    )
 
 
 def assert_invariants(timeline: Timeline, forward_s: np.ndarray, backward_s: np.ndarray, transfer_s: float) -> None:
@@ -48,7 +50,9 @@ def assert_invariants(timeline: Timeline, forward_s: np.ndarray, backward_s: np.
         assert len(set(order)) == len(order) == 2 * microbatches * (stages // pipeline)  # 1
         starts = [(timeline.backward_start if back else timeline.forward_start)[s, m] for s, m, back in order]
         ends = [(timeline.backward_end if back else timeline.forward_end)[s, m] for s, m, back in order]
-        assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))  # 2: one after the other, in order
+        assert all(
+            start >= end for start, end in zip(starts[1:], ends, strict=False)
+        )  # 2: one after the other, in order
         for (s, m, back), start, before in zip(order, starts, [0.0, *ends], strict=False):  # 4
             waits = [before]
             if back and s + 1 < stages:
@@ -93,7 +97,9 @@ def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: 
             table = [(0, m) for m in range(microbatches)]
         ups = [("F", chunk * pipeline + rank, m) for chunk, m in table]
         downs = [("B", (virtual - 1 - chunk) * pipeline + rank, m) for chunk, m in table]
-        warm = min(len(ups), pipeline - 1 - rank if virtual == 1 else 2 * (pipeline - 1 - rank) + (virtual - 1) * pipeline)
+        warm = min(
+            len(ups), pipeline - 1 - rank if virtual == 1 else 2 * (pipeline - 1 - rank) + (virtual - 1) * pipeline
+        )
         line = ups[:warm]
         for k in range(len(ups) - warm):
             line += [ups[warm + k], downs[k]]
@@ -116,7 +122,9 @@ def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: 
 @given(layouts(), st.integers(0, 2**32 - 1))
 def test_makespan_equals_the_longest_path(layout, seed) -> None:
     forward_s, backward_s = seconds(layout, seed)
-    assert simulate(forward_s, backward_s, pipeline=layout[0]).makespan == reference_makespan(forward_s, backward_s, layout[0])
+    assert simulate(forward_s, backward_s, pipeline=layout[0]).makespan == reference_makespan(
+        forward_s, backward_s, layout[0]
+    )
 
 
 def test_tables_are_megatrons() -> None:
@@ -132,10 +140,15 @@ def test_tables_are_megatrons() -> None:
             self.size, self.rank = (lambda: size), (lambda: rank)
 
     for pipeline, virtual, microbatches in [(2, 1, 5), (4, 1, 2), (2, 2, 4), (4, 3, 8), (3, 2, 12)]:
-        assert schedule_table(microbatches, virtual, pipeline) == schedules.get_schedule_table(microbatches, virtual, pipeline)
+        assert schedule_table(microbatches, virtual, pipeline) == schedules.get_schedule_table(
+            microbatches, virtual, pipeline
+        )
         for rank in range(pipeline):
             total, _, warm, rest = schedules.get_pp_rank_microbatches(
-                microbatches, virtual, pipeline, p2p_communicator=Communicator(rank, pipeline, virtual if virtual > 1 else None)
+                microbatches,
+                virtual,
+                pipeline,
+                p2p_communicator=Communicator(rank, pipeline, virtual if virtual > 1 else None),
             )
             assert warmup_forwards(rank, pipeline, virtual, microbatches, pipeline) == warm
             assert total == warm + rest == microbatches * virtual
@@ -144,7 +157,10 @@ def test_tables_are_megatrons() -> None:
 def test_one_rank_alone_adds_up() -> None:
     forward_s, backward_s = seconds((1, 1, 7), 0)
     timeline = simulate(forward_s, backward_s, pipeline=1)
-    assert timeline.makespan == pytest.approx(forward_s.sum() + backward_s.sum(), rel=1e-12) and timeline.bubble_share[0] < 1e-12
+    assert (
+        timeline.makespan == pytest.approx(forward_s.sum() + backward_s.sum(), rel=1e-12)
+        and timeline.bubble_share[0] < 1e-12
+    )
 
 
 def test_what_megatron_refuses_is_refused() -> None:

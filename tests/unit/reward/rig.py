@@ -27,19 +27,28 @@ def groups_of(*groups: Sequence[str], **columns) -> list[Rollout]:
             ids = tuple(ord(letter) for letter in text[:3])
             rollouts.append(
                 Rollout(
-                    prompt=prompt, sample_index=index, response_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop",
+                    prompt=prompt,
+                    sample_index=index,
+                    response_ids=ids,
+                    logprobs=(0.0,) * len(ids),
+                    text=text,
+                    finish_reason="stop",
                     weight_versions=((0, len(ids)),),
                 )
-            )  # fmt: skip
+            )
     return rollouts
 
 
 @contextlib.contextmanager
-def reward_of(*names: str, num_workers: int = 1, on_error: str = "drop", deadline_s: float | None = None, **settings) -> Iterator[Reward]:
+def reward_of(
+    *names: str, num_workers: int = 1, on_error: str = "drop", deadline_s: float | None = None, **settings
+) -> Iterator[Reward]:
     """Open a Reward of functions of worker_rewards.py; without ``deadline_s`` no sample meets one on any host."""
     names = tuple(name if ":" in name or name in ("arithmetic", "math_verify") else f"{HERE}:{name}" for name in names)
     given = patient(HANG_S) if deadline_s is None else deadline_s
-    reward = Reward(RewardConfig(functions=names, num_workers=num_workers, on_error=on_error, deadline_s=given, **settings))
+    reward = Reward(
+        RewardConfig(functions=names, num_workers=num_workers, on_error=on_error, deadline_s=given, **settings)
+    )
     try:
         yield reward
     finally:

@@ -44,7 +44,9 @@ def test_the_shape_equals_equation_13(limit: int, share: float, lengths: list[in
 
 
 def test_a_buffer_beyond_the_limit_is_refused() -> None:
-    given = load_config(None, ["reward.overlong_buffer_tokens=11", "rollout.max_response_tokens=10", "model.hf_path=here"])
+    given = load_config(
+        None, ["reward.overlong_buffer_tokens=11", "rollout.max_response_tokens=10", "model.hf_path=here"]
+    )
     with pytest.raises(ConfigError, match=r"reward\.overlong_buffer_tokens=11 .* rollout\.max_response_tokens=10"):
         check_overlong(given)
     for override in ("reward.overlong_buffer_tokens=-1", "reward.overlong_penalty=-0.5"):
@@ -55,13 +57,24 @@ def test_a_buffer_beyond_the_limit_is_refused() -> None:
 def facts_of(lengths: list[int], groups: list[int], loss_tokens: list[int] | None = None) -> BatchFacts:
     lengths, zeros = np.array(lengths, dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
     return BatchFacts(
-        sample_ids=tuple(f"s{i}" for i in range(len(lengths))), groups=np.array(groups), prompt_tokens=zeros + 2, response_tokens=lengths,
-        loss_tokens=lengths if loss_tokens is None else np.array(loss_tokens), owners=zeros, owner_rows=np.arange(len(lengths)),
-        places=np.arange(len(lengths)), weight_versions=zeros,
-    )  # fmt: skip
+        sample_ids=tuple(f"s{i}" for i in range(len(lengths))),
+        groups=np.array(groups),
+        prompt_tokens=zeros + 2,
+        response_tokens=lengths,
+        loss_tokens=lengths if loss_tokens is None else np.array(loss_tokens),
+        owners=zeros,
+        owner_rows=np.arange(len(lengths)),
+        places=np.arange(len(lengths)),
+        weight_versions=zeros,
+    )
 
 
-SHAPED = ("reward.functions=[a:f,b:g]", "reward.overlong_buffer_tokens=4", "reward.overlong_penalty=0.5", "rollout.max_response_tokens=10")
+SHAPED = (
+    "reward.functions=[a:f,b:g]",
+    "reward.overlong_buffer_tokens=4",
+    "reward.overlong_penalty=0.5",
+    "rollout.max_response_tokens=10",
+)
 
 
 def scored_of(config: Config, facts: BatchFacts, totals: np.ndarray, columns: np.ndarray) -> ScoredBatch:
@@ -105,16 +118,23 @@ def group() -> Group:
     ends = [("stop", 1.0), ("length", 1.0), ("stop", None), ("length", None)]
     rollouts = tuple(
         Rollout(
-            prompt=prompt, sample_index=k, response_ids=(3, 7, 9), logprobs=(-1.0,) * 3, text="", finish_reason=reason,
+            prompt=prompt,
+            sample_index=k,
+            response_ids=(3, 7, 9),
+            logprobs=(-1.0,) * 3,
+            text="",
+            finish_reason=reason,
             weight_versions=((0, 3),),
         )
         for k, (reason, _) in enumerate(ends)
-    )  # fmt: skip
+    )
     return Group(rollouts=rollouts, scores=tuple(Score(total=total, by_function=(total,)) for _, total in ends))
 
 
 @pytest.mark.parametrize("mask_truncated,wanted", [(False, [3, 3, 0, 0]), (True, [3, 0, 0, 0])])
-def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for(mask_truncated: bool, wanted: list[int]) -> None:
+def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for(
+    mask_truncated: bool, wanted: list[int]
+) -> None:
     samples = group().samples(mask_truncated=mask_truncated)
     assert [int(sample.loss_mask.sum()) for sample in samples] == wanted
     assert [sample.token_ids.tolist() for sample in samples] == [[5, 6, 3, 7, 9]] * 4
@@ -128,13 +148,22 @@ def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
     np.testing.assert_allclose(values, [1 / 3, 1 / 3, -2 / 3], rtol=1e-15)  # one rounding
     assert has_signal(values, facts.loss_tokens).tolist() == [True, True, False]
     assert reduction_weights("token_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [0.1, 0.1, 0.0]
-    assert reduction_weights("sequence_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [1 / 8, 1 / 12, 0.0]
+    assert reduction_weights("sequence_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [
+        1 / 8,
+        1 / 12,
+        0.0,
+    ]
 
 
 def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):
     """Rewards of the trace are 0 or 1 plus eq. 13 of their lengths; what is cut off is masked, and dropped as in the dense run."""
     weights = {}
-    extra = ["reward.overlong_buffer_tokens=3", "reward.overlong_penalty=0.5", "loss.mask_truncated=true", "plan.repack=false"]
+    extra = [
+        "reward.overlong_buffer_tokens=3",
+        "reward.overlong_penalty=0.5",
+        "loss.mask_truncated=true",
+        "plan.repack=false",
+    ]
     for mode in ("exact", "off"):
         given = arguments(arithmetic, tmp_path / mode, f"skip.mode={mode}", "plan.samples_per_microbatch=2", *extra)
         results = pool.run(2, command_line, given, timeout_s=120)
@@ -148,6 +177,9 @@ def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_pa
         lengths, rewards = np.array(line["response_tokens"]), np.array(line["reward"])
         shape = np.array([naive_shape(int(length), 6, 3) for length in lengths])
         np.testing.assert_allclose(rewards, lengths % 2 + 0.5 * shape, rtol=1e-15)
-        assert row["reward/overlong_penalty"] == pytest.approx(0.5 * shape.mean(), rel=1e-12) and row["reward/overlong_penalty"] < 0
+        assert (
+            row["reward/overlong_penalty"] == pytest.approx(0.5 * shape.mean(), rel=1e-12)
+            and row["reward/overlong_penalty"] < 0
+        )
         assert row["rollout/masked_truncated"] == (np.array(line["loss_tokens"]) == 0).sum() > 0
         assert (lengths[np.array(line["loss_tokens"]) == 0] == 6).all()

@@ -39,7 +39,12 @@ def only_endless(monkeypatch) -> None:
 def test_workers_equal_the_main_process():
     """Values, failures and their tracebacks, None, weights and order, over two functions."""
     texts = [["a", "bc", "nan", "\x01"], ["raise x", "d", "base"], ["\ud800 é 漢", "none", ""], ["f"] * 5]
-    rollouts = groups_of(*texts, level=lambda n: [n, {"x": None, "y": [1.5, float("inf")]}], big=lambda n: 10**30 + n, pi=lambda n: 0.1 * n)
+    rollouts = groups_of(
+        *texts,
+        level=lambda n: [n, {"x": None, "y": [1.5, float("inf")]}],
+        big=lambda n: 10**30 + n,
+        pi=lambda n: 0.1 * n,
+    )
     rollouts[4].prompt.columns["only_here"] = True
     names, weights = ("act", "everything"), (0.3, 1.7)
     for on_error in ("drop", "zero"):
@@ -53,7 +58,15 @@ def test_workers_equal_the_main_process():
 
 
 def test_math_verify_in_workers_equals_the_main_process():
-    texts = ["#### 72", "#### 71", "\\boxed{\\frac{1}{2}}", "I do not know", "", "The answer is $\\frac{2}{4}$.", "#### 1,000"]
+    texts = [
+        "#### 72",
+        "#### 71",
+        "\\boxed{\\frac{1}{2}}",
+        "I do not know",
+        "",
+        "The answer is $\\frac{2}{4}$.",
+        "#### 1,000",
+    ]
     rollouts = groups_of(*[texts] * 4, answer=lambda n: ["72", "0.5", "1000", "71"][n])
     with reward_of("math_verify", num_workers=2) as apart, reward_of("math_verify", num_workers=0) as here:
         assert apart.score(rollouts) == here.score(rollouts)
@@ -62,7 +75,9 @@ def test_math_verify_in_workers_equals_the_main_process():
 def test_failing_equals_the_main_process():
     rollouts = groups_of(["a", "raise it"], ["raise again", "b"])
     with reward_of("act", on_error="fail") as apart, reward_of("act", on_error="fail", num_workers=0) as here:
-        with pytest.raises(RewardError, match="(?s)sample 0@0#1 .2 of 4 samples failed.*RuntimeError: no reward for 'raise it'") as met:
+        with pytest.raises(
+            RewardError, match="(?s)sample 0@0#1 .2 of 4 samples failed.*RuntimeError: no reward for 'raise it'"
+        ) as met:
             apart.score(rollouts)
         with pytest.raises(RewardError) as expected:
             here.score(rollouts)
@@ -99,7 +114,9 @@ def test_a_worker_is_a_process_of_its_own(monkeypatch):
     with reward_of(*names) as reward:
         scores = reward.score(groups_of(["a", "b", "c"], ["d"]))
         pid = float(reward.pool.pids[0])
-        assert [score.by_function for score in scores] == [(0.0, 1.0, 3.0, 0.0, 1.0, pid)] * 3 + [(0.0, 1.0, 1.0, 0.0, 1.0, pid)]
+        assert [score.by_function for score in scores] == [(0.0, 1.0, 3.0, 0.0, 1.0, pid)] * 3 + [
+            (0.0, 1.0, 1.0, 0.0, 1.0, pid)
+        ]
         assert reward.pool.num_started == 1 and pid != os.getpid()
 
 
@@ -199,7 +216,9 @@ def test_a_worker_that_dies_once_costs_no_sample(tmp_path):
 
 def test_a_batch_without_a_guilty_sample_is_an_error():
     with reward_of("one_at_most") as reward:
-        with pytest.raises(RewardError, match="(?s)batch of 2 samples .1@0#0 to 1@0#1. and on none of them alone.*0 values for 2"):
+        with pytest.raises(
+            RewardError, match="(?s)batch of 2 samples .1@0#0 to 1@0#1. and on none of them alone.*0 values for 2"
+        ):
             reward.score(groups_of(["a"], ["b", "c"]))
         assert totals(reward.score(groups_of(["a"], ["b"]))) == [1.0, 1.0]
 
@@ -224,7 +243,13 @@ def test_a_late_answer_is_nobody_elses(only_endless, tmp_path):
         go.touch()  # what it waited for, had it not been killed
         assert totals(reward.score(groups_of(["a"], ["sleep 0.3"], ["bc"]))) == [1.0, 9.0, 2.0]
         (worker,) = reward.pool._workers
-        task = {"function": f"{HERE}:act", "prompt": "", "columns": {}, "completions": ["stale"], "completion_ids": [[]]}
+        task = {
+            "function": f"{HERE}:act",
+            "prompt": "",
+            "columns": {},
+            "completions": ["stale"],
+            "completion_ids": [[]],
+        }
         worker._post({"id": 10**6, **task})
         assert totals(reward.score(groups_of(["a"]))) == [1.0]
         worker._post({"id": 10**6, **task})
@@ -275,8 +300,12 @@ def test_workers_outlive_the_thread_that_scored():
             assert totals(scorer.submit(reward.score, groups_of(["kill"])).result()) == [None]
             assert totals(scorer.submit(reward.score, groups_of(["a"])).result()) == [1.0]
         pids = reward.pool.pids
-        assert until(lambda: not pathlib.Path(f"/proc/self/task/{thread}").exists())  # with it goes the signal of its end
-        assert totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == pids and all(map(is_alive, pids))
+        assert until(
+            lambda: not pathlib.Path(f"/proc/self/task/{thread}").exists()
+        )  # with it goes the signal of its end
+        assert (
+            totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == pids and all(map(is_alive, pids))
+        )
 
 
 def test_two_threads_at_a_time_are_refused(tmp_path):
@@ -326,7 +355,9 @@ with reward_of("act", num_workers=2, deadline_s=3600) as reward:
     rank = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         pids = [int(name) for name in rank.stdout.readline().split()]
-        assert rank.stdout.readline() == "scored\n" if word == "a" else until(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert (
+            rank.stdout.readline() == "scored\n" if word == "a" else until(lambda: len(list(tmp_path.iterdir())) == 2)
+        )
         assert len(pids) == 2 and all(map(is_alive, pids))
     finally:
         rank.kill()

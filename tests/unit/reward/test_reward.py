@@ -22,7 +22,9 @@ from tests.patience import HANG_S, patient
 def make_rollouts(texts, answers=None, **columns) -> list[Rollout]:
     rollouts = []
     for i, text in enumerate(texts):
-        row = {"prompt": "p", "answer": answers[i] if answers else "1"} | {key: values[i] for key, values in columns.items()}
+        row = {"prompt": "p", "answer": answers[i] if answers else "1"} | {
+            key: values[i] for key, values in columns.items()
+        }
         prompt = Prompt(prompt_id=f"{i}@0", text=f"prompt {i}", token_ids=(1,), columns=row)
         ids = tuple(range(len(text)))
         rollouts.append(
@@ -155,7 +157,13 @@ def test_names_that_do_not_resolve(module, name, message):
         async def __call__(self, **_):
             yield 1.0
 
-    module.length, module.constant, module.Class, module.yields, module.yields_object = (lambda **_: []), 1.0, Class, yields, Class()
+    module.length, module.constant, module.Class, module.yields, module.yields_object = (
+        (lambda **_: []),
+        1.0,
+        Class,
+        yields,
+        Class(),
+    )
     with pytest.raises(ConfigError, match=message):
         Reward(RewardConfig(functions=(name,)))
 
@@ -169,7 +177,9 @@ def test_no_function_and_a_repeated_one_are_refused():
 
 def test_columns_a_function_cannot_take_are_named(module):
     reward = reward_of(module, lambda completions, **_: [1.0], lambda completions, missing, **_: [1.0])
-    with pytest.raises(ConfigError, match="f1' cannot be called: missing a required argument: 'missing'.*answer, prompt"):
+    with pytest.raises(
+        ConfigError, match="f1' cannot be called: missing a required argument: 'missing'.*answer, prompt"
+    ):
         reward.score(make_rollouts(["a"]))
 
 
@@ -264,7 +274,9 @@ def test_only_the_guilty_sample_meets_the_policy(module, function, message, on_e
 
 @pytest.mark.parametrize(("function", "message"), GUILTY_ON_B)
 def test_fail_names_the_sample_and_the_cause(module, function, message):
-    with pytest.raises(RewardError, match="(?s)failed on sample 1@0#0 .1 of 3 samples failed.*reward.on_error") as caught:
+    with pytest.raises(
+        RewardError, match="(?s)failed on sample 1@0#0 .1 of 3 samples failed.*reward.on_error"
+    ) as caught:
         reward_of(module, function).score(make_rollouts("abc"))
     assert message in str(caught.value)
 

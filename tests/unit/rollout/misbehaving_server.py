@@ -19,7 +19,11 @@ def generate(body: dict) -> dict:
     content = [{"token_id": token, "logprob": -0.25 * token} for token in (1, 2, 9)]
     choice = {"token_ids": [1, 2, 9], "logprobs": {"content": content}, "finish_reason": "stop"}
     versions = [{"version": "3", "start": 0, "end": 3}]
-    return {"choices": [{**choice, "index": index, "weight_versions": versions} for index in range(body["sampling_params"]["n"])]}
+    return {
+        "choices": [
+            {**choice, "index": index, "weight_versions": versions} for index in range(body["sampling_params"]["n"])
+        ]
+    }
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -134,10 +138,15 @@ def _garble(handler: Handler) -> None:
 
 
 FAULTS = {
-    "hang": Fault(_hang), "drip": Fault(_drip), "drip headers": Fault(_drip_headers), "drop": Fault(_drop), "reset": Fault(_reset),
-    "half without length": Fault(_half_without_length), "garble": Fault(_garble),
+    "hang": Fault(_hang),
+    "drip": Fault(_drip),
+    "drip headers": Fault(_drip_headers),
+    "drop": Fault(_drop),
+    "reset": Fault(_reset),
+    "half without length": Fault(_half_without_length),
+    "garble": Fault(_garble),
     "cut in the headers": Fault(_cut_in_the_headers),
-}  # fmt: skip
+}
 
 
 class FakeVllm(http.server.ThreadingHTTPServer):

@@ -24,7 +24,10 @@ def config_of(*overrides: str) -> Config:
 def places(config: Config, world_size: int, node_size: int | None = None) -> list[EngineRole]:
     node_size = node_size or world_size
     return [
-        role_of(config, RankLocation(rank=rank, world_size=world_size, local_rank=rank % node_size, local_world_size=node_size))
+        role_of(
+            config,
+            RankLocation(rank=rank, world_size=world_size, local_rank=rank % node_size, local_world_size=node_size),
+        )
         for rank in range(world_size)
     ]
 
@@ -71,7 +74,12 @@ def test_with_transformers_every_rank_has_its_model():
     [
         (["rollout.num_engines=3"], 2, None, ["rollout.num_engines=3", "need 3 ranks", "there are 2"]),
         (["rollout.tensor_parallel=4"], 2, None, ["rollout.tensor_parallel=4", "need 4 ranks", "there are 2"]),
-        (["rollout.num_engines=2", "rollout.tensor_parallel=2"], 3, None, ["num_engines=2", "tensor_parallel=2", "need 4", "there are 3"]),
+        (
+            ["rollout.num_engines=2", "rollout.tensor_parallel=2"],
+            3,
+            None,
+            ["num_engines=2", "tensor_parallel=2", "need 4", "there are 3"],
+        ),
         (["rollout.tensor_parallel=4"], 4, 2, ["rollout.tensor_parallel=4", "the 2 ranks of a node"]),
         (["rollout.tensor_parallel=2"], 6, 3, ["engine 1", "rollout.tensor_parallel=2", "rank 2 of a node's 3"]),
     ],
@@ -90,7 +98,10 @@ def test_every_prompt_has_one_engine():
     for world_size in range(1, 13):
         for width in range(1, world_size + 1):
             for engines in [None, *range(1, world_size // width + 1)]:
-                chosen = [f"rollout.tensor_parallel={width}", *([] if engines is None else [f"rollout.num_engines={engines}"])]
+                chosen = [
+                    f"rollout.tensor_parallel={width}",
+                    *([] if engines is None else [f"rollout.num_engines={engines}"]),
+                ]
                 found = places(config_of(*chosen), world_size)
                 shares = [place.share for place in found if place.share is not None]
                 wanted = engines or world_size // width
@@ -101,9 +112,14 @@ def test_every_prompt_has_one_engine():
 
 def test_an_engines_environment_is_not_a_ranks():
     given = dict.fromkeys(RANK_VARIABLES, "1") | {
-        "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PATH": "/bin",
-        "HOME": "/root", "PYTHONPATH": "/of/the/user", "VLLM_CPU_KVCACHE_SPACE": "4",
-    }  # fmt: skip
+        "TORCHELASTIC_RUN_ID": "x",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "PATH": "/bin",
+        "HOME": "/root",
+        "PYTHONPATH": "/of/the/user",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+    }
     before = dict(given)
     found = engine_environment(given, None, 3)
     assert given == before
@@ -116,15 +132,25 @@ def test_an_engines_environment_is_not_a_ranks():
 
 def test_an_engines_environment_names_its_gpus():
     found = engine_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "OMP_NUM_THREADS": "9"}, ["2", "3"], None)
-    assert found["CUDA_VISIBLE_DEVICES"] == "2,3" and found["OMP_NUM_THREADS"] == "9" and "VLLM_CPU_OMP_THREADS_BIND" not in found
+    assert (
+        found["CUDA_VISIBLE_DEVICES"] == "2,3"
+        and found["OMP_NUM_THREADS"] == "9"
+        and "VLLM_CPU_OMP_THREADS_BIND" not in found
+    )
 
 
 def test_an_engines_arguments():
-    config = config_of("rollout.vllm={max_num_seqs: 7, enforce_eager: false, block_size: 16}", "data.max_prompt_tokens=100")
+    config = config_of(
+        "rollout.vllm={max_num_seqs: 7, enforce_eager: false, block_size: 16}", "data.max_prompt_tokens=100"
+    )
     found = engine_arguments(config, CPU)
     assert (found["max_num_seqs"], found["enforce_eager"], found["block_size"]) == (7, False, 16)
     assert found["max_model_len"] == 100 + config.rollout.max_response_tokens
-    assert found["logprobs_mode"] == "processed_logprobs" and found["generation_config"] == "vllm" and not found["enable_sleep_mode"]
+    assert (
+        found["logprobs_mode"] == "processed_logprobs"
+        and found["generation_config"] == "vllm"
+        and not found["enable_sleep_mode"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +163,10 @@ def test_an_engines_arguments():
         (["rollout.sleep=sometimes"], ["rollout.sleep='sometimes'", "auto"]),
         (["rollout.servers=[127.0.0.1:8000]"], ["'127.0.0.1:8000'", "http://host:port"]),
         (["rollout.servers=[http://127.0.0.1:8000/v1]"], ["http://127.0.0.1:8000/v1", "without a path"]),
-        (["rollout.servers=[http://a:1]", "rollout.num_engines=2"], ["rollout.num_engines=2", "rollout.servers=['http://a:1']"]),
+        (
+            ["rollout.servers=[http://a:1]", "rollout.num_engines=2"],
+            ["rollout.num_engines=2", "rollout.servers=['http://a:1']"],
+        ),
         (["rollout.engine=transformers", "rollout.servers=[http://a:1]"], ["rollout.servers", "rollout.engine=vllm"]),
         (["rollout.gpu_memory_utilization=1.5"], ["rollout.gpu_memory_utilization=1.5", "at most 1"]),
         (["rollout.tensor_parallel=0"], ["rollout.tensor_parallel=0", "at least 1"]),
@@ -157,12 +186,19 @@ def test_a_setting_that_cannot_work_is_refused(overrides, words):
 
 
 def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
-    with pytest.raises(ConfigError, match="weight_sync.channel=cuda_ipc needs engines of the run's own.*this run is on cpu"):
+    with pytest.raises(
+        ConfigError, match="weight_sync.channel=cuda_ipc needs engines of the run's own.*this run is on cpu"
+    ):
         build._channel(config_of("weight_sync.channel=cuda_ipc"), CPU)
     assert build._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
     assert build._channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
-    here, elsewhere = ('rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000"))
-    assert build._channel(config_of(here), CPU) == "shared_memory" and build._channel(config_of(elsewhere), CPU) == "broadcast"
+    here, elsewhere = (
+        'rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000")
+    )
+    assert (
+        build._channel(config_of(here), CPU) == "shared_memory"
+        and build._channel(config_of(elsewhere), CPU) == "broadcast"
+    )
 
 
 def test_without_vllm_an_engine_of_ones_own_says_how_to_install_it(monkeypatch):
@@ -180,7 +216,9 @@ def test_sleeping_needs_a_shared_gpu():
         shares_device(config_of("rollout.sleep=always"), CPU)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not say which cores a process may use")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system does not say which cores a process may use"
+)
 def test_the_cores_counted_are_those_that_this_process_may_use():
     before = os.sched_getaffinity(0)
     try:

@@ -43,7 +43,9 @@ class RecordingEngine:
     def take_report(self, version, failed, lost) -> None:
         self.weight_version = version
 
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
+    def generate(
+        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
+    ) -> list[Rollout]:
         assert self.awake == {"weights", "kv_cache"}
         self.events.append("generate")
         if self.losses:
@@ -53,13 +55,18 @@ class RecordingEngine:
         groups = [
             [
                 Rollout(
-                    prompt=prompt, sample_index=index, response_ids=(7,), logprobs=(-1.0,), text="", finish_reason="stop",
+                    prompt=prompt,
+                    sample_index=index,
+                    response_ids=(7,),
+                    logprobs=(-1.0,),
+                    text="",
+                    finish_reason="stop",
                     weight_versions=((self.weight_version, 1),),
                 )
                 for index in range(samples_per_prompt)
             ]
             for prompt in prompts
-        ]  # fmt: skip
+        ]
         for index, group in enumerate(groups if on_finished else ()):
             on_finished(index, group)
         return [rollout for group in groups for rollout in group]
@@ -80,7 +87,9 @@ def device_of(engine: RecordingEngine) -> ColocatedDevice:
     def note(word: str):
         return lambda: engine.events.append(word)
 
-    return ColocatedDevice(engine, note("offload"), note("restore"), lambda ended: engine.events.append(f"ended {ended.value}"))
+    return ColocatedDevice(
+        engine, note("offload"), note("restore"), lambda ended: engine.events.append(f"ended {ended.value}")
+    )
 
 
 def without_turns(events: list[str]) -> list[str]:
@@ -90,7 +99,11 @@ def without_turns(events: list[str]) -> list[str]:
 def test_a_round_goes_in_order():
     engine = RecordingEngine()
     device = device_of(engine)
-    for move, turn in ((device.to_weights, DeviceOwner.WEIGHTS), (device.to_engine, DeviceOwner.ENGINE), (device.to_trainer, DeviceOwner.TRAINER)):
+    for move, turn in (
+        (device.to_weights, DeviceOwner.WEIGHTS),
+        (device.to_engine, DeviceOwner.ENGINE),
+        (device.to_trainer, DeviceOwner.TRAINER),
+    ):
         move()
         assert device.turn is turn
     assert without_turns(engine.events) == [*TO_WEIGHTS, *TO_ENGINE, *TO_TRAINER]
@@ -161,10 +174,15 @@ def generation_of(engine: RecordingEngine) -> RolloutManager:
     versions = itertools.count(1)
     engine.awake = {"weights", "kv_cache"}  # as it starts; the trainer has it sleep before its first step
     found = RolloutManager(
-        engine, lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts], load_config(),
-        export=lambda: iter(()), version=lambda: next(versions), share=(0, 1),
-        offload=lambda: engine.events.append("offload"), restore=lambda: engine.events.append("restore"),
-    )  # fmt: skip
+        engine,
+        lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts],
+        load_config(),
+        export=lambda: iter(()),
+        version=lambda: next(versions),
+        share=(0, 1),
+        offload=lambda: engine.events.append("offload"),
+        restore=lambda: engine.events.append("restore"),
+    )
     engine.sleep()
     engine.events.clear()
     return found
@@ -207,7 +225,9 @@ class FakeReplica:
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
         self.asked.append("ready")
-        return ReplicaFacts(vllm_version="0.32.0", vocab_size=17, max_model_tokens=8, logprobs_mode="processed_logprobs")
+        return ReplicaFacts(
+            vllm_version="0.32.0", vocab_size=17, max_model_tokens=8, logprobs_mode="processed_logprobs"
+        )
 
     def check_tokenizer(self, encode, texts) -> None: ...
 
@@ -225,7 +245,9 @@ class WordlessTokenizer:
 def vllm_engine_of(replica: FakeReplica) -> VllmEngine:
     sync = WeightSender(channel="shared_memory", bucket_bytes=1, deadline_s=1.0, device=torch.device("cpu"))
     rollout = load_config(None, ["rollout.max_response_tokens=2"]).rollout
-    return VllmEngine([replica], sync, WordlessTokenizer(), rollout, seed=0, stop_ids=(0,), vocab_size=17, longest=8, drives=True)
+    return VllmEngine(
+        [replica], sync, WordlessTokenizer(), rollout, seed=0, stop_ids=(0,), vocab_size=17, longest=8, drives=True
+    )
 
 
 def test_an_engine_that_still_starts_is_not_woken():

@@ -18,17 +18,24 @@ from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateReque
 from tests.patience import HANG_S, patient
 
 LONG_S = patient(10 * HANG_S)  # a deadline that nothing here meets
-SHORT_S = 0.05  # one that is met by who hangs; whoever else is asked in such a call has answered before it is waited for
+SHORT_S = (
+    0.05  # one that is met by who hangs; whoever else is asked in such a call has answered before it is waited for
+)
 VERSION = 3
 
 
 def request_of(name: str, n: int = 2) -> GenerateRequest:
-    return GenerateRequest(request_id=name, token_ids=(1, 2), n=n, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=(9,))
+    return GenerateRequest(
+        request_id=name, token_ids=(1, 2), n=n, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=(9,)
+    )
 
 
 def completion_of(mark: int, *, tokens: int = 3, logprobs: int = 3, finish_reason: str = "stop") -> Completion:
     return Completion(
-        token_ids=np.full(tokens, mark), logprobs=np.full(logprobs, -0.5, dtype=np.float32), finish_reason=finish_reason, weight_versions=()
+        token_ids=np.full(tokens, mark),
+        logprobs=np.full(logprobs, -0.5, dtype=np.float32),
+        finish_reason=finish_reason,
+        weight_versions=(),
     )
 
 
@@ -106,7 +113,11 @@ class FakeReplica:
 
 
 def run(requests, replicas, **changes) -> Dispatched:
-    return dispatch(requests, replicas, **{"weight_version": VERSION, "deadline_s": LONG_S, "max_in_flight": 4, "attempts": 3} | changes)
+    return dispatch(
+        requests,
+        replicas,
+        **{"weight_version": VERSION, "deadline_s": LONG_S, "max_in_flight": 4, "attempts": 3} | changes,
+    )
 
 
 WORDS = st.lists(st.sampled_from(["answer", "soon", "slow", "lost", "gone", "hang", "late", "abort"]), max_size=6)
@@ -114,18 +125,29 @@ WORDS = st.lists(st.sampled_from(["answer", "soon", "slow", "lost", "gone", "han
 
 @settings(max_examples=60, deadline=None)
 @given(
-    plans=st.lists(WORDS, min_size=1, max_size=4), num_requests=st.integers(0, 12), max_in_flight=st.integers(1, 4),
-    attempts=st.integers(1, 4), rotation=st.integers(0, 7), n=st.integers(1, 3),
-)  # fmt: skip
+    plans=st.lists(WORDS, min_size=1, max_size=4),
+    num_requests=st.integers(0, 12),
+    max_in_flight=st.integers(1, 4),
+    attempts=st.integers(1, 4),
+    rotation=st.integers(0, 7),
+    n=st.integers(1, 3),
+)
 def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flight, attempts, rotation, n):
     replicas = [FakeReplica(f"r{index}", plan, rest="soon") for index, plan in enumerate(plans)]
     requests = [request_of(f"q{index}", n) for index in range(num_requests)]
     told: list[tuple] = []
     found = run(
-        requests, replicas, deadline_s=0.02, max_in_flight=max_in_flight, attempts=attempts, rotation=rotation,
+        requests,
+        replicas,
+        deadline_s=0.02,
+        max_in_flight=max_in_flight,
+        attempts=attempts,
+        rotation=rotation,
         on_finished=lambda *finished: told.append((*finished, threading.get_ident())),
-    )  # fmt: skip
-    assert told == [(name, completions, threading.get_ident()) for name, completions in found.finished.items()]  # a dict keeps the order
+    )
+    assert told == [
+        (name, completions, threading.get_ident()) for name, completions in found.finished.items()
+    ]  # a dict keeps the order
     lost = [request.request_id for request in found.lost]
     assert sorted([*found.finished, *lost]) == sorted(request.request_id for request in requests)
     issued = [name for replica in replicas for name in replica.given]
@@ -220,7 +242,11 @@ def test_a_replica_with_other_weights_gets_nothing():
 
 
 def test_replicas_with_newer_weights_or_in_an_update_get_requests():
-    newer, updating, failed = FakeReplica("newer", version=4), FakeReplica("updating", version=UPDATING), FakeReplica("failed", version=-1)
+    newer, updating, failed = (
+        FakeReplica("newer", version=4),
+        FakeReplica("updating", version=UPDATING),
+        FakeReplica("failed", version=-1),
+    )
     found = run([request_of(f"q{index}", 1) for index in range(6)], [newer, updating, failed])
     assert newer.given and updating.given and not failed.given and len(found.finished) == 6
     assert found.down == {"failed": "it holds weight version -1, this call asks for 3"}
@@ -269,7 +295,12 @@ def test_a_refused_request_ends_the_call_and_aborts_the_others():
 
 
 @pytest.mark.parametrize(
-    "word, told", [("fewer", "gave 1 completions where 2"), ("more", "gave 3 completions where 2"), ("uneven", "3 tokens and 2 log-probs")]
+    "word, told",
+    [
+        ("fewer", "gave 1 completions where 2"),
+        ("more", "gave 3 completions where 2"),
+        ("uneven", "3 tokens and 2 log-probs"),
+    ],
 )
 def test_a_wrong_answer_is_asked_for_elsewhere_once(word, told):
     wrong, right = FakeReplica("wrong", [word] * 9), FakeReplica("right")
@@ -286,7 +317,10 @@ def test_log_probs_that_are_not_numbers_are_a_defect():
         def submit(self, request):
             future: Future = Future()
             bad = Completion(
-                token_ids=np.array([1, 9]), logprobs=np.array([-1.0, -np.inf], dtype=np.float32), finish_reason="stop", weight_versions=()
+                token_ids=np.array([1, 9]),
+                logprobs=np.array([-1.0, -np.inf], dtype=np.float32),
+                finish_reason="stop",
+                weight_versions=(),
             )
             future.set_result([bad] * request.n)
             return future

@@ -105,7 +105,10 @@ def raw(header: bytes, body: bytes = b"") -> bytes:
         (struct.pack("<QQ", 2, 2**63), "the stream is not one of frames"),
         (raw(b"no json"), "Expecting value"),
         (raw(b"\xff\xfe\xfd\xfc\xfb"), "decode"),
-        (raw(json.dumps({"arrays": [["x", "object", [1]]]}).encode(), bytes(8)), "array 'x' of dtype 'object' in a frame; these travel"),
+        (
+            raw(json.dumps({"arrays": [["x", "object", [1]]]}).encode(), bytes(8)),
+            "array 'x' of dtype 'object' in a frame; these travel",
+        ),
         (raw(json.dumps({"arrays": [["x", "float64", [1]]]}).encode(), bytes(8)), "'float64'"),
         (raw(json.dumps({"arrays": [["x", "int64", [2]]]}).encode(), bytes(8)), "smaller than requested"),
         (raw(json.dumps({"arrays": [["x", "int64", [-3]]]}).encode(), bytes(8)), "shape \\[-3\\]"),
@@ -113,7 +116,7 @@ def raw(header: bytes, body: bytes = b"") -> bytes:
         (raw(b"{}"), "lists no arrays"),
         (raw(json.dumps({"arrays": [["x", "int64", [1]]]}).encode(), bytes(16)), "take 8 of its 16 bytes"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_frame_is_refused(ends, sent, told):
     """And nothing of the length that it claims is waited for or allocated."""
     left, right = ends

@@ -31,15 +31,22 @@ def alone() -> Iterator[None]:
 
 def rollout_of(prompt: Prompt, index: int, version: int) -> Rollout:
     return Rollout(
-        prompt=prompt, sample_index=index, response_ids=(index, 7), logprobs=(-1.0, -2.0), text="", finish_reason="stop",
+        prompt=prompt,
+        sample_index=index,
+        response_ids=(index, 7),
+        logprobs=(-1.0, -2.0),
+        text="",
+        finish_reason="stop",
         weight_versions=((version, 2),),
-    )  # fmt: skip
+    )
 
 
 class FakeEngine:
     """answers[k]: how many prompts its k-th call finishes before it is lost, whole after these; syncs: what its first syncs end with."""
 
-    def __init__(self, answers: tuple[int, ...] = (), syncs: tuple[str, ...] = (), refusal: Exception | None = None) -> None:
+    def __init__(
+        self, answers: tuple[int, ...] = (), syncs: tuple[str, ...] = (), refusal: Exception | None = None
+    ) -> None:
         self.answers, self.syncs, self.refusal = list(answers), list(syncs), refusal
         self.weight_version, self.lost = NO_WEIGHTS, []
         self.calls: list[list[str]] = []
@@ -62,12 +69,17 @@ class FakeEngine:
         self.weight_version = NO_WEIGHTS if failed else version
         self.lost = sorted(lost)
 
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
+    def generate(
+        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
+    ) -> list[Rollout]:
         assert self.weight_version != NO_WEIGHTS
         self.calls.append([prompt.prompt_id for prompt in prompts])
         if self.refusal:
             raise self.refusal
-        groups = [[rollout_of(prompt, index, self.weight_version) for index in range(samples_per_prompt)] for prompt in prompts]
+        groups = [
+            [rollout_of(prompt, index, self.weight_version) for index in range(samples_per_prompt)]
+            for prompt in prompts
+        ]
         whole = not self.answers
         finished = len(prompts) if whole else self.answers.pop(0)
         done = range(len(prompts) - finished, len(prompts))  # an engine finishes in any order: those at the end, here
@@ -86,11 +98,17 @@ class FakeEngine:
         self.calls.append(["closed"])
 
 
-def generation_of(engine: FakeEngine, *overrides: str, version: Callable[[], int] = lambda: 4, share=(0, 1)) -> RolloutManager:
+def generation_of(
+    engine: FakeEngine, *overrides: str, version: Callable[[], int] = lambda: 4, share=(0, 1)
+) -> RolloutManager:
     return RolloutManager(
-        engine, lambda rollouts: [Score(total=float(x.sample_index), by_function=()) for x in rollouts], load_config(None, list(overrides)),
-        export=lambda: iter([("weight", torch.zeros(10))]), version=version, share=share,
-    )  # fmt: skip
+        engine,
+        lambda rollouts: [Score(total=float(x.sample_index), by_function=()) for x in rollouts],
+        load_config(None, list(overrides)),
+        export=lambda: iter([("weight", torch.zeros(10))]),
+        version=version,
+        share=share,
+    )
 
 
 @pytest.mark.parametrize("answers", [(), (0,), (3,), (2, 3), (0, 0), (6, 0, 0)])
@@ -143,7 +161,9 @@ def test_a_sync_that_fails_twice_and_comes_through(syncs, caplog):
     with caplog.at_level(logging.WARNING):
         generation.sync_weights()
     assert engine.sent == [4, 4, 4] and engine.weight_version == 4
-    assert [message[:47] for message in caplog.messages] == [f"sync of weight version 4 failed (attempt {k} of 3)"[:47] for k in (1, 2)]
+    assert [message[:47] for message in caplog.messages] == [
+        f"sync of weight version 4 failed (attempt {k} of 3)"[:47] for k in (1, 2)
+    ]
     assert engine.recovered == [(), *[("the engine",) if word == "lost" else () for word in syncs]]
     assert generation.totals["syncs"] == 1 and generation.take_metrics()["perf/weight_sync_bytes"] == 40.0
 
@@ -212,7 +232,9 @@ def test_the_first_threshold_is_by_default_the_dtypes(dtype, below, above, caplo
 def test_a_gap_above_the_second_threshold_stops_with_both_numbers():
     with pytest.raises(EngineError) as stopped:
         guard(0.51, 7.25)
-    assert all(word in str(stopped.value) for word in ("0.51 nats per token", "7.25 at most", "rollout.max_logprob_gap=0.5"))
+    assert all(
+        word in str(stopped.value) for word in ("0.51 nats per token", "7.25 at most", "rollout.max_logprob_gap=0.5")
+    )
 
 
 @pytest.mark.parametrize("mean", [math.nan, math.inf])

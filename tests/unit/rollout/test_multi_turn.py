@@ -44,21 +44,29 @@ def turn_of(prompt: Prompt, sample: int, room: int, version: int = 3) -> Rollout
     stopped = len(token_ids) <= room
     token_ids = token_ids[:room]
     return Rollout(
-        prompt=prompt, sample_index=sample, response_ids=token_ids, logprobs=tuple(-draw.random() - 0.1 for _ in token_ids),
-        text=TOKENIZER.decode(list(token_ids), skip_special_tokens=True), finish_reason="stop" if stopped else "length",
+        prompt=prompt,
+        sample_index=sample,
+        response_ids=token_ids,
+        logprobs=tuple(-draw.random() - 0.1 for _ in token_ids),
+        text=TOKENIZER.decode(list(token_ids), skip_special_tokens=True),
+        finish_reason="stop" if stopped else "length",
         weight_versions=((version, len(token_ids)),),
-    )  # fmt: skip
+    )
 
 
 class LetterEngine:
     """Groups in an order of its own. losses[k]: how many groups of its k-th call are finished before it is lost."""
 
-    def __init__(self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None) -> None:
+    def __init__(
+        self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None
+    ) -> None:
         self.room, self.random, self.losses, self.newer_every = room, random.Random(seed), list(losses), newer_every
         self.weight_version, self.lost = 3, []
         self.calls: list[list[str]] = []
 
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
+    def generate(
+        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
+    ) -> list[Rollout]:
         self.calls.append([prompt.name for prompt in prompts])
         rooms = [self.room] * len(prompts) if max_tokens is None else max_tokens
         assert len(rooms) == len(prompts) and all(1 <= room <= self.room for room in rooms)
@@ -88,7 +96,11 @@ class Echo:
     def step(self, action: str) -> Step:
         self.left = len(action) % self.longest if self.left is None else self.left - 1
         done = self.left == 0
-        return Step(observation=f"={sum(c < 'd' for c in action)};", reward=self.reward * len(action) if done else None, done=done)
+        return Step(
+            observation=f"={sum(c < 'd' for c in action)};",
+            reward=self.reward * len(action) if done else None,
+            done=done,
+        )
 
 
 class Faulty(Echo):
@@ -126,7 +138,9 @@ def episodes_of(
 ) -> MultiTurnEngine:
     config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})
     observations = Observations(tokenizer, template, config.role)
-    return MultiTurnEngine(engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room)
+    return MultiTurnEngine(
+        engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room
+    )
 
 
 def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=Echo) -> dict:
@@ -152,7 +166,9 @@ def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=E
         ids += said
         logprobs += [0.0] * len(said)
         mask += [False] * len(said)
-        asked = Prompt(prompt_id=f"{prompt.name}#{sample}/{turn}", text="", token_ids=(*prompt.token_ids, *ids), columns={})
+        asked = Prompt(
+            prompt_id=f"{prompt.name}#{sample}/{turn}", text="", token_ids=(*prompt.token_ids, *ids), columns={}
+        )
         number = 0
     raise AssertionError
 
@@ -160,16 +176,23 @@ def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=E
 def plain_of(rollout: Rollout) -> dict:
     mask = [True] * len(rollout.response_ids) if rollout.loss_mask is None else list(rollout.loss_mask)
     return dict(
-        ids=list(rollout.response_ids), logprobs=list(rollout.logprobs), mask=mask, reward=rollout.environment_reward,
+        ids=list(rollout.response_ids),
+        logprobs=list(rollout.logprobs),
+        mask=mask,
+        reward=rollout.environment_reward,
         reason=rollout.finish_reason,
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    prompts=st.integers(0, 6), samples=st.integers(1, 4), room=st.integers(1, 30), max_turns=st.integers(1, 5), seed=st.integers(0, 99),
+    prompts=st.integers(0, 6),
+    samples=st.integers(1, 4),
+    room=st.integers(1, 30),
+    max_turns=st.integers(1, 5),
+    seed=st.integers(0, 99),
     attempt=st.integers(0, 1),
-)  # fmt: skip
+)
 def test_episodes_equal_a_plain_loop_over_samples_and_turns(prompts, samples, room, max_turns, seed, attempt) -> None:
     asked = [dataclasses.replace(prompt_of(k), attempt=attempt) for k in range(prompts)]
     engine = LetterEngine(room=room, seed=seed)
@@ -197,7 +220,9 @@ def test_all_samples_first_turn_is_one_call_and_names_hold_no_place() -> None:
     alone = [
         x
         for prompt in (7, 4)
-        for x in episodes_of(LetterEngine()).generate([dataclasses.replace(prompt_of(prompt), attempt=prompt // 7 * 2)], 3)
+        for x in episodes_of(LetterEngine()).generate(
+            [dataclasses.replace(prompt_of(prompt), attempt=prompt // 7 * 2)], 3
+        )
     ]
     assert sorted(map(repr, alone)) == sorted(map(repr, found))  # whichever rank takes which prompt
 
@@ -216,7 +241,8 @@ def test_an_observation_is_appended_only_where_a_token_fits_behind_it() -> None:
     prompt = next(
         prompt_of(k)
         for k in range(99)
-        if len(plain_episode(prompt_of(k), 0, 99, 3)["mask"]) > 9 and plain_episode(prompt_of(k), 0, 99, 3)["mask"].count(False) == 3
+        if len(plain_episode(prompt_of(k), 0, 99, 3)["mask"]) > 9
+        and plain_episode(prompt_of(k), 0, 99, 3)["mask"].count(False) == 3
     )
     whole = plain_episode(prompt, 0, 99, 3)
     first = whole["mask"].index(False)  # tokens of the first turn
@@ -254,7 +280,10 @@ def test_a_chat_observation_is_the_templates() -> None:
 )
 def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
     prompts = [prompt_of(k, **({"fault": fault} if k == 2 else {})) for k in range(4)]
-    given = {"environment": "tests.unit.rollout.test_multi_turn:Faulty", "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
+    given = {
+        "environment": "tests.unit.rollout.test_multi_turn:Faulty",
+        "deadline_s": SHORT_S if fault == "hangs" else BOUND_S,
+    }
     with pytest.raises(EpisodeError, match=f"(?s){words}"):
         episodes_of(LetterEngine(), **given).generate(prompts, 1)
     found = episodes_of(LetterEngine(), **given, on_error="drop").generate(prompts, 2)
@@ -295,7 +324,10 @@ def test_what_on_finished_raises_ends_the_call() -> None:
         (["environment.name=tests.unit.rollout.test_multi_turn:Nobody"], "has no 'Nobody'"),
         (["environment.name=tests.unit.rollout.test_multi_turn:BOUND_S"], "is a float"),
         (["environment.name=tests.unit.rollout.test_multi_turn:LetterEngine"], "has no method 'reset'"),
-        (["environment.name=calculator", "environment.arguments={digits: 3}"], r"cannot be made with .*'digits'.*it takes \(opening"),
+        (
+            ["environment.name=calculator", "environment.arguments={digits: 3}"],
+            r"cannot be made with .*'digits'.*it takes \(opening",
+        ),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused_at_once(given: list[str], words: str) -> None:

@@ -53,7 +53,9 @@ def inner(model, tmp_path_factory) -> TransformersEngine:
 def episodes_of(inner: TransformersEngine) -> MultiTurnEngine:
     config = EnvironmentConfig(name="tests.unit.rollout.test_multi_turn_engine:Counter", max_turns=4, deadline_s=10.0)
     observations = Observations(_tokenizer(), "{prompt}")
-    return MultiTurnEngine(inner, environment_maker(config), observations, _tokenizer(), config, max_response_tokens=ROOM)
+    return MultiTurnEngine(
+        inner, environment_maker(config), observations, _tokenizer(), config, max_response_tokens=ROOM
+    )
 
 
 @torch.no_grad()
@@ -92,8 +94,11 @@ def test_episodes_equal_one_turn_calls(inner) -> None:
                 break
             ids += said
             asked = Prompt(
-                prompt_id=f"{rollout.sample_id}/{number}", text="", token_ids=(*rollout.prompt.token_ids, *ids), columns={}
-            )  # fmt: skip
+                prompt_id=f"{rollout.sample_id}/{number}",
+                text="",
+                token_ids=(*rollout.prompt.token_ids, *ids),
+                columns={},
+            )
             (turn,) = inner.generate([asked], 1, max_tokens=[ROOM - len(ids)])
             ids, number = ids + list(turn.response_ids), number + 1
         assert list(rollout.response_ids) == ids and rollout.environment_reward == 0.25 * environment.told
@@ -112,7 +117,9 @@ def test_a_saved_group_comes_back_equal(inner) -> None:
     rollouts[1] = dataclasses.replace(rollouts[1], environment_reward=None, excluded="it hung")
     plain = inner.generate(PROMPTS[2:3], 3)
     groups = {
-        "a": SavedGroup(prompt=PROMPTS[0], rollouts=rollouts[:3], scores=[Score(total=None, by_function=(None, 1.0))] * 3),
+        "a": SavedGroup(
+            prompt=PROMPTS[0], rollouts=rollouts[:3], scores=[Score(total=None, by_function=(None, 1.0))] * 3
+        ),
         "b": SavedGroup(prompt=PROMPTS[1], rollouts=rollouts[3:], scores=None),
         "c": SavedGroup(prompt=PROMPTS[2], rollouts=plain, scores=None),
     }
@@ -136,7 +143,9 @@ def test_a_group_of_before_masks_is_read(inner) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     prompts = {PROMPTS[0].prompt_id: PROMPTS[0]}
-    found, wanted = (unpack_groups(data, lambda name, _: prompts[name])["a"].rollouts for data in (buffer.getvalue(), packed))
+    found, wanted = (
+        unpack_groups(data, lambda name, _: prompts[name])["a"].rollouts for data in (buffer.getvalue(), packed)
+    )
     assert found == wanted and all(x.loss_mask is None for x in found)
 
 

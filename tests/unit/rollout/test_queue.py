@@ -26,10 +26,16 @@ def facts_of(places: list[int], *, versions: list[int] | None = None, lengths: l
     zeros = np.zeros(len(groups), dtype=np.int64)
     lengths = zeros + 2 if lengths is None else np.array(lengths)
     return BatchFacts(
-        sample_ids=tuple(f"s{i}" for i in range(len(groups))), groups=groups, prompt_tokens=zeros + 1, response_tokens=lengths,
-        loss_tokens=lengths, owners=zeros, owner_rows=np.arange(len(groups)), places=groups * SAMPLES + np.arange(len(groups)) % SAMPLES,
+        sample_ids=tuple(f"s{i}" for i in range(len(groups))),
+        groups=groups,
+        prompt_tokens=zeros + 1,
+        response_tokens=lengths,
+        loss_tokens=lengths,
+        owners=zeros,
+        owner_rows=np.arange(len(groups)),
+        places=groups * SAMPLES + np.arange(len(groups)) % SAMPLES,
         weight_versions=zeros if versions is None else np.array(versions),
-    )  # fmt: skip
+    )
 
 
 def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> ScoredBatch:
@@ -38,7 +44,9 @@ def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> ScoredBat
     live = np.ones(facts.num_samples, dtype=bool) if live is None else np.array(live)
     rewards = GroupRewards(totals=totals, groups=facts.groups, included=np.ones(len(totals), dtype=bool))
     batch = SimpleNamespace(facts=facts)
-    return ScoredBatch(batch=batch, rewards=rewards, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live)
+    return ScoredBatch(
+        batch=batch, rewards=rewards, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live
+    )
 
 
 def prompt_of(number: int) -> Prompt:
@@ -46,7 +54,13 @@ def prompt_of(number: int) -> Prompt:
 
 
 def group_of(number: int) -> Group:
-    same = {"response_ids": (3, 7), "logprobs": (-1.0, -2.0), "text": "", "finish_reason": "stop", "weight_versions": ((0, 2),)}
+    same = {
+        "response_ids": (3, 7),
+        "logprobs": (-1.0, -2.0),
+        "text": "",
+        "finish_reason": "stop",
+        "weight_versions": ((0, 2),),
+    }
     rollouts = tuple(Rollout(prompt=prompt_of(number), sample_index=index, **same) for index in range(SAMPLES))
     return Group(rollouts=rollouts, scores=(Score(total=1.0, by_function=(1.0,)), Score(total=0.0, by_function=(0.0,))))
 
@@ -54,10 +68,14 @@ def group_of(number: int) -> Group:
 def feed_of(*overrides: str, version: int = 0) -> RolloutQueue:
     """Makes a feed with its configuration and a trainer at that version, and with neither engines nor prompts."""
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    return RolloutQueue(load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, None, **given)
+    return RolloutQueue(
+        load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, None, **given
+    )
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])])
+@pytest.mark.parametrize(
+    ("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])]
+)
 def test_a_group_is_too_old_where_one_of_its_samples_is(limit: object, wanted: list[int]) -> None:
     """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness_steps`` itself is not too old."""
     feed = feed_of(f"rollout.producer.max_staleness_steps={limit}", version=7)
@@ -69,7 +87,12 @@ def test_a_remembered_group_is_as_old_as_its_oldest_sample() -> None:
     prompts, held = {place: prompt_of(place) for place in (0, 1)}, {place: group_of(place) for place in (0, 1)}
     nothing = KnownLogProbs(values=np.zeros(8, dtype=np.float32), covered=np.zeros(4, dtype=bool))
     taken = TrainingBatch(
-        scored=scored_of(facts), known=nothing, replayed=np.zeros(4, dtype=bool), trained_version=7, prompts=prompts, groups=held
+        scored=scored_of(facts),
+        known=nothing,
+        replayed=np.zeros(4, dtype=bool),
+        trained_version=7,
+        prompts=prompts,
+        groups=held,
     )
     assert feed.remember(taken, np.array([0.5, -0.5, 0.5, -0.5]))["replay/size"] == 2.0
     assert {entry.key: entry.version for entry in feed.replay.entries} == {"0@0": 3, "1@0": 6}
@@ -80,7 +103,11 @@ def test_no_group_is_replayed_beside_itself() -> None:
     """Group 8 is in the batch and has by far the best score; the dead places take the others."""
     feed = feed_of("replay.capacity_groups=4", "replay.max_age_versions=null")
     feed.replay.add(
-        [Entry(key="8@0", score=1e9, version=0), Entry(key="9@0", score=1.0, version=0), Entry(key="7@0", score=1.0, version=0)]
+        [
+            Entry(key="8@0", score=1e9, version=0),
+            Entry(key="9@0", score=1.0, version=0),
+            Entry(key="7@0", score=1.0, version=0),
+        ]
     )
     feed.replay_groups = {f"{number}@0": group_of(number) for number in (7, 8, 9)}
     before = Selection(
@@ -97,10 +124,15 @@ def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() ->
     """Three groups were passed in two parts, one sample of them left out; group 1 has given way to another of other lengths."""
     whole = facts_of([0, 1, 2], lengths=[2, 3, 5, 4, 1, 3])
     random, passes = np.random.default_rng(0), []
-    for facts, chosen in ((facts_of([0, 1], lengths=[2, 3, 5, 4]), [1, 1, 1, 1]), (facts_of([2], lengths=[1, 3]), [0, 1])):
+    for facts, chosen in (
+        (facts_of([0, 1], lengths=[2, 3, 5, 4]), [1, 1, 1, 1]),
+        (facts_of([2], lengths=[1, 3]), [0, 1]),
+    ):
         flat = random.normal(size=int(facts.response_tokens.sum())).astype(np.float32)
         chosen = np.array(chosen, dtype=bool)
-        passes.append(LogProbPass(facts=facts, chosen=chosen, logprobs=LogProbs(flat=flat, sums={"tokens": float(len(flat))})))
+        passes.append(
+            LogProbPass(facts=facts, chosen=chosen, logprobs=LogProbs(flat=flat, sums={"tokens": float(len(flat))}))
+        )
     known = merge_passes(whole, passes, {0, 2})
     first, second = passes[0].logprobs.flat, passes[1].logprobs.flat
     wanted = [*first[:5], *[0.0] * 9, 0.0, *second[1:]]

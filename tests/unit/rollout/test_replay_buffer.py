@@ -32,14 +32,19 @@ scores = st.sampled_from([0.0, 0.5, 0.5, 1.0, 2.0, 0.1 + 0.2, 5e-324, 1e-300, 1.
 entries = st.builds(Entry, key=st.sampled_from(KEYS), score=scores, version=st.integers(0, 6), uses=st.integers(0, 1))
 operations = st.one_of(
     st.tuples(st.just("add"), st.lists(entries, max_size=4)),
-    st.tuples(st.just("draw"), st.tuples(st.integers(0, 4), st.integers(0, 99), st.lists(st.sampled_from(KEYS), max_size=2))),
+    st.tuples(
+        st.just("draw"), st.tuples(st.integers(0, 4), st.integers(0, 99), st.lists(st.sampled_from(KEYS), max_size=2))
+    ),
     st.tuples(st.just("expire"), st.integers(0, 9)),
     st.tuples(st.just("retire"), st.none()),
     st.tuples(st.just("reload"), st.none()),
 )
 configs = st.builds(
-    ReplayConfig, size=st.integers(0, 5), max_age_versions=st.one_of(st.none(), st.integers(1, 4)), max_uses=st.integers(1, 3)
-)  # fmt: skip
+    ReplayConfig,
+    size=st.integers(0, 5),
+    max_age_versions=st.one_of(st.none(), st.integers(1, 4)),
+    max_uses=st.integers(1, 3),
+)
 
 
 def better(left: Entry, right: Entry) -> bool:
@@ -67,7 +72,9 @@ class Model:
     def draw(self, count: int, rollout: int, exclude: list[str]) -> list[str]:
         """Exact fractions along the line of scores, the best first."""
         left = [x for x in self.held if x.key not in exclude and x.uses < self.config.max_uses]
-        raw = np.random.Philox(key=np.array([self.seed, rollout], dtype=np.uint64), counter=[0, 0, 0, 1]).random_raw(max(count, 1))
+        raw = np.random.Philox(key=np.array([self.seed, rollout], dtype=np.uint64), counter=[0, 0, 0, 1]).random_raw(
+            max(count, 1)
+        )
         drawn = []
         for number in raw.tolist()[:count]:
             if not left:
@@ -89,7 +96,9 @@ class Model:
         return gone
 
     def expire(self, version: int) -> set[str]:
-        return self.drop(lambda x: self.config.max_age_versions is not None and x.version + self.config.max_age_versions < version)
+        return self.drop(
+            lambda x: self.config.max_age_versions is not None and x.version + self.config.max_age_versions < version
+        )
 
     def retire(self) -> set[str]:
         return self.drop(lambda x: not x.uses < self.config.max_uses)
@@ -116,7 +125,9 @@ def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, ob
             case "expire":
                 gone, wanted, told = buffer.expire(value), model.expire(value), twin.expire(value)
                 assert_none_lost(held, buffer, gone)
-                assert config.max_age_versions is None or all(value - x.version <= config.max_age_versions for x in buffer.entries)  # 5
+                assert config.max_age_versions is None or all(
+                    value - x.version <= config.max_age_versions for x in buffer.entries
+                )  # 5
             case "retire":
                 gone, wanted, told = buffer.retire(), model.retire(), twin.retire()
                 assert_none_lost(held, buffer, gone)
@@ -159,7 +170,10 @@ def test_invariants(config: ReplayConfig, seed: int, steps: list) -> None:
 @given(given_=st.lists(entries, max_size=8, unique_by=lambda x: x.key), size=st.integers(0, 4), seed=st.integers(0, 99))
 def test_any_order_and_any_calls_of_add_keep_the_same(given_: list[Entry], size: int, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(given_))
-    whole, split = ReplayBuffer(ReplayConfig(capacity_groups=size), 0), ReplayBuffer(ReplayConfig(capacity_groups=size), 0)
+    whole, split = (
+        ReplayBuffer(ReplayConfig(capacity_groups=size), 0),
+        ReplayBuffer(ReplayConfig(capacity_groups=size), 0),
+    )
     gone = whole.add(given_)
     assert sorted(key for place in order for key in split.add([given_[place]])) == sorted(gone)
     assert whole.entries == split.entries
@@ -199,7 +213,13 @@ def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytes
     """A key has its own end of the line and not the next one's; one that vanishes beside the others is not drawn before them."""
     monkeypatch.setattr(replay_buffer, "_uniforms", lambda seed, rollout, count: [uniform] * count)
     buffer = ReplayBuffer(ReplayConfig(capacity_groups=4), 0)
-    buffer.add([Entry(key="a", score=1e300, version=0), Entry(key="b", score=1e300, version=0), Entry(key="c", score=5e-324, version=0)])
+    buffer.add(
+        [
+            Entry(key="a", score=1e300, version=0),
+            Entry(key="b", score=1e300, version=0),
+            Entry(key="c", score=5e-324, version=0),
+        ]
+    )
     drawn = buffer.draw(3, rollout=0)
     assert drawn[0] == key and drawn[2] == "c"
 
@@ -219,7 +239,9 @@ def test_another_rollout_or_seed_draws_anew_and_the_same_draws_the_same() -> Non
 
 def test_equal_scores_keep_the_newer_then_the_smaller_key() -> None:
     buffer = ReplayBuffer(ReplayConfig(capacity_groups=2), 0)
-    assert buffer.add([Entry(key=key, score=1.0, version=version) for key, version in [("b", 3), ("a", 3), ("c", 4)]]) == ["b"]
+    assert buffer.add(
+        [Entry(key=key, score=1.0, version=version) for key, version in [("b", 3), ("a", 3), ("c", 4)]]
+    ) == ["b"]
     assert [x.key for x in buffer.entries] == ["c", "a"]
     assert buffer.add([Entry(key="d", score=1.0, version=3)]) == ["d"]
 
@@ -230,7 +252,9 @@ def test_the_same_key_replaces_and_is_told_of_only_where_it_is_not_kept() -> Non
     buffer.draw(2, rollout=0)
     assert buffer.add([Entry(key="a", score=3.0, version=1)]) == []
     assert [(x.key, x.version, x.uses) for x in buffer.entries] == [("a", 1, 0), ("b", 0, 1)]
-    assert buffer.add([Entry(key="a", score=0.0, version=2)]) == ["a"]  # its rows were replaced: the older entry has none
+    assert buffer.add([Entry(key="a", score=0.0, version=2)]) == [
+        "a"
+    ]  # its rows were replaced: the older entry has none
     assert [x.key for x in buffer.entries] == ["b"]
 
 
@@ -245,7 +269,10 @@ def test_a_score_that_is_no_amount_names_its_key(bad: float) -> None:
 
 
 def test_age_is_in_weight_versions_and_null_never_expires() -> None:
-    aged, ageless = ReplayBuffer(ReplayConfig(capacity_groups=3, max_age_versions=2), 0), ReplayBuffer(ReplayConfig(capacity_groups=3, max_age_versions=None), 0)
+    aged, ageless = (
+        ReplayBuffer(ReplayConfig(capacity_groups=3, max_age_versions=2), 0),
+        ReplayBuffer(ReplayConfig(capacity_groups=3, max_age_versions=None), 0),
+    )
     for buffer in (aged, ageless):
         buffer.add([Entry(key=str(version), score=1.0, version=version) for version in (3, 4, 5)])
     assert [aged.expire(5) for _ in range(10)] == [[]] * 10  # ten steps of ghosts: the weights stayed
@@ -312,12 +339,16 @@ def test_equal_rewards_score_exactly_zero(value: float) -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
 def test_an_infinite_reward_reaches_the_error_that_names_its_group(bad: float) -> None:
     for rewards in ([bad, 1.0], [bad, bad]):
-        _, found = group_scores(np.array([1.0, -1.0]), np.zeros(2, dtype=int), np.ones(2, dtype=bool), np.array(rewards)[:, None])
+        _, found = group_scores(
+            np.array([1.0, -1.0]), np.zeros(2, dtype=int), np.ones(2, dtype=bool), np.array(rewards)[:, None]
+        )
         with pytest.raises(ValueError, match="group 4@0"):
             Entry(key="4@0", score=float(found[0]), version=0)
 
 
 def test_neither_file_needs_torch() -> None:
     code = "import sys, megatron_rl.rollout.replay_buffer, megatron_rl.rollout.reroll_buffer; print([m for m in ('torch', 'megatron') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -25,9 +25,12 @@ operations = st.one_of(
     st.tuples(st.just("reload"), st.none()),
 )
 configs = st.builds(
-    RerollConfig, max_groups=st.integers(0, 4), buffer_size=st.integers(1, 5), max_attempts=st.integers(1, 4),
+    RerollConfig,
+    max_groups=st.integers(0, 4),
+    buffer_size=st.integers(1, 5),
+    max_attempts=st.integers(1, 4),
     start_fraction=st.sampled_from([0.0, 0.5, 1.0]),
-)  # fmt: skip
+)
 
 
 @dataclass(kw_only=True)
@@ -54,7 +57,9 @@ class Model:
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
         given_ = []
-        while fraction >= self.config.start_fraction and len(given_) < min(room, self.config.max_groups) and self.waiting:
+        while (
+            fraction >= self.config.start_fraction and len(given_) < min(room, self.config.max_groups) and self.waiting
+        ):
             prompt_id, attempt = self.waiting.pop(0)
             given_.append((prompt_id, attempt + 1))
         return given_
@@ -82,9 +87,13 @@ def assert_invariants(config: RerollConfig, steps: list[tuple[str, object]]) -> 
                 found = buffer.take(*value)
                 assert found == model.take(*value) == twin.take(*value)  # 3
                 fraction, room = value
-                assert len(found) == (max(0, min(size, room, config.max_groups)) if fraction >= config.start_fraction else 0)
+                assert len(found) == (
+                    max(0, min(size, room, config.max_groups)) if fraction >= config.start_fraction else 0
+                )
                 assert all(1 <= attempt <= config.max_attempts for _, attempt in found)  # 2
-                assert not {prompt_id for prompt_id, _ in found} & {prompt_id for prompt_id, _ in buffer.state()["waiting"]}
+                assert not {prompt_id for prompt_id, _ in found} & {
+                    prompt_id for prompt_id, _ in buffer.state()["waiting"]
+                }
                 issued += len(found)
             case "reload":
                 buffer = twin

@@ -44,7 +44,10 @@ class Engine:
         return None
 
     def take(self, bucket: dict) -> None:
-        packed, seen = torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8), Checksum()
+        packed, seen = (
+            torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8),
+            Checksum(),
+        )
         for name, dtype, shape, start in bucket["tensors"]:
             kind = getattr(torch, dtype)
             tensor = packed[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
@@ -86,12 +89,16 @@ def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSender) -> Non
         assert report.num_bytes == sum(x.nbytes for x in tensors.values())
         for engine in engines:
             assert engine.weight_version == version and list(engine.held) == list(tensors)
-            assert all(x.dtype == tensors[name].dtype and torch.equal(x, tensors[name]) for name, x in engine.held.items())
+            assert all(
+                x.dtype == tensors[name].dtype and torch.equal(x, tensors[name]) for name, x in engine.held.items()
+            )
             assert (engine.end["num_tensors"], engine.end["checksum"]) == (len(tensors), engine.tally.value())
     assert engines[0].asked.count("init_weight_transfer") == 1 and engines[0].asked.count("update_weights") > 6
 
 
-@pytest.mark.parametrize("lie", [{"version": VERSION - 1}, {"checksum": "0" * 32}, {"num_tensors": 3}], ids=lambda lie: next(iter(lie)))
+@pytest.mark.parametrize(
+    "lie", [{"version": VERSION - 1}, {"checksum": "0" * 32}, {"num_tensors": 3}], ids=lambda lie: next(iter(lie))
+)
 def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, lie: dict) -> None:
     """In its version, its checksum or its count, each alone; the other engine has the weights."""
     liar, honest = Engine("liar", **lie), Engine("honest")

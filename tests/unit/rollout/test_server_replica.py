@@ -29,7 +29,9 @@ VERSION, OUT_OF_MEMORY = 3, "CUDA out of memory. Tried to allocate 2.00 GiB"
 def no_thread_is_left():
     threads = threading.active_count()
     yield
-    assert until(lambda: threading.active_count() <= threads), threading.enumerate()  # a request's thread ends with its connection
+    assert until(lambda: threading.active_count() <= threads), (
+        threading.enumerate()
+    )  # a request's thread ends with its connection
 
 
 def replica_of(url: str, **changes) -> ServerReplica:
@@ -39,7 +41,9 @@ def replica_of(url: str, **changes) -> ServerReplica:
 
 
 def request_of(name: str = "q", n: int = 2) -> GenerateRequest:
-    return GenerateRequest(request_id=name, token_ids=(5, 6), n=n, max_tokens=8, temperature=0.7, seed=11, stop_token_ids=(9,))
+    return GenerateRequest(
+        request_id=name, token_ids=(5, 6), n=n, max_tokens=8, temperature=0.7, seed=11, stop_token_ids=(9,)
+    )
 
 
 def spread(*replicas: ServerReplica, num_requests: int = 4, deadline_s: float = LONG_S):
@@ -61,7 +65,11 @@ def test_tokens_in_and_out():
     assert first.logprobs.tolist() == [-0.25, -0.5, -2.25] and first.logprobs.dtype == np.float32
     assert first.finish_reason == "stop" and first.weight_versions == ((3, 3),)
     assert (method, path) == ("POST", "/inference/v1/generate") and "Authorization" not in headers
-    assert body["token_ids"] == [5, 6] and body["sampling_params"]["stop_token_ids"] == [9] and body["sampling_params"]["n"] == 2
+    assert (
+        body["token_ids"] == [5, 6]
+        and body["sampling_params"]["stop_token_ids"] == [9]
+        and body["sampling_params"]["n"] == 2
+    )
 
 
 ENDLESS = ("hang", "drip", "drip headers")
@@ -109,11 +117,15 @@ def test_a_server_that_refuses_connections_is_passed_over():
 
 WRONG = {
     "fewer log-probs than tokens": (without_logprob, "sample 0 has 3 tokens and 2 log-probs"),
-    "fewer choices": (lambda body: {"choices": generate(body)["choices"][:1]}, "gave 1 completions where 2 were asked for"),
-    "more choices": (
-        lambda body: {"choices": generate({"sampling_params": {"n": 3}})["choices"]}, "gave 3 completions where 2 were asked for",
+    "fewer choices": (
+        lambda body: {"choices": generate(body)["choices"][:1]},
+        "gave 1 completions where 2 were asked for",
     ),
-}  # fmt: skip
+    "more choices": (
+        lambda body: {"choices": generate({"sampling_params": {"n": 3}})["choices"]},
+        "gave 3 completions where 2 were asked for",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", WRONG)
@@ -133,7 +145,10 @@ REFUSED = {
         Answer(403, {"error": {"message": "Restart vllm serve with --enable-scale-out to enable them."}}),
         "403, Restart .* Start the server with --enable-scale-out",
     ),
-    "too long": (Answer(400, {"error": {"message": "longer than the maximum model length of 32"}}), "400, longer than the maximum"),
+    "too long": (
+        Answer(400, {"error": {"message": "longer than the maximum model length of 32"}}),
+        "400, longer than the maximum",
+    ),
     "redirect": (Answer(307, b""), "307, no text"),
 }
 
@@ -151,7 +166,9 @@ def test_what_a_server_with_a_dead_engine_holds_is_cut(monkeypatch):
     with fake_vllm(start_weight_update=FAULTS["hang"], health=Answer(503, {"detail": "EngineDeadError"})) as sick:
         replica = replica_of(sick.url)
         replica.start()
-        with pytest.raises(ReplicaLost, match="start_weight_update was given up here, since .*/health: 503, EngineDeadError"):
+        with pytest.raises(
+            ReplicaLost, match="start_weight_update was given up here, since .*/health: 503, EngineDeadError"
+        ):
             replica.control("start_weight_update", {}, LONG_S)
         replica.close()
 
@@ -216,19 +233,29 @@ START = {
     "not vLLM": ({"health": Answer(404, b"")}, RequestRefused, "another program listens there"),
     "old": ({"version": {"version": "0.28.3"}}, RequestRefused, "runs vLLM 0.28.3; 0.32 or newer is needed"),
     "raw log-probs": (
-        {"collective_rpc": other(logprobs_mode="raw_logprobs")}, RequestRefused, "'raw_logprobs'.*--logprobs-mode processed_logprobs",
+        {"collective_rpc": other(logprobs_mode="raw_logprobs")},
+        RequestRefused,
+        "'raw_logprobs'.*--logprobs-mode processed_logprobs",
     ),
-    "no dev mode": ({"collective_rpc": Answer(404, {"detail": "Not Found"})}, RequestRefused, "only with VLLM_SERVER_DEV_MODE=1"),
+    "no dev mode": (
+        {"collective_rpc": Answer(404, {"detail": "Not Found"})},
+        RequestRefused,
+        "only with VLLM_SERVER_DEV_MODE=1",
+    ),
     "no receiver": (
         {"collective_rpc": Answer(500, {"error": {"message": "Worker failed, no attribute 'describe'"}})},
         RequestRefused,
         "cannot take weights .*--worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver",
     ),
-    "workers differ": ({"collective_rpc": {"results": [DESCRIPTION, DESCRIPTION | {"vocab_size": 65}]}}, RequestRefused, "disagree"),
+    "workers differ": (
+        {"collective_rpc": {"results": [DESCRIPTION, DESCRIPTION | {"vocab_size": 65}]}},
+        RequestRefused,
+        "disagree",
+    ),
     "no results": ({"collective_rpc": {}}, ReplicaLost, "without 'results'"),
     "no version": ({"version": {}}, ReplicaLost, "GET /version answered without 'version'"),
     "wrong key": ({"version": Answer(401, {"error": "Unauthorized"})}, RequestRefused, "401, no key was sent"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", START)
@@ -247,7 +274,9 @@ def test_the_key_is_sent_and_never_told(monkeypatch):
         replica.submit(request_of()).result(BOUND_S)
         assert server.seen[0][3]["Authorization"] == "Bearer sesame"
         server.routes["/inference/v1/generate"] = echo
-        with pytest.raises(RequestRefused, match="the key that was sent is not the server's; set rollout.api_key_env") as raised:
+        with pytest.raises(
+            RequestRefused, match="the key that was sent is not the server's; set rollout.api_key_env"
+        ) as raised:
             replica.submit(request_of()).result(BOUND_S)
         assert "sesame" not in str(raised.value)
         server.routes["/inference/v1/generate"] = Answer(500, {"error": "I heard Bearer sesame"})
@@ -276,7 +305,11 @@ def test_another_tokenizer_is_refused():
         assert all(body["add_special_tokens"] is False for _, _, body, _ in server.seen)
         with pytest.raises(RequestRefused, match=r"another tokenizer .* 'ab' is \[97, 98\] there and \[97, 0\] here"):
             replica.check_tokenizer(lambda text: [97, 0], ["ab"])
-        for none in (Answer(404, b""), Answer(501, {"error": "no tokenizer"}), Answer(400, {"error": "skip_tokenizer_init is set"})):
+        for none in (
+            Answer(404, b""),
+            Answer(501, {"error": "no tokenizer"}),
+            Answer(400, {"error": "skip_tokenizer_init is set"}),
+        ):
             server.routes["/tokenize"] = none
             replica.check_tokenizer(encode, ["a+b"])
         server.routes["/tokenize"] = Answer(400, {"error": "another matter"})
@@ -285,28 +318,38 @@ def test_another_tokenizer_is_refused():
 
 
 def test_an_update_in_flight_pauses_and_resumes():
-    with fake_vllm(**dict.fromkeys(["pause", "resume", "update_weight_version", "reset_prefix_cache"], {"success": True})) as server:
+    with fake_vllm(
+        **dict.fromkeys(["pause", "resume", "update_weight_version", "reset_prefix_cache"], {"success": True})
+    ) as server:
         for method, arguments in [("pause", {}), ("reset_prefix_cache", {"running": True}), ("resume", {})]:
             replica_of(server.url).control(method, arguments, LONG_S)
         seen = [(path, body) for _, path, body, _ in server.seen]
     assert seen == [
-        ("/pause?mode=keep&clear_cache=false", None), ("/update_weight_version", {"new_version": "updating"}),
-        ("/reset_prefix_cache?reset_running_requests=true", None), ("/resume", None),
-    ]  # fmt: skip
+        ("/pause?mode=keep&clear_cache=false", None),
+        ("/update_weight_version", {"new_version": "updating"}),
+        ("/reset_prefix_cache?reset_running_requests=true", None),
+        ("/resume", None),
+    ]
 
 
 def test_a_server_that_gives_up_is_resumed_however_often_that_takes(monkeypatch):
     monkeypatch.setattr(server_replica, "POLL_S", 0.02)
     failing = Answer(500, {"error": "busy"})
     resume = in_turn(failing, failing, Answer(200, {"status": "resumed"}))
-    with fake_vllm(generate=FAULTS["hang"], pause=failing, resume=resume, update_weight_version={"success": True}) as server:
+    with fake_vllm(
+        generate=FAULTS["hang"], pause=failing, resume=resume, update_weight_version={"success": True}
+    ) as server:
         replica = replica_of(server.url)
         future = replica.submit(request_of())
         assert until(lambda: server.seen)
         replica.give_up("the update failed")
         asked = [path.partition("?")[0] for _, path, _, _ in server.seen[-4:]]
-        assert asked == ["/update_weight_version", "/resume"] * 2  # what its weights sample is labelled as nobody's before it goes on
-        with pytest.raises(ReplicaLost, match="was given up here"):  # it did not hear of the pause, so its requests are cut off
+        assert (
+            asked == ["/update_weight_version", "/resume"] * 2
+        )  # what its weights sample is labelled as nobody's before it goes on
+        with pytest.raises(
+            ReplicaLost, match="was given up here"
+        ):  # it did not hear of the pause, so its requests are cut off
             future.result(BOUND_S)
         server.routes["/resume"] = failing
         monkeypatch.setattr(server_replica, "RESUME_S", 0.1)  # bounded all the same
@@ -328,12 +371,21 @@ def test_control_messages_are_the_servers_routes():
         replica.control("wake", {"tags": None}, LONG_S)
         server.routes["/collective_rpc"] = {"results": [{"version": 7}]}
         assert replica.control("weights_received", {}, LONG_S) == [{"version": 7}]
-        seen = [(path, body) for _, path, body, _ in server.seen if path != "/resume"]  # the first one, which may be unknown there
+        seen = [
+            (path, body) for _, path, body, _ in server.seen if path != "/resume"
+        ]  # the first one, which may be unknown there
     assert seen[:4] == [
-        ("/init_weight_transfer_engine", {"init_info": {"channel": "shared_memory"}}), ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"kind": "end"}}), ("/finish_weight_update", {"weight_version": "7"}),
-    ]  # fmt: skip
-    assert [path for path, _ in seen[4:8]] == ["/reset_prefix_cache", "/sleep?level=2", "/wake_up?tags=weights&tags=kv_cache", "/wake_up"]
+        ("/init_weight_transfer_engine", {"init_info": {"channel": "shared_memory"}}),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"kind": "end"}}),
+        ("/finish_weight_update", {"weight_version": "7"}),
+    ]
+    assert [path for path, _ in seen[4:8]] == [
+        "/reset_prefix_cache",
+        "/sleep?level=2",
+        "/wake_up?tags=weights&tags=kv_cache",
+        "/wake_up",
+    ]
     assert seen[8][1]["method"] == "weights_received"
 
 
@@ -393,7 +445,12 @@ def status_from_guard(path: str, authorization: bytes | None) -> int:
 def test_the_guard_wants_the_key_everywhere_but_for_health(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     for path in ("/update_weights", "/collective_rpc", "/v1/models", "/version", "/healthy", "//health"):
-        assert [status_from_guard(path, x) for x in (None, b"Bearer wrong", b"sesame", b"Bearer sesame")] == [401, 401, 401, 200]
+        assert [status_from_guard(path, x) for x in (None, b"Bearer wrong", b"sesame", b"Bearer sesame")] == [
+            401,
+            401,
+            401,
+            200,
+        ]
     assert status_from_guard("/health", None) == 200
     monkeypatch.delenv("VLLM_API_KEY")
     assert status_from_guard("/update_weights", None) == 200

@@ -13,7 +13,12 @@ SMALL = st.integers(0, 6)
 
 def assert_invariants(*, trained, engine, between, steps_per_rollout, max_staleness_steps, interval, renew) -> None:
     given = dict(
-        trained=trained, engine=engine, steps_per_rollout=steps_per_rollout, max_staleness_steps=max_staleness_steps, interval=interval, renew=renew
+        trained=trained,
+        engine=engine,
+        steps_per_rollout=steps_per_rollout,
+        max_staleness_steps=max_staleness_steps,
+        interval=interval,
+        renew=renew,
     )
     found = may_start(between=between, **given)
     held = {Start.NOW: engine, Start.AFTER_SYNC: trained}.get(found)
@@ -31,16 +36,32 @@ def assert_invariants(*, trained, engine, between, steps_per_rollout, max_stalen
         assert found is Start.LATER or earlier is not Start.LATER
 
 
-@given(trained=st.integers(0, 9), lag=st.integers(0, 9), between=SMALL, steps=st.integers(1, 4), bound=st.none() | SMALL,
-       interval=st.integers(1, 6), renew=st.booleans(), empty=st.booleans())  # fmt: skip
+@given(
+    trained=st.integers(0, 9),
+    lag=st.integers(0, 9),
+    between=SMALL,
+    steps=st.integers(1, 4),
+    bound=st.none() | SMALL,
+    interval=st.integers(1, 6),
+    renew=st.booleans(),
+    empty=st.booleans(),
+)
 def test_every_state(trained, lag, between, steps, bound, interval, renew, empty):
     engine = NO_WEIGHTS if empty else max(0, trained - lag)
     assert_invariants(
-        trained=trained, engine=engine, between=between, steps_per_rollout=steps, max_staleness_steps=bound, interval=interval, renew=renew
+        trained=trained,
+        engine=engine,
+        between=between,
+        steps_per_rollout=steps,
+        max_staleness_steps=bound,
+        interval=interval,
+        renew=renew,
     )
 
 
-def staleness_of_a_run(*, rollouts: int, depth: int, steps: int, bound: int | None, interval: int, moved: list[int]) -> list[int]:
+def staleness_of_a_run(
+    *, rollouts: int, depth: int, steps: int, bound: int | None, interval: int, moved: list[int]
+) -> list[int]:
     """Plays a run: the staleness of each rollout at its turn. moved[k]: optimizer steps of rollout k that moved the weights."""
     version, engine, started = 0, NO_WEIGHTS, {}
     found = []
@@ -49,7 +70,12 @@ def staleness_of_a_run(*, rollouts: int, depth: int, steps: int, bound: int | No
             if number in started:
                 continue
             decision = may_start(
-                trained=version, engine=engine, between=number - turn, steps_per_rollout=steps, max_staleness_steps=bound, interval=interval
+                trained=version,
+                engine=engine,
+                between=number - turn,
+                steps_per_rollout=steps,
+                max_staleness_steps=bound,
+                interval=interval,
             )
             if decision is Start.LATER:
                 break
@@ -60,7 +86,13 @@ def staleness_of_a_run(*, rollouts: int, depth: int, steps: int, bound: int | No
     return found
 
 
-@given(depth=st.integers(0, 4), steps=st.integers(1, 3), bound=st.none() | st.integers(0, 8), interval=st.integers(1, 5), data=st.data())
+@given(
+    depth=st.integers(0, 4),
+    steps=st.integers(1, 3),
+    bound=st.none() | st.integers(0, 8),
+    interval=st.integers(1, 5),
+    data=st.data(),
+)
 def test_no_rollout_of_a_run_is_older_than_allowed(depth, steps, bound, interval, data):
     moved = data.draw(st.lists(st.integers(0, steps), min_size=12, max_size=12))
     found = staleness_of_a_run(rollouts=12, depth=depth, steps=steps, bound=bound, interval=interval, moved=moved)

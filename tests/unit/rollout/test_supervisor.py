@@ -44,9 +44,20 @@ class Tool:
         self.folder, self.port = folder, unused_port(2)
         self.output = folder / "tool.log"
         command = [
-            sys.executable, str(ROOT / "tools" / "serve_vllm.py"), "--model", "M", "--port", str(self.port),
-            "--log-dir", str(folder / "logs"), "--module", "tests.unit.rollout.stand_in_server", "--grace-s", "1", *arguments,
-        ]  # fmt: skip
+            sys.executable,
+            str(ROOT / "tools" / "serve_vllm.py"),
+            "--model",
+            "M",
+            "--port",
+            str(self.port),
+            "--log-dir",
+            str(folder / "logs"),
+            "--module",
+            "tests.unit.rollout.stand_in_server",
+            "--grace-s",
+            "1",
+            *arguments,
+        ]
         environment = {**os.environ, "STAND_IN_FOLDER": str(folder), "CUDA_VISIBLE_DEVICES": "", **variables}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -87,7 +98,9 @@ def test_a_killed_server_is_started_again_and_all_end_with_the_supervisor(tmp_pa
         os.kill(api, signal.SIGKILL)
         wait_for("the restart", lambda: running.said().count("ready after") == 3)
         assert "server 0: ended with exit code 137 (signal 9); restart 1 of 5 in 600 s" in running.said()
-        wait_for("its engine's end", lambda: not is_alive(engine))  # what the killed server left behind would hold the GPU's memory
+        wait_for(
+            "its engine's end", lambda: not is_alive(engine)
+        )  # what the killed server left behind would hold the GPU's memory
         assert len(running.started(0)) == 2 and len(running.started(1)) == 1
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(BOUND_S) == 0
@@ -149,9 +162,17 @@ def test_a_port_in_use_is_named(tmp_path):
 
 def test_what_a_server_is_started_with(tmp_path):
     variables = {
-        "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1", "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "y", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "KEY_OF_MINE": "sesame", "VLLM_CPU_KVCACHE_SPACE": "1",
-    }  # fmt: skip
+        "RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "y",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "KEY_OF_MINE": "sesame",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     with tool(tmp_path, "--api-key-env", "KEY_OF_MINE", "--", "--enforce-eager", **variables) as running:
         wait_for("a server", lambda: "ready after" in running.said())
         (started,) = running.started()
@@ -168,7 +189,9 @@ def test_what_a_server_is_started_with(tmp_path):
 def test_a_host_open_to_the_network_wants_a_key(tmp_path):
     with tool(tmp_path, "--host", "0.0.0.0") as running:
         assert running.process.wait(BOUND_S) == 2
-        assert "--host 0.0.0.0 opens the servers to the network" in running.said() and "--allow-no-key" in running.said()
+        assert (
+            "--host 0.0.0.0 opens the servers to the network" in running.said() and "--allow-no-key" in running.said()
+        )
     with tool(tmp_path, "--api-key-env", "NOT_SET_ANYWHERE") as running:
         assert running.process.wait(BOUND_S) == 2
         assert "--api-key-env NOT_SET_ANYWHERE names an environment variable that is empty or not set" in running.said()
@@ -187,7 +210,9 @@ def test_loopback_is_known():
 def test_gpus_are_split_in_order(tmp_path):
     assert split_devices(["0", "1", "2", "3"], 2, 2) == [["0", "1"], ["2", "3"]]
     assert split_devices([], 3, 1) == [None] * 3
-    with pytest.raises(ConfigError, match=r"2 servers with --tensor-parallel-size 2 want 4 GPUs, 3 are visible \(4, 5, 7\)"):
+    with pytest.raises(
+        ConfigError, match=r"2 servers with --tensor-parallel-size 2 want 4 GPUs, 3 are visible \(4, 5, 7\)"
+    ):
         split_devices(["4", "5", "7"], 2, 2)
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "4, 5"}) == ["4", "5"]
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == visible_devices({"CUDA_VISIBLE_DEVICES": "-1"}) == []
@@ -200,5 +225,7 @@ def test_gpus_are_split_in_order(tmp_path):
 
 def test_the_example_is_the_command():
     command = server_command("M", "127.0.0.1", 8000)
-    assert example("M", "127.0.0.1", 8000).startswith("VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model M")
+    assert example("M", "127.0.0.1", 8000).startswith(
+        "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model M"
+    )
     assert '{"backend": "megatron_rl"}' in command and "--enable-scale-out" in command

@@ -42,7 +42,9 @@ def hf_path(model, tmp_path_factory):
 
 def _engine(hf_path: str, model: Qwen2ForCausalLM | None, **rollout) -> TransformersEngine:
     settings = {"temperature": TEMPERATURE, "max_response_tokens": 12, **rollout}
-    engine = TransformersEngine(hf_path, _tokenizer(), RolloutConfig(**settings), seed=3, dtype=torch.float32, device=torch.device("cpu"))
+    engine = TransformersEngine(
+        hf_path, _tokenizer(), RolloutConfig(**settings), seed=3, dtype=torch.float32, device=torch.device("cpu")
+    )
     if model is not None:
         engine.load_weights(iter(model.state_dict().items()), version=1)
     return engine
@@ -102,7 +104,9 @@ def test_greedy_equals_hf_generate(model, hf_path):
     rollouts = _engine(hf_path, model).generate(PROMPTS, 1, temperature=0.0)
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt.token_ids])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=1)
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=1
+        )
         assert list(rollout.response_ids) == expected[0, ids.shape[1] :].tolist()
 
 
@@ -136,7 +140,9 @@ def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
     assert len({r.response_ids for r in first[:8]}) > 4
     ids = [r.response_ids for r in first]
     assert [r.response_ids for r in engine.generate(PROMPTS[:3], 8)] == ids
-    assert [r.response_ids for r in engine.generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS[:3]], 8)] != ids
+    assert [
+        r.response_ids for r in engine.generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS[:3]], 8)
+    ] != ids
     engine.load_weights(iter(model.state_dict().items()), version=2)
     second = engine.generate(PROMPTS[:3], 8)
     assert [r.response_ids for r in second] != ids
@@ -168,7 +174,10 @@ def test_first_token_frequencies_match_softmax(model, hf_path):
     expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * num_samples
     common = expected >= 5  # the usual rule for the chi-square approximation; the rest is one bin
     assert common.sum() >= 10
-    observed, wanted = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
+    observed, wanted = (
+        np.append(counts[common], counts[~common].sum()),
+        np.append(expected[common], expected[~common].sum()),
+    )
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
     statistic = ((observed - wanted) ** 2 / wanted).sum()
     degrees = len(wanted) - 1
@@ -233,11 +242,23 @@ def test_load_weights_errors(model, hf_path, change, message):
 
 
 MIXTURE_SIZES = dict(
-    vocab_size=len(VOCAB), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, bos_token_id=None, eos_token_id=EOS, initializer_range=0.15, num_experts_per_tok=2,
-)  # fmt: skip
+    vocab_size=len(VOCAB),
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=EOS,
+    initializer_range=0.15,
+    num_experts_per_tok=2,
+)
 MIXTURES = {
-    "mixtral": (MixtralConfig(**MIXTURE_SIZES, num_local_experts=4), "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+    "mixtral": (
+        MixtralConfig(**MIXTURE_SIZES, num_local_experts=4),
+        "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+    ),
     "qwen3_moe": (
         Qwen3MoeConfig(**MIXTURE_SIZES, num_experts=4, moe_intermediate_size=16, head_dim=8),
         "model.layers.1.mlp.experts.2.up_proj.weight",
@@ -275,7 +296,10 @@ def test_a_mixture_names_what_is_wrong_with_one_expert(tmp_path, family):
     for changed, message in (
         ([x for x in items if x[0] != name], f"1 of .* did not arrive: {name}"),
         ([*items, (name, dict(items)[name])], f"{name}' arrived twice"),
-        ([(n, t.T if n == name else t) for n, t in items], rf"{name}' has shape \(32, \d+\), the model needs \(\d+, 32\)"),
+        (
+            [(n, t.T if n == name else t) for n, t in items],
+            rf"{name}' has shape \(32, \d+\), the model needs \(\d+, 32\)",
+        ),
         ([*items, (fused, model.state_dict()[fused])], f"unknown weight '{fused}'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -342,7 +366,9 @@ def test_a_bound_on_tokens_cuts_what_a_call_without_it_gives(model, hf_path, tem
     prompts = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(3, 4 + k, 2)[: 1 + k % 3], columns={}) for k in range(9)]
     bounds = [1 + (5 * k) % 12 for k in range(9)]
     whole = _engine(hf_path, model, max_batch_samples=8).generate(prompts, 3, temperature=temperature)
-    found = _engine(hf_path, model, max_batch_samples=8).generate(prompts, 3, temperature=temperature, max_tokens=bounds)
+    found = _engine(hf_path, model, max_batch_samples=8).generate(
+        prompts, 3, temperature=temperature, max_tokens=bounds
+    )
     for rollout, wanted, bound in zip(found, whole, (b for b in bounds for _ in range(3)), strict=True):
         assert rollout.response_ids == wanted.response_ids[:bound]
         assert np.allclose(rollout.logprobs, wanted.logprobs[:bound], atol=1e-5)

@@ -71,7 +71,9 @@ def test_no_room_says_what_to_do_and_leaves_nothing(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="4,096 bytes of shared memory in .*No space left.*weight_sync.bucket_mb.*--shm-size"):
+    with pytest.raises(
+        OSError, match="4,096 bytes of shared memory in .*No space left.*weight_sync.bucket_mb.*--shm-size"
+    ):
         Segment(4096)
     assert list(folder.iterdir()) == []
 
@@ -83,7 +85,13 @@ def test_a_tally_is_of_the_order_and_of_the_counts():
             tally.add(checksum, count)
         return tally.value()
 
-    seen = [value(("a", 1), ("b", 2)), value(("b", 2), ("a", 1)), value(("a", 2), ("b", 1)), value(("a1", 1), ("b", 2)), value()]
+    seen = [
+        value(("a", 1), ("b", 2)),
+        value(("b", 2), ("a", 1)),
+        value(("a", 2), ("b", 1)),
+        value(("a1", 1), ("b", 2)),
+        value(),
+    ]
     assert len(set(seen)) == len(seen) and value(("a", 1), ("b", 2)) == seen[0]
 
 

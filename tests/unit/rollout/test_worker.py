@@ -39,7 +39,13 @@ def prompt_of(number: int) -> Prompt:
 
 
 def group_of(prompt: Prompt) -> list[Rollout]:
-    same = {"response_ids": (3, 7), "logprobs": (-1.0, -2.0), "text": "", "finish_reason": "stop", "weight_versions": ((0, 2),)}
+    same = {
+        "response_ids": (3, 7),
+        "logprobs": (-1.0, -2.0),
+        "text": "",
+        "finish_reason": "stop",
+        "weight_versions": ((0, 2),),
+    }
     return [Rollout(prompt=prompt, sample_index=index, **same) for index in range(SAMPLES)]
 
 
@@ -54,7 +60,9 @@ class FakeEngine:
     finished.
     """
 
-    def __init__(self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None) -> None:
+    def __init__(
+        self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None
+    ) -> None:
         self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
         self.weight_version, self.lost = NO_WEIGHTS, []
         self.calls: list[list[str]] = []
@@ -62,7 +70,9 @@ class FakeEngine:
         self.held, self.closed = threading.Event(), threading.Event()
         self.on_finished = None
 
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None) -> list[Rollout]:
+    def generate(
+        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
+    ) -> list[Rollout]:
         assert samples_per_prompt == SAMPLES
         self.calls.append([prompt.name for prompt in prompts])
         self.on_finished = on_finished
@@ -101,7 +111,9 @@ class FakeEngine:
 class FakeReward:
     """calls: (name of the thread, sample ids). It meets ``error`` or waits for ``hold`` at the groups of ``prompt``."""
 
-    def __init__(self, *, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None) -> None:
+    def __init__(
+        self, *, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None
+    ) -> None:
         self.prompt, self.error, self.hold = prompt, error, hold
         self.calls: list[tuple[str, list[str]]] = []
 
@@ -115,12 +127,25 @@ class FakeReward:
         return [Score(total=value_of(rollout), by_function=()) for rollout in rollouts]
 
 
-def producer_of(engine: FakeEngine, score: FakeReward, mode: str, *, apart: bool, min_groups: int = 1, share=(0, 1), deadline_s=BOUND_S):
-    return RolloutWorker(engine, score, ProducerConfig(mode=mode, min_groups=min_groups), apart=apart, share=share, deadline_s=deadline_s)
+def producer_of(
+    engine: FakeEngine,
+    score: FakeReward,
+    mode: str,
+    *,
+    apart: bool,
+    min_groups: int = 1,
+    share=(0, 1),
+    deadline_s=BOUND_S,
+):
+    return RolloutWorker(
+        engine, score, ProducerConfig(mode=mode, min_groups=min_groups), apart=apart, share=share, deadline_s=deadline_s
+    )
 
 
 def job_of(producer: RolloutWorker, numbers: Sequence[int]) -> RolloutJob:
-    return RolloutJob({place: prompt_of(number) for place, number in enumerate(numbers)}, producer.places(len(numbers)), SAMPLES)
+    return RolloutJob(
+        {place: prompt_of(number) for place, number in enumerate(numbers)}, producer.places(len(numbers)), SAMPLES
+    )
 
 
 def end(producer: RolloutWorker) -> None:
@@ -146,36 +171,50 @@ def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: Rollo
                 producer.start(other)
 
 
-def assert_invariants(producer: RolloutWorker, jobs: Sequence[RolloutJob], engine: FakeEngine, score: FakeReward) -> None:
+def assert_invariants(
+    producer: RolloutWorker, jobs: Sequence[RolloutJob], engine: FakeEngine, score: FakeReward
+) -> None:
     """1 and 2 of the module; 3 is met by whoever waited; 4 by the engine's calls."""
     wanted = {job.prompts[place].name: number for number, job in enumerate(jobs) for place in job.mine}
     for job in jobs:
         assert set(job.found) == set(job.scores) == set(job.mine)
         for place in job.mine:
             group = job.group(place)
-            assert [rollout.sample_id for rollout in group.rollouts] == [f"{job.prompts[place].name}#{k}" for k in range(SAMPLES)]
+            assert [rollout.sample_id for rollout in group.rollouts] == [
+                f"{job.prompts[place].name}#{k}" for k in range(SAMPLES)
+            ]
             assert [score.total for score in group.scores] == [value_of(rollout) for rollout in group.rollouts]
     assert Counter(engine.finished) == Counter(list(wanted))
     assert {name for call in engine.calls for name in call} <= set(wanted)
     groups_of_call = [[sample.rpartition("#")[0] for sample in samples[::SAMPLES]] for _, samples in score.calls]
     assert Counter(name for names in groups_of_call for name in names) == Counter(list(wanted))
-    assert all(len(samples) == len(names) * SAMPLES for (_, samples), names in zip(score.calls, groups_of_call, strict=True))
+    assert all(
+        len(samples) == len(names) * SAMPLES for (_, samples), names in zip(score.calls, groups_of_call, strict=True)
+    )
     call_of_job = [{wanted[name] for name in names} for names in groups_of_call]
     assert all(len(numbers) == 1 for numbers in call_of_job)
     for k, names in enumerate(groups_of_call):
         is_last = call_of_job[k] not in call_of_job[k + 1 :]
-        assert is_last or (producer.config.mode == "streaming" and len(names) >= producer.config.min_groups // producer.share[1]), (
-            groups_of_call
-        )
+        assert is_last or (
+            producer.config.mode == "streaming" and len(names) >= producer.config.min_groups // producer.share[1]
+        ), groups_of_call
     assert {name for name, _ in score.calls} <= {"rewards" if producer._apart else "MainThread"}
 
 
-@settings(max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate))  # to shrink one that hangs would take hours
+@settings(
+    max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate)
+)  # to shrink one that hangs would take hours
 @given(
-    mode=st.sampled_from(MODES), apart=st.booleans(), quick=st.booleans(), min_groups=st.integers(1, 4), part=st.integers(1, 4),
-    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=4), losses=st.lists(st.integers(0, 3), max_size=4),
-    seed=st.integers(0, 10**6), rank=st.integers(0, 2),
-)  # fmt: skip
+    mode=st.sampled_from(MODES),
+    apart=st.booleans(),
+    quick=st.booleans(),
+    min_groups=st.integers(1, 4),
+    part=st.integers(1, 4),
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    losses=st.lists(st.integers(0, 3), max_size=4),
+    seed=st.integers(0, 10**6),
+    rank=st.integers(0, 2),
+)
 def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, losses, seed, rank, part, quick):
     """Jobs queued behind one another, an engine that is lost up to four times, one rank of one or of three, waited for in parts."""
     engine, score = FakeEngine(seed=seed, losses=losses, group_s=0.0 if quick else 0.001), FakeReward()
@@ -316,7 +355,9 @@ def test_a_wait_takes_no_processor_time(mode, apart):
     producer.start(job)
     timer.start()
     producer.wait(job, [1])
-    assert job.change.entries <= 20  # some for each thing that happens to a job of two groups, none for the ticks of a clock
+    assert (
+        job.change.entries <= 20
+    )  # some for each thing that happens to a job of two groups, none for the ticks of a clock
     timer.join()
     end(producer)
 
@@ -333,7 +374,9 @@ def test_close_ends_the_threads_amid_jobs(mode, apart):
         producer.start(job)
     producer.wait(jobs[0], [])  # returns at once
     names = {thread.name for thread in producer._threads}
-    assert names == ({"rollouts", "rewards"} if apart else {"rollouts"}) and all(thread.is_alive() for thread in producer._threads)
+    assert names == ({"rollouts", "rewards"} if apart else {"rollouts"}) and all(
+        thread.is_alive() for thread in producer._threads
+    )
     end(producer)
     producer.close()  # again is harmless
     with pytest.raises(RuntimeError, match="the engine is closed"):
@@ -374,8 +417,16 @@ def alone() -> Iterator[None]:
 def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
     """A feed over an engine that takes no time: depth + 1 rollouts are held at most, and in a slow loop that many are."""
     prompts_per_rollout, turns = 4, 6
-    overrides = [f"train.prompts_per_rollout={prompts_per_rollout}", f"train.num_rollouts={turns}", f"rollout.samples_per_prompt={SAMPLES}"]
-    producing = [f"rollout.producer.mode={mode}", f"rollout.producer.prefetch_rollouts={depth}", "rollout.producer.min_groups=2"]
+    overrides = [
+        f"train.prompts_per_rollout={prompts_per_rollout}",
+        f"train.num_rollouts={turns}",
+        f"rollout.samples_per_prompt={SAMPLES}",
+    ]
+    producing = [
+        f"rollout.producer.mode={mode}",
+        f"rollout.producer.prefetch_rollouts={depth}",
+        "rollout.producer.min_groups=2",
+    ]
     config, engine, trainer = load_config(None, overrides + producing), FakeEngine(), SimpleNamespace(weight_version=0)
     weights = {"export": lambda: iter([("weight", torch.zeros(1))]), "version": lambda: trainer.weight_version}
     generation = RolloutManager(engine, FakeReward(), config, share=(0, 1), **weights)

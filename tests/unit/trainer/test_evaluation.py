@@ -34,7 +34,9 @@ def test_pass_at_k_equals_enumeration(drawn):
     """Every choice of k of the samples, as likely as any other: the share of those with one that passed."""
     num_samples, num_passed, k = drawn
     choices = list(itertools.combinations([True] * num_passed + [False] * (num_samples - num_passed), k))
-    assert pass_at_k(num_samples, num_passed, k) == float(Fraction(sum(any(choice) for choice in choices), len(choices)))
+    assert pass_at_k(num_samples, num_passed, k) == float(
+        Fraction(sum(any(choice) for choice in choices), len(choices))
+    )
 
 
 @given(counts(most=500))
@@ -43,7 +45,10 @@ def test_pass_at_k_is_bounded_and_rises(drawn):
     num_samples, num_passed, k = drawn
     found = pass_at_k(num_samples, num_passed, k)
     assert 0.0 <= found <= 1.0 and (found == 0.0) == (num_passed == 0)
-    assert pass_at_k(num_samples, num_passed, num_samples) == (num_passed > 0) and pass_at_k(num_samples, num_passed, 1) <= found
+    assert (
+        pass_at_k(num_samples, num_passed, num_samples) == (num_passed > 0)
+        and pass_at_k(num_samples, num_passed, 1) <= found
+    )
     assert pass_at_k(num_samples, num_passed, 1) == num_passed / num_samples
 
 
@@ -54,7 +59,14 @@ def test_pass_at_k_refuses_what_is_no_draw(num_samples, num_passed, k):
 
 
 def test_powers_of_two():
-    assert [powers_of_two(limit) for limit in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 8]]
+    assert [powers_of_two(limit) for limit in (1, 2, 3, 4, 6, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4],
+        [1, 2, 4, 8],
+    ]
 
 
 @st.composite
@@ -96,13 +108,24 @@ def test_excluded_samples_have_not_passed_and_stand_in_no_mean():
     totals = np.array([[1.0, np.nan, 0.0, np.nan], [np.nan] * 4])
     drawn = Outcomes(totals=totals, by_function=totals[:, :, None], response_tokens=24)
     assert set_metrics("x", drawn, ["f"], threshold=1.0) == {
-        "eval/x/mean@4": 0.5, "eval/x/pass@1": 0.125, "eval/x/pass@2": 0.25, "eval/x/pass@4": 0.5, "eval/x/f": 0.5,
-        "eval/x/response_tokens_mean": 3.0, "eval/x/excluded": 6.0,
-    }  # fmt: skip
-    nothing = set_metrics("x", Outcomes(totals=totals[1:], by_function=totals[1:, :, None], response_tokens=4), ["f"], threshold=0.0)
+        "eval/x/mean@4": 0.5,
+        "eval/x/pass@1": 0.125,
+        "eval/x/pass@2": 0.25,
+        "eval/x/pass@4": 0.5,
+        "eval/x/f": 0.5,
+        "eval/x/response_tokens_mean": 3.0,
+        "eval/x/excluded": 6.0,
+    }
+    nothing = set_metrics(
+        "x", Outcomes(totals=totals[1:], by_function=totals[1:, :, None], response_tokens=4), ["f"], threshold=0.0
+    )
     assert nothing == {
-        "eval/x/pass@1": 0.0, "eval/x/pass@2": 0.0, "eval/x/pass@4": 0.0, "eval/x/response_tokens_mean": 1.0, "eval/x/excluded": 4.0,
-    }  # fmt: skip
+        "eval/x/pass@1": 0.0,
+        "eval/x/pass@2": 0.0,
+        "eval/x/pass@4": 0.0,
+        "eval/x/response_tokens_mean": 1.0,
+        "eval/x/excluded": 4.0,
+    }
 
 
 def write_rows(path, texts) -> str:
@@ -113,7 +136,9 @@ def write_rows(path, texts) -> str:
 def test_sets_share_rows_and_no_names(tmp_path):
     """The same row in two sets, and in the training data, is three prompts: three seeds. None of them is a place in the data."""
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3=", "4-2="])
-    config = load_config(None, [f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2", "data.max_prompt_tokens=8"])
+    config = load_config(
+        None, [f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2", "data.max_prompt_tokens=8"]
+    )
     found = Evaluation(config, _tokenizer(), 64).sets
     assert {name: [(p.prompt_id, p.text) for p in prompts] for name, prompts in found.items()} == {
         "test": [("eval/test/0@0", "1+1="), ("eval/test/1@0", "2+3=")],
@@ -127,9 +152,15 @@ def test_sets_share_rows_and_no_names(tmp_path):
 def test_a_bad_row_names_its_set(tmp_path):
     good, long = write_rows(tmp_path / "good.jsonl", ["1+1="]), write_rows(tmp_path / "long.jsonl", ["1+1=", "1" * 9])
     with pytest.raises(ConfigError, match=r"^eval.sets.b='.*long.jsonl': row 1: the prompt has 9 tokens"):
-        Evaluation(load_config(None, [f"eval.sets={{a: {good}, b: {long}}}", "data.max_prompt_tokens=8"]), _tokenizer(), 64)
+        Evaluation(
+            load_config(None, [f"eval.sets={{a: {good}, b: {long}}}", "data.max_prompt_tokens=8"]), _tokenizer(), 64
+        )
     with pytest.raises(ConfigError, match="^eval.path='.*long.jsonl': row 1"):
-        Evaluation(load_config(None, [f"eval.path={long}", f"eval.sets.b={good}", "data.max_prompt_tokens=8"]), _tokenizer(), 64)
+        Evaluation(
+            load_config(None, [f"eval.path={long}", f"eval.sets.b={good}", "data.max_prompt_tokens=8"]),
+            _tokenizer(),
+            64,
+        )
     with pytest.raises(ConfigError, match="eval.sets.c='nowhere.jsonl' does not exist"):
         Evaluation(load_config(None, ["eval.sets.c=nowhere.jsonl"]), _tokenizer(), 64)
 
@@ -151,11 +182,16 @@ class FakeGeneration:
         for place, prompt in prompts.items():
             rollouts = [
                 Rollout(
-                    prompt=prompt, sample_index=index, response_ids=(5,) * (place + index + 1), logprobs=(), text="", finish_reason="stop",
+                    prompt=prompt,
+                    sample_index=index,
+                    response_ids=(5,) * (place + index + 1),
+                    logprobs=(),
+                    text="",
+                    finish_reason="stop",
                     weight_versions=(),
                 )
                 for index in range(samples_per_prompt)
-            ]  # fmt: skip
+            ]
             totals = [place + index / 4 for index in range(samples_per_prompt)]
             job.put(place, rollouts, [Score(total=total, by_function=(total,)) for total in totals])
         return job
@@ -165,17 +201,34 @@ class FakeGeneration:
 def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
     """Two prompts in one set and one in the other, in one call."""
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3="]), write_rows(tmp_path / "row.jsonl", ["1+1="])
-    overrides = ("eval.samples_per_prompt=2", "eval.temperature=0.5", "reward.functions=[m:f]", "data.max_prompt_tokens=8")
+    overrides = (
+        "eval.samples_per_prompt=2",
+        "eval.temperature=0.5",
+        "reward.functions=[m:f]",
+        "data.max_prompt_tokens=8",
+    )
     generation = FakeGeneration()
-    evaluation = Evaluation(load_config(None, [f"eval.sets={{a: {rows[0]}, b: {rows[1]}}}", *overrides]), _tokenizer(), 64)
+    evaluation = Evaluation(
+        load_config(None, [f"eval.sets={{a: {rows[0]}, b: {rows[1]}}}", *overrides]), _tokenizer(), 64
+    )
     found = evaluation.run(generation, step=3, suffix=suffix)
     assert generation.asked == (["eval/a/0@0", "eval/a/1@0", "eval/b/0@0"], 2, 0.5)
     assert found.pop("time/eval_s") >= 0
     # totals: 0, 1/4 and 1, 5/4 in a; 2, 9/4 in b
     values = {
-        "a/mean@2": 0.625, "a/pass@1": 0.5, "a/pass@2": 0.5, "a/m:f": 0.625, "a/response_tokens_mean": 2.0, "a/excluded": 0.0,
-        "b/mean@2": 2.125, "b/pass@1": 1.0, "b/pass@2": 1.0, "b/m:f": 2.125, "b/response_tokens_mean": 3.5, "b/excluded": 0.0,
-    }  # fmt: skip
+        "a/mean@2": 0.625,
+        "a/pass@1": 0.5,
+        "a/pass@2": 0.5,
+        "a/m:f": 0.625,
+        "a/response_tokens_mean": 2.0,
+        "a/excluded": 0.0,
+        "b/mean@2": 2.125,
+        "b/pass@1": 1.0,
+        "b/pass@2": 1.0,
+        "b/m:f": 2.125,
+        "b/response_tokens_mean": 3.5,
+        "b/excluded": 0.0,
+    }
     assert found == {f"eval/{name}{suffix}": value for name, value in values.items()}
 
 

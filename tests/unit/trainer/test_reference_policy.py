@@ -19,7 +19,12 @@ from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.types import StepKind, StepResult
 from megatron_rl.validate import check_reference
 
-ADAPTIVE = ("loss.kl_coefficient=0.2", "reference.controller=adaptive", "reference.kl_target=0.1", "reference.kl_horizon=200")
+ADAPTIVE = (
+    "loss.kl_coefficient=0.2",
+    "reference.controller=adaptive",
+    "reference.kl_target=0.1",
+    "reference.kl_horizon=200",
+)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -50,7 +55,10 @@ def test_penalty_of_equal_policies_is_zero_and_the_docstrings_example_holds() ->
         (["reference.kl_in=reward", "loss.kl_estimator=unbiased"], ["loss.kl_estimator=k3", "reference.kl_in=loss"]),
         (["reference.kl_in=reward", "advantage.estimator=gdpo"], ["advantage.estimator=gdpo", "reference.kl_in=loss"]),
         (["reference.controller=adaptive"], ["loss.kl_coefficient=0 ", "reference.controller=fixed"]),
-        (["reference.refresh_every_rollouts=3"], ["reference.refresh_every_rollouts=3", "reference.refresh_every_rollouts=null"]),
+        (
+            ["reference.refresh_every_rollouts=3"],
+            ["reference.refresh_every_rollouts=3", "reference.refresh_every_rollouts=null"],
+        ),
         (
             [*ADAPTIVE, "train.prompts_per_rollout=125"],
             ["kl_horizon=200", "prompts_per_rollout=125", "samples_per_prompt=8", "= 1000", "than 200"],
@@ -65,7 +73,13 @@ def test_refusals_name_what_does_not_go_together(overrides: list[str], words: li
 
 
 @pytest.mark.parametrize(
-    "override", ["reference.kl_in=both", "reference.placement=disk", "reference.controller=pid", "reference.refresh_every_rollouts=0"]
+    "override",
+    [
+        "reference.kl_in=both",
+        "reference.placement=disk",
+        "reference.controller=pid",
+        "reference.refresh_every_rollouts=0",
+    ],
 )
 def test_values_that_are_not_known_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=override.split("=")[0]):
@@ -73,7 +87,11 @@ def test_values_that_are_not_known_are_refused(override: str) -> None:
 
 
 def test_what_goes_together_is_accepted() -> None:
-    for overrides in ([], [*ADAPTIVE, "train.prompts_per_rollout=124"], ["loss.kl_coefficient=0.1", "reference.kl_in=reward"]):
+    for overrides in (
+        [],
+        [*ADAPTIVE, "train.prompts_per_rollout=124"],
+        ["loss.kl_coefficient=0.1", "reference.kl_in=reward"],
+    ):
         check_reference(load_config(None, overrides))
 
 
@@ -93,12 +111,20 @@ def test_the_inputs_coefficient_replaces_the_configurations() -> None:
     """Where it is 0 the KL is measured and trains nothing, not even where it is infinite."""
     logprobs, reference = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.5])
     tokens = SimpleNamespace(
-        num_sequences=1, sequences=torch.zeros(3, dtype=torch.int64), advantages=torch.zeros(3), weights=torch.ones(3), old_logprobs=None,
-        rollout_logprobs=logprobs, reference_logprobs=reference, kl_coefficient=None,
-    )  # fmt: skip
+        num_sequences=1,
+        sequences=torch.zeros(3, dtype=torch.int64),
+        advantages=torch.zeros(3),
+        weights=torch.ones(3),
+        old_logprobs=None,
+        rollout_logprobs=logprobs,
+        reference_logprobs=reference,
+        kl_coefficient=None,
+    )
 
     def loss(**changed: object) -> tuple[float, float]:
-        total, sums = Objective(LossConfig(kl_coefficient=0.5)).policy(SimpleNamespace(**vars(tokens) | changed), logprobs, torch.zeros(3))
+        total, sums = Objective(LossConfig(kl_coefficient=0.5)).policy(
+            SimpleNamespace(**vars(tokens) | changed), logprobs, torch.zeros(3)
+        )
         return float(total), float(sums[3])
 
     kl = float(kl_per_token(logprobs, reference, logprobs, estimator="k3").sum())
@@ -127,7 +153,9 @@ class Weights:
 
 
 def step(kl: float, tokens: float, *, applied: bool = True) -> StepResult:
-    return StepResult(kind=StepKind.REAL, grad_norm=1.0, learning_rate=0.0, applied=applied, sums={"kl": kl, "tokens": tokens})
+    return StepResult(
+        kind=StepKind.REAL, grad_norm=1.0, learning_rate=0.0, applied=applied, sums={"kl": kl, "tokens": tokens}
+    )
 
 
 def open_reference(*overrides: str, kept: int = 1) -> ReferencePolicy:
@@ -200,7 +228,9 @@ def test_state_brings_an_adaptive_coefficient_back_to_the_bit() -> None:
 
 
 def test_a_checkpoint_without_the_reference_that_is_needed_now_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"loss\.kl_coefficient=0\.3 needs the reference policy, .* under loss\.kl_coefficient=0;"):
+    with pytest.raises(
+        CheckpointError, match=r"loss\.kl_coefficient=0\.3 needs the reference policy, .* under loss\.kl_coefficient=0;"
+    ):
         open_reference("loss.kl_coefficient=0.3", kept=0).load_state({"coefficient": None})
     open_reference(kept=0).load_state({"coefficient": None})
 

@@ -65,7 +65,9 @@ def test_checksum_of_any_dtype_equals_that_of_its_bytes(dtype: torch.dtype) -> N
     for start in range(5):
         part = typed[start : start + 30_001]
         assert (
-            checksum(part) == checksum(part.clone().view(torch.uint8)) == naive_checksum(part.clone().view(torch.uint8).numpy().tobytes())
+            checksum(part)
+            == checksum(part.clone().view(torch.uint8))
+            == naive_checksum(part.clone().view(torch.uint8).numpy().tobytes())
         )
 
 
@@ -89,7 +91,11 @@ def test_checksum_of_strided_equals_contiguous() -> None:
 def test_every_flipped_bit_shows() -> None:
     data = random_bytes(3 * ROW_BYTES + 11)
     seen = {checksum(data)}
-    flips = [(place, bit) for place in (0, 7, 8, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 4, len(data) - 1) for bit in range(8)]
+    flips = [
+        (place, bit)
+        for place in (0, 7, 8, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 4, len(data) - 1)
+        for bit in range(8)
+    ]
     for place, bit in flips:
         data[place] ^= 1 << bit
         seen.add(checksum(data))
@@ -148,7 +154,9 @@ def test_combined_checksum_sees_order_name_dtype_and_shape() -> None:
         value_of(("a", a), ("b", b), ("empty", torch.empty(0))),
     ]
     assert len(set(changed)) == len(changed)
-    assert changed[0] == value_of(("a", a.clone().requires_grad_()), ("b", b.view(2, 3).t().contiguous().t().reshape(6)))
+    assert changed[0] == value_of(
+        ("a", a.clone().requires_grad_()), ("b", b.view(2, 3).t().contiguous().t().reshape(6))
+    )
     assert len(changed[0]) == 16 and int(changed[0], 16) >= 0
 
 
@@ -182,5 +190,7 @@ from megatron_rl.weights.checksum import checksum
 print(checksum(torch.arange(10.0)))
 assert not {x for x in sys.modules if x.startswith("megatron_rl.") and x not in ("megatron_rl.weights", "megatron_rl.weights.checksum")}
 """
-    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(600), capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=patient(600), capture_output=True, text=True
+    )
     assert int(found.stdout) == checksum(torch.arange(10.0))
