@@ -27,7 +27,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 
     train: returns True where the run came to its end, False where it was preempted and has saved everything.
     arguments: of the command line; None: ``sys.argv``.
-    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, or EXIT_FAILED; the reason goes to stderr.
+    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, or EXIT_FAILED; the reason goes to
+    stderr.
     """
     is_main = os.environ.get("RANK", "0") == "0"
     _set_up_logging(is_main)
@@ -51,7 +52,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 
 
 def end_process(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end the process with its exit code; an unforeseen error is printed whole and ends it with EXIT_FAILED."""
+    """Call ``main`` and end the process with its exit code; an unforeseen error is printed whole and ends it with
+    EXIT_FAILED."""
     try:
         code = main()
     except Exception:  # noqa: BLE001 (printed whole, and the process ends)
@@ -63,8 +65,8 @@ def end_process(main: Callable[[], int]) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End the process with ``code`` at once, without closing process groups or finalizing the interpreter.
 
-    After a failure the run's process groups are still up, and closing them could wait for a rank that is gone. At interpreter
-    exit gloo's threads may abort, which would replace the exit code, even that of a success.
+    After a failure the run's process groups are still up, and closing them could wait for a rank that is gone. At
+    interpreter exit gloo's threads may abort, which would replace the exit code, even that of a success.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -76,7 +78,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.train",
         description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
-        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml train.num_rollouts=100",
+        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml "
+        "train.num_rollouts=100",
     )
     parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
     parser.add_argument("--run-dir", help="folder of the run instead of runs/<run.name>")
@@ -91,7 +94,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]
 
 
 def _stages_import(is_main: bool) -> bool:
-    """Import Megatron-Core and all that needs it; where that fails, print what is wrong and how to mend it, and return False."""
+    """Import Megatron-Core and all that needs it; where that fails, print what is wrong and how to mend it, and return
+    False."""
     try:
         import megatron_rl.trainer.build  # noqa: F401
     except (ImportError, FileNotFoundError, AttributeError) as error:  # half-installed packages raise the latter two
@@ -111,7 +115,8 @@ def _set_up_logging(is_main: bool) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the sys.stderr of the moment: while the live bar is up that is rich's proxy, which prints above the bar."""
+    """Writes to the sys.stderr of the moment: while the live bar is up that is rich's proxy, which prints above the
+    bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)

@@ -1,8 +1,9 @@
 """What is wrong with this installation, and how to mend it: ``python -m megatron_rl.doctor [--json PATH]``.
 
-It must run where everything else is broken: the standard library only at import time, and plain text where rich is missing.
-The values are NamedTuples and not the slotted dataclasses of the rest of the house, which an interpreter too old for
-megatron_rl could not even define. What may crash or hang at import is imported in a subprocess; checks read facts only.
+It must run where everything else is broken: the standard library only at import time, and plain text where rich is
+missing. The values are NamedTuples and not the slotted dataclasses of the rest of the house, which an interpreter too
+old for megatron_rl could not even define. What may crash or hang at import is imported in a subprocess; checks read
+facts only.
 
 Exit code: 1 if any finding is an ERROR, else 0.
 """
@@ -72,7 +73,8 @@ class Level(enum.Enum):
 
 
 class Finding(NamedTuple):
-    """``thing`` is the package or device, ``found`` what is there, ``mend`` the command or step that puts it right, or ""."""
+    """``thing`` is the package or device, ``found`` what is there, ``mend`` the command or step that puts it right, or
+    ""."""
 
     level: Level
     thing: str
@@ -81,7 +83,8 @@ class Finding(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """How an import ended. ``error`` is None, or "Type: message" (also for a signal or a time-out); ``facts`` what it told."""
+    """How an import ended. ``error`` is None, or "Type: message" (also for a signal or a time-out); ``facts`` what it
+    told."""
 
     error: str | None
     facts: Mapping[str, object] = {}
@@ -120,7 +123,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
-    """Run ``statement``, which may fill the dict ``facts``, in a Python of its own, so that a crash or a hang is a finding."""
+    """Run ``statement``, which may fill the dict ``facts``, in a Python of its own, so that a crash or a hang is a
+    finding."""
     command = [sys.executable, "-c", PROBE_SCRIPT, statement]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
@@ -139,12 +143,14 @@ def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
 
 
 def present(module: str) -> bool:
-    """Whether the top-level package can be found, a leftover directory without __init__.py included; imports nothing."""
+    """Whether the top-level package can be found, a leftover directory without __init__.py included; imports
+    nothing."""
     return importlib.util.find_spec(module.split(".")[0]) is not None
 
 
 def inspect_host() -> Host:
-    """This interpreter's packages and devices. Takes 5 to 15 s, nearly all of it the imports of torch and megatron.core."""
+    """This interpreter's packages and devices. Takes 5 to 15 s, nearly all of it the imports of torch and
+    megatron.core."""
     modules = [module for module in PROBES if present(module)]
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as threads:
         running = {module: threads.submit(probe_import, PROBES[module]) for module in modules}
@@ -202,7 +208,8 @@ def check_imports(host: Host) -> list[Finding]:
                     Level.ERROR,
                     f"import {module}",
                     error,
-                    f"mend the other errors first; if there are none: pip install --force-reinstall --no-deps {package}",
+                    "mend the other errors first; if there are none: pip install --force-reinstall --no-deps "
+                    f"{package}",
                 )
             )
     return findings
@@ -228,7 +235,8 @@ def check_transformer_engine(host: Host) -> list[Finding]:
             )
         ]
     core = host.probes.get("megatron.core")
-    # Megatron-Core catches ImportError alone; what else a half-installed one raises comes out of `import megatron.core`.
+    # Megatron-Core catches ImportError alone; what else a half-installed one raises comes out of `import
+    # megatron.core`.
     harmless = (
         probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
     )
@@ -258,7 +266,8 @@ def check_apex(host: Host) -> list[Finding]:
 
 
 def check_media(host: Host) -> list[Finding]:
-    """torchvision and its kin are imported by transformers where they are found, and break it if built for another torch."""
+    """torchvision and its kin are imported by transformers where they are found, and break it if built for another
+    torch."""
     torch_is_cpu = (
         "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")
     )
@@ -357,7 +366,8 @@ def as_text(finding: Finding) -> str:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """In a terminal a table, then the mends, each whole on a line of its own to be copied; else, or without rich, plain lines."""
+    """In a terminal a table, then the mends, each whole on a line of its own to be copied; else, or without rich, plain
+    lines."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print("\n".join(as_text(finding) for finding in findings))
         return

@@ -24,11 +24,13 @@ class RewardError(RunError):
 
 
 class EpisodeError(RunError):
-    """An environment failed, or took too long, on a sample; the message carries the sample's id, the turn and the traceback."""
+    """An environment failed, or took too long, on a sample; the message carries the sample's id, the turn and the
+    traceback."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint that is damaged, of another model or format, or that could not be written; the message names the file."""
+    """A checkpoint that is damaged, of another model or format, or that could not be written; the message names the
+    file."""
 
 
 class PeerError(RunError):
@@ -40,4 +42,5 @@ class EngineError(RunError):
 
 
 class NoSignalError(RunError):
-    """Dynamic sampling found no signal for every group of a batch, and ``rollout.dynamic_sampling.on_exhausted=fail``."""
+    """Dynamic sampling found no signal for every group of a batch, and
+    ``rollout.dynamic_sampling.on_exhausted=fail``."""

@@ -34,9 +34,11 @@ class Prompt:
     prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never contains a rank.
     token_ids: the prompt's tokens, as the model sees them.
     columns:   every column of the dataset's row; reward functions receive them all.
-    attempt:   how often answers to it were taken before; seeds derive from it too, so that the same weights answer it anew.
+    attempt:   how often answers to it were taken before; seeds derive from it too, so that the same weights answer it
+               anew.
 
-    Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer": "7"})``
+    Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer":
+    "7"})``
     """
 
     prompt_id: str
@@ -53,20 +55,26 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One completion of one prompt, or one episode: all that stands behind the prompt, the policy's turns and what an environment said.
+    """One completion of one prompt, or one episode: all that stands behind the prompt, the policy's turns and what an
+    environment said.
 
     response_ids:   [T] the tokens, a turn's stop token included where one was produced.
-    logprobs:       [T] float32, log-probability of each under the engine's policy at the sampling temperature; 0.0 where not sampled.
+    logprobs:       [T] float32, log-probability of each under the engine's policy at the sampling temperature; 0.0
+                    where not sampled.
     text:           of the whole response, without special tokens.
-    finish_reason:  "stop" (a stop token, or the episode's own end) or "length" (``rollout.max_response_tokens`` reached).
-    weight_versions: (version, tokens) in order: the trainer's weights that produced so many of the tokens; one pair, unless the engine
-                    took new weights in the middle. Tokens of the environment count to the turn before them.
+    finish_reason:  "stop" (a stop token, or the episode's own end) or "length" (``rollout.max_response_tokens``
+    reached).
+    weight_versions: (version, tokens) in order: the trainer's weights that produced so many of the tokens; one pair,
+                    unless the engine took new weights in the middle. Tokens of the environment count to the turn before
+                    them.
     loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's; None: all do.
     environment_reward: the sum of what the environment gave; None where there is none.
-    excluded:       why its environment failed (``environment.on_error=drop``), which takes the sample out of its group; None: it did not.
+    excluded:       why its environment failed (``environment.on_error=drop``), which takes the sample out of its group;
+                    None: it did not.
 
-    Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0): ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``,
-    ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3] == logprobs[4] == 0.0``.
+    Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0): ``response_ids=(8, 9, 0,
+    4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3] == logprobs[4] ==
+    0.0``.
     """
 
     prompt: Prompt
@@ -121,12 +129,14 @@ class Sample:
     token_ids:     [prompt + response] int64.
     loss_mask:     [response] bool, True where a response token carries loss.
     logprobs:      [response] float32, the engine's log-probs (zeros for supervised rows).
-    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts that the engine sent each token to, in every layer
-                   that has experts; −1 where that is not known (the last token is never fed to the engine). For routing replay.
+    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts that the engine sent each token to,
+                   in every layer that has experts; −1 where that is not known (the last token is never fed to the
+                   engine). For routing replay.
 
     weight_version: the oldest weights that any of its tokens comes from.
 
-    Example: 3 tokens through one layer of 4 experts, 2 of them each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1, -1]]]``.
+    Example: 3 tokens through one layer of 4 experts, 2 of them each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1,
+    -1]]]``.
     """
 
     sample_id: str
@@ -151,7 +161,8 @@ class BatchFacts:
     owner_rows:      int64, the row's position in the owner's local list.
     places:          int64, each sample's place in the batch, ascending; None in batches that were not gathered.
     weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None there too.
-    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, (0, 0) where it has none; None where no row has.
+    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, (0, 0) where it has none; None where
+                     no row has.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
     """
@@ -185,14 +196,16 @@ class BatchFacts:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
     """of_sample: float64 [S], of each of a sample's loss tokens; where they differ (``gae``), their mean.
-    of_token: float64 [T], flat over response tokens and 0 where there is no loss; None where a sample's are all the same.
+    of_token: float64 [T], flat over response tokens and 0 where there is no loss; None where a sample's are all the
+    same.
     """
 
     of_sample: np.ndarray
     of_token: np.ndarray | None = None
 
     def largest(self, response_tokens: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """[S] the largest |weight · A| of each sample: 0 where nothing of it trains. response_tokens int64 [S] · weights [T] flat, ≥ 0."""
+        """[S] the largest |weight · A| of each sample: 0 where nothing of it trains. response_tokens int64 [S] ·
+        weights [T] flat, ≥ 0."""
         starts = np.cumsum(response_tokens) - response_tokens
         if not len(starts) or (self.of_token is None and weights is None):
             return np.abs(self.of_sample)
@@ -203,12 +216,15 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """What the policy's loss reads, per sample [S] or per response token of the batch (flat, see BatchFacts.response_offsets), float32.
+    """What the policy's loss reads, per sample [S] or per response token of the batch (flat, see
+    BatchFacts.response_offsets), float32.
 
-    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or None ·
-    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (algorithm/importance.py) · token_advantages: flat,
-    weight · advantage of each token in place of its sample's (``gae``), or None · kl_coefficient: of the KL to the reference in the loss,
-    or None for ``loss.kl_coefficient``; 0 measures the KL and trains nothing on it.
+    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or
+    None ·
+    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (algorithm/importance.py) ·
+    token_advantages: flat, weight · advantage of each token in place of its sample's (``gae``), or None ·
+    kl_coefficient: of the KL to the reference in the loss, or None for ``loss.kl_coefficient``; 0 measures the KL and
+    trains nothing on it.
     """
 
     advantages: np.ndarray
@@ -220,7 +236,8 @@ class LossInputs:
     kl_coefficient: float | None = None
 
     def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
-        """[N] each, of N loss tokens: samples [N] whose they are, flat [N] their places in the flat arrays; ``kl_coefficient`` as it is."""
+        """[N] each, of N loss tokens: samples [N] whose they are, flat [N] their places in the flat arrays;
+        ``kl_coefficient`` as it is."""
         importance = 1.0 if self.importance_weights is None else self.importance_weights[flat]
         plain = self.advantages[samples] if self.token_advantages is None else self.token_advantages[flat]
         found = {"advantages": plain * importance, "weights": self.weights[samples]}
@@ -232,7 +249,8 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValueInputs:
-    """What the critic's loss reads: the reduction's weights [S], returns and old_values flat over response tokens, float32."""
+    """What the critic's loss reads: the reduction's weights [S], returns and old_values flat over response tokens,
+    float32."""
 
     weights: np.ndarray
     returns: np.ndarray
@@ -263,8 +281,10 @@ class StepPlan:
     dropped:             int64, the members without signal, never forwarded.
     order:               int64 [K], the samples that run, rank by rank and micro-batch by micro-batch.
     microbatch_offsets:  int64 [M + 1] into ``order``.
-    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: micro-batches of rank d are rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M], True where a micro-batch only keeps its rank in step; its sample stands in ``order`` again.
+    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: micro-batches of rank d are
+    rank_offsets[d]:rank_offsets[d+1].
+    filler_microbatches: bool [M], True where a micro-batch only keeps its rank in step; its sample stands in ``order``
+    again.
     microbatches_dropped: how many fewer micro-batches than the dense plan of the same members, fillers counted in both.
 
     Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
@@ -311,7 +331,8 @@ _PLAN_ARRAYS = ("members", "dropped", "order", "microbatch_offsets", "rank_offse
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchPlan:
-    """Everything one batch runs: its mini-batches in order. JSON in, JSON out, with a fingerprint that ranks compare."""
+    """Everything one batch runs: its mini-batches in order. JSON in, JSON out, with a fingerprint that ranks
+    compare."""
 
     purpose: str
     mini_batches: tuple[StepPlan, ...]
@@ -365,7 +386,8 @@ class BatchPlan:
 class StepResult:
     """What one optimizer step did. Sums are over all ranks; nothing is divided yet.
 
-    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), observability/metrics.py divides them last.
+    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), observability/metrics.py divides
+    them last.
     """
 
     kind: StepKind

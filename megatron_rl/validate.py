@@ -1,4 +1,5 @@
-"""What of a configuration only shows when its sections are read together. Before any weight is read, and without a collective."""
+"""What of a configuration only shows when its sections are read together. Before any weight is read, and without a
+collective."""
 
 from __future__ import annotations
 
@@ -28,14 +29,16 @@ def validate_config(config: Config) -> None:
         )
     if config.train.num_rollouts != 0 and config.rollout.samples_per_prompt < 2 and not config.has_critic:
         raise ConfigError(
-            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives advantage.estimator={config.advantage.estimator} "
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives "
+            f"advantage.estimator={config.advantage.estimator} "
             "no baseline: every advantage would be 0; use at least 2"
         )
     for name in ("start_s", "request_s"):
         value = dataclasses.asdict(config.rollout)[name]
         if config.rollout.engine == "vllm" and value >= config.run.deadline_s:
             raise ConfigError(
-                f"rollout.{name}={value:g} must be below run.deadline_s={config.run.deadline_s:g}, which other ranks wait for; raise that"
+                f"rollout.{name}={value:g} must be below run.deadline_s={config.run.deadline_s:g}, which other ranks "
+                "wait for; raise that"
             )
     _check_asynchronous(config)
     _check_critic(config)
@@ -45,7 +48,8 @@ def validate_config(config: Config) -> None:
     given = config.eval
     if given.every_rollouts and not given.named_sets:
         raise ConfigError(
-            f"eval.every_rollouts={given.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL file, or set eval.every_rollouts=null"
+            f"eval.every_rollouts={given.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL file, "
+            "or set eval.every_rollouts=null"
         )
     if config.metrics.dense_every_rollouts < 0 or config.metrics.dense_samples < 0:
         raise ConfigError(
@@ -63,16 +67,19 @@ def check_overlong(config: Config) -> None:
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError where a reward asks for an environment and there is none, or a step may outlast what other ranks wait for."""
+    """Raises ConfigError where a reward asks for an environment and there is none, or a step may outlast what other
+    ranks wait for."""
     given = config.environment
     if "environment" in config.reward.functions and given.name is None:
         raise ConfigError(
-            "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; name one, as in "
+            "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
+            "name one, as in "
             "environment.name=calculator"
         )
     if given.name is not None and given.deadline_s >= config.run.deadline_s:
         raise ConfigError(
-            f"environment.deadline_s={given.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for which the other "
+            f"environment.deadline_s={given.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for "
+            "which the other "
             "ranks wait; raise that"
         )
 
@@ -82,18 +89,22 @@ def _check_asynchronous(config: Config) -> None:
     producer, rounds = config.rollout.producer, config.rollout.dynamic_sampling.max_rounds
     if config.replay.capacity_groups and rounds:
         raise ConfigError(
-            f"replay.capacity_groups={config.replay.capacity_groups} and rollout.dynamic_sampling.max_rounds={rounds} both fill the places of groups without "
+            f"replay.capacity_groups={config.replay.capacity_groups} and rollout.dynamic_sampling.max_rounds={rounds} "
+            "both fill the places of groups without "
             "signal; set one of them to 0"
         )
     if config.weight_sync.in_flight and (config.rollout.engine != "vllm" or producer.ahead == 0):
         raise ConfigError(
-            f"weight_sync.in_flight=true sends weights to vLLM engines that generate ahead, and rollout.engine={config.rollout.engine}, "
-            f"rollout.producer.mode={producer.mode}, prefetch_rollouts={producer.prefetch_rollouts} have none; set it to false, or take rollout.engine=vllm and "
+            "weight_sync.in_flight=true sends weights to vLLM engines that generate ahead, and "
+            f"rollout.engine={config.rollout.engine}, "
+            f"rollout.producer.mode={producer.mode}, prefetch_rollouts={producer.prefetch_rollouts} have none; set it "
+            "to false, or take rollout.engine=vllm and "
             "rollout.producer.mode=prefetch"
         )
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
         raise ConfigError(
-            f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for which the other "
+            f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, "
+            "for which the other "
             "ranks wait; raise that"
         )
 
@@ -105,7 +116,8 @@ def _check_critic(config: Config) -> None:
         for name, neutral in dataclasses.asdict(CriticConfig()).items():
             if (value := dataclasses.asdict(given)[name]) != neutral:
                 raise ConfigError(
-                    f"critic.{name}={value} and advantage.estimator={estimator} has no critic; set advantage.estimator=gae, or leave it "
+                    f"critic.{name}={value} and advantage.estimator={estimator} has no critic; set "
+                    "advantage.estimator=gae, or leave it "
                     f"at {neutral}"
                 )
         return
@@ -116,7 +128,8 @@ def _check_critic(config: Config) -> None:
         )
     if config.correction.off_policy_delta is not None:
         raise ConfigError(
-            f"correction.off_policy_delta={config.correction.off_policy_delta} drops samples by their one advantage, and under "
+            f"correction.off_policy_delta={config.correction.off_policy_delta} drops samples by their one advantage, "
+            "and under "
             "advantage.estimator=gae each token has its own; set it to null"
         )
 
@@ -143,13 +156,15 @@ def check_lengths(config: Config, context_tokens: int, of: str = "the model") ->
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > context_tokens:
         raise ConfigError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens={config.rollout.max_response_tokens} = "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens} = "
             f"{longest} is more than the context of {of}: {context_tokens} tokens; lower one of the two"
         )
 
 
 def check_critic_model(config: Config, policy) -> None:
-    """A critic of other weights must read what the policy reads. policy: its Hugging Face config. Raises ConfigError."""
+    """A critic of other weights must read what the policy reads. policy: its Hugging Face config. Raises
+    ConfigError."""
     from transformers import AutoConfig
 
     if not config.has_critic or config.critic.hf_path is None:
@@ -158,38 +173,46 @@ def check_critic_model(config: Config, policy) -> None:
     check_lengths(config, own.max_position_embeddings, of=f"critic.hf_path={config.critic.hf_path!r}")
     if own.vocab_size < policy.vocab_size:
         raise ConfigError(
-            f"critic.hf_path={config.critic.hf_path!r} has a vocabulary of {own.vocab_size} and model.hf_path={config.model.hf_path!r} one "
+            f"critic.hf_path={config.critic.hf_path!r} has a vocabulary of {own.vocab_size} and "
+            f"model.hf_path={config.model.hf_path!r} one "
             f"of {policy.vocab_size}: it could not read the policy's tokens; give a model of the same tokenizer"
         )
 
 
 def check_reference(config: Config) -> None:
-    """Raises ConfigError for what of ``reference`` does not go with ``loss``, ``advantage`` and the size of a rollout."""
+    """Raises ConfigError for what of ``reference`` does not go with ``loss``, ``advantage`` and the size of a
+    rollout."""
     given, loss = config.reference, config.loss
     if given.kl_in == "reward" and loss.kl_estimator == "unbiased":
         raise ConfigError(
-            "reference.kl_in=reward with loss.kl_estimator=unbiased: its ratio π_θ/π_old is there for the gradient it carries, and a "
+            "reference.kl_in=reward with loss.kl_estimator=unbiased: its ratio π_θ/π_old is there for the gradient it "
+            "carries, and a "
             "reward carries none; take loss.kl_estimator=k3, or reference.kl_in=loss"
         )
     if given.kl_in == "reward" and config.advantage.estimator == "gdpo":
         raise ConfigError(
-            "reference.kl_in=reward with advantage.estimator=gdpo: it standardises every reward function by itself, and the KL is none of "
+            "reference.kl_in=reward with advantage.estimator=gdpo: it standardises every reward function by itself, "
+            "and the KL is none of "
             "them; take another advantage.estimator, or reference.kl_in=loss"
         )
     if loss.kl_coefficient == 0 and given.controller == "adaptive":
         raise ConfigError(
-            "reference.controller=adaptive moves the KL's coefficient by factors, and loss.kl_coefficient=0 would stay 0; start above it "
+            "reference.controller=adaptive moves the KL's coefficient by factors, and loss.kl_coefficient=0 would "
+            "stay 0; start above it "
             "(0.1, say), or set reference.controller=fixed"
         )
     if loss.kl_coefficient == 0 and given.refresh_every_rollouts is not None:
         raise ConfigError(
-            f"reference.refresh_every_rollouts={given.refresh_every_rollouts} renews a reference policy that loss.kl_coefficient=0 never asks; set that "
+            f"reference.refresh_every_rollouts={given.refresh_every_rollouts} renews a reference policy that "
+            "loss.kl_coefficient=0 never asks; set that "
             "above 0, or reference.refresh_every_rollouts=null"
         )
     samples = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
     if given.controller == "adaptive" and samples >= 5 * given.kl_horizon:
         raise ConfigError(
-            f"reference.kl_horizon={given.kl_horizon} is too short for rollouts of train.prompts_per_rollout={config.train.prompts_per_rollout} "
-            f"times rollout.samples_per_prompt={config.rollout.samples_per_prompt} = {samples} samples: one of them could take the KL's "
+            f"reference.kl_horizon={given.kl_horizon} is too short for rollouts of "
+            f"train.prompts_per_rollout={config.train.prompts_per_rollout} "
+            f"times rollout.samples_per_prompt={config.rollout.samples_per_prompt} = {samples} samples: one of them "
+            "could take the KL's "
             f"coefficient to 0; give more than {samples // 5}"
         )

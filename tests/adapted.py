@@ -1,4 +1,5 @@
-"""The reference of everything about adapters: a Hugging Face model whose linear layers carry A and B, in plain autograd."""
+"""The reference of everything about adapters: a Hugging Face model whose linear layers carry A and B, in plain
+autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ PROJECTIONS = {
 def adapt(
     model: torch.nn.Module, *, rank: int, alpha: float, targets: tuple[str, ...] = tuple(PROJECTIONS), seed: int = 7
 ) -> None:
-    """Puts y + (alpha / rank) · B (A x) on the model, A and B random (with B = 0 the gradient of A would be too), and freezes the rest.
+    """Puts y + (alpha / rank) · B (A x) on the model, A and B random (with B = 0 the gradient of A would be too), and
+    freezes the rest.
 
     Names are those that are asked for: ``model.layers.0.self_attn.q_proj.lora_A.weight``.
     """

@@ -1,10 +1,11 @@
-"""NVIDIA megatron-bridge's own mapping of a family, held against weights/mapping.py's: names, and how q, k, v are merged and split.
+"""NVIDIA megatron-bridge's own mapping of a family, held against weights/mapping.py's: names, and how q, k, v are
+merged and split.
 
     python tests/bridge_oracle.py        prints a JSON object: family → [tensors compared, differences]
 
-A process of its own: Transformer Engine, which megatron-bridge imports by name and a CPU cannot run, is stood in for by empty modules,
-once Megatron-Core has been imported without it. No model is built, so none of them is ever called. Ran: megatron-bridge 0.3.1 with
-megatron-core 0.16.1 (needs einops and triton beside it).
+A process of its own: Transformer Engine, which megatron-bridge imports by name and a CPU cannot run, is stood in for by
+empty modules, once Megatron-Core has been imported without it. No model is built, so none of them is ever called. Ran:
+megatron-bridge 0.3.1 with megatron-core 0.16.1 (needs einops and triton beside it).
 """
 
 from __future__ import annotations

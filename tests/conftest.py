@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from tests.workers.nursery import Nursery
 from tests.workers.pool import Pool
 
-# Hypothesis's own clocks, off: a deadline for each example, and a complaint about slow drawing. On a loaded host both are met by chance.
+# Hypothesis's own clocks, off: a deadline for each example, and a complaint about slow drawing. On a loaded host both
+# are met by chance.
 settings.register_profile("clockless", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("clockless")
 
@@ -47,9 +48,11 @@ def mixture(arithmetic, tmp_path_factory) -> pathlib.Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a test that uses the pool as distributed, and one that uses the nursery as starting processes; put the longest first.
+    """Mark a test that uses the pool as distributed, and one that uses the nursery as starting processes; put the
+    longest first.
 
-    ``long(seconds=N)``: about so many, on two cores with nothing else to do. A lane that began with the longest ones ends with the others.
+    ``long(seconds=N)``: about so many, on two cores with nothing else to do. A lane that began with the longest ones
+    ends with the others.
     """
     for item in items:
         for fixture, mark in (("pool", "distributed"), ("nursery", "process")):

@@ -1,9 +1,11 @@
-"""Records five short runs in full precision, and compares two records to the bit: for a change that is not about numbers.
+"""Records five short runs in full precision, and compares two records to the bit: for a change that is not about
+numbers.
 
     python -m tests.golden record runs/golden.json        # about three minutes on two cores
     python -m tests.golden compare before.json after.json
 
-Bits belong to one host, one torch and one Megatron-Core: record both on the same machine, before the change and after it.
+Bits belong to one host, one torch and one Megatron-Core: record both on the same machine, before the change and after
+it.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ KEPT = (
 
 
 def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
-    """Train one run on two processes; return its rows, floats as hexadecimal text, and the checksum of its last weights."""
+    """Train one run on two processes; return its rows, floats as hexadecimal text, and the checksum of its last
+    weights."""
     command = [
         sys.executable,
         "-m",

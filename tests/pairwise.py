@@ -1,7 +1,7 @@
 """A part of a product of factors for ``make test``, the rest of it marked ``long``.
 
-A fault hides in a value, or in two values that do not go together; three that do so only together have not been met here. So
-``make test`` runs every pair of values once, and ``make test-long`` what is left of the product.
+A fault hides in a value, or in two values that do not go together; three that do so only together have not been met
+here. So ``make test`` runs every pair of values once, and ``make test-long`` what is left of the product.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pytest
 
 
 def covering(factors: Sequence[Sequence[object]], strength: int) -> list[tuple[int, ...]]:
-    """Choose rows of the product, as positions, that hold every combination of ``strength`` factors' values at least once.
+    """Choose rows of the product, as positions, that hold every combination of ``strength`` factors' values at least
+    once.
 
     Greedy: the row that covers the most of what is not covered yet, the first of those.
     Example: two values in each of three factors, strength 2: 4 of the 8 rows.
@@ -37,7 +38,8 @@ def pairwise(
 ) -> list:
     """Return the whole product as pytest's parameters; those beyond the covering rows are marked ``long``.
 
-    strength: 2 for every pair of values, 1 for every value. ids: the name of a value. kept: rows that are chosen by hand instead.
+    strength: 2 for every pair of values, 1 for every value. ids: the name of a value. kept: rows that are chosen by
+    hand instead.
     """
     lists = [list(values) for values in factors]
     if kept:
@@ -53,7 +55,8 @@ def pairwise(
 
 
 def quick(cases: Iterable[object], *kept: object) -> list:
-    """Return ``cases`` as pytest's parameters, those that are not among ``kept`` marked ``long``. Raises ValueError for a stranger."""
+    """Return ``cases`` as pytest's parameters, those that are not among ``kept`` marked ``long``. Raises ValueError for
+    a stranger."""
     cases = list(cases)
     if strangers := [case for case in kept if case not in cases]:
         raise ValueError(f"{strangers} are none of the cases {cases}")

@@ -1,6 +1,7 @@
 """How long the tests wait: every bound of theirs times MEGATRON_RL_TEST_PATIENCE, which tests/README.md names.
 
-A bound ends a hang; no test measures a machine by one. On a host that is shared with other work, 3 leaves three times as long.
+A bound ends a hang; no test measures a machine by one. On a host that is shared with other work, 3 leaves three times
+as long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The reference that every equality is held against: a plain single-process loop over a Hugging Face model, one sample at a time.
+"""The reference that every equality is held against: a plain single-process loop over a Hugging Face model, one sample
+at a time.
 
 Nothing of megatron_rl's way of the data is used: no plan, no packing, no schedule; only its value types.
 """
@@ -137,8 +138,8 @@ def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple
 
 @torch.no_grad()
 def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int = 1) -> list[Sample]:
-    """The samples as an engine of slightly other weights would report them: log-probs of the model plus noise, so that at a clip
-    of 0.2 some ratios are clipped and most are not."""
+    """The samples as an engine of slightly other weights would report them: log-probs of the model plus noise, so that
+    at a clip of 0.2 some ratios are clipped and most are not."""
     random = np.random.default_rng(seed)
     noise = [random.normal(0.0, spread, len(s.logprobs)).astype(np.float32) for s in samples]
     return [
@@ -180,8 +181,9 @@ def reference_gradient(
     kl: tuple[float, str, list[torch.Tensor]] = (0.0, "", []),
     entropy_coefficient: float = 0.0,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradient (by the names of checkpoint files) and loss of the clipped PPO objective, token by token weight, over all samples
-    (zero advantages too). kl: its coefficient, its estimator, and each sample's log-probs [response] of the reference policy."""
+    """Gradient (by the names of checkpoint files) and loss of the clipped PPO objective, token by token weight, over
+    all samples (zero advantages too). kl: its coefficient, its estimator, and each sample's log-probs [response] of the
+    reference policy."""
     model.zero_grad()
     total = 0.0
     for i, sample in enumerate(samples):
@@ -202,7 +204,8 @@ def reference_gradient(
 
 
 def naive_kl(estimator: str, policy: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Each token's estimate of KL(π_θ ‖ π_ref) from log-probs, over probabilities r = π_ref/π_θ, as the papers write it."""
+    """Each token's estimate of KL(π_θ ‖ π_ref) from log-probs, over probabilities r = π_ref/π_θ, as the papers write
+    it."""
     r = reference.exp() / policy.exp()
     k3 = r - 1 - torch.log(r)
     return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}[

@@ -1,10 +1,12 @@
-"""Fills the support matrix on this machine: each feature on each layout against a Hugging Face reference, in its own processes.
+"""Fills the support matrix on this machine: each feature on each layout against a Hugging Face reference, in its own
+processes.
 
     python tools/acceptance.py --markdown matrix.md          # make acceptance
 
-With GPUs, one process per GPU over NCCL; without, gloo on the CPU. A cell that this host cannot run is listed as not run, with the
-reason, and never as passed. A cell that does not answer in --timeout seconds has failed; every process it started is killed.
-What a cell must show stands in acceptance_matrix/cells.py, how it is measured in acceptance_matrix/checks.py.
+With GPUs, one process per GPU over NCCL; without, gloo on the CPU. A cell that this host cannot run is listed as not
+run, with the reason, and never as passed. A cell that does not answer in --timeout seconds has failed; every process it
+started is killed. What a cell must show stands in acceptance_matrix/cells.py, how it is measured in
+acceptance_matrix/checks.py.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ PROBE_S = 120.0
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex")
 IMPORTS = {
-    "transformer_engine": "import transformer_engine.pytorch; from transformer_engine.pytorch.optimizers import FusedAdam",
+    "transformer_engine": "import transformer_engine.pytorch; from transformer_engine.pytorch.optimizers import "
+    "FusedAdam",
     "apex": "from apex.optimizers import FusedAdam",
 }
 COUNT_GPUS = (
     "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
     "print(f'GPUS {n} {torch.cuda.get_device_name() if n else str()}')"
 )
-# Set before CUDA starts: TF32 off inside Transformer Engine and cuBLAS too, and kernels that add in one order, for what is compared
+# Set before CUDA starts: TF32 off inside Transformer Engine and cuBLAS too, and kernels that add in one order, for what
+# is compared
 # to the bit.
 CUDA_ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": "0",
@@ -248,13 +252,15 @@ def markdown(rows: list[dict], host: dict, given: argparse.Namespace) -> str:
     lines = [
         "# Support matrix",
         "",
-        "`make acceptance` fills this table on your own machine: over NCCL with one process per GPU, over gloo on a host without one. "
+        "`make acceptance` fills this table on your own machine: over NCCL with one process per GPU, over gloo on a "
+        "host without one. "
         'Write it over this page with `make acceptance ACCEPTANCE_ARGS="--markdown docs/support-matrix.md"`.',
         "",
     ]
     if not host["gpus"]:
         lines += [
-            "**No GPU was available where this page was made.** Every result below is gloo on a CPU; no row says anything about NCCL. "
+            "**No GPU was available where this page was made.** Every result below is gloo on a CPU; no row says "
+            "anything about NCCL. "
             "The Transformer Engine and Apex paths are not run.",
             "",
         ]
@@ -282,8 +288,10 @@ def tally(rows: list[dict]) -> str:
 def footnote(cuda: bool) -> list[str]:
     full, half = (tolerances(dtype, cuda=cuda) for dtype in ("float32", "bfloat16"))
     return [
-        "`result` names, of all checks of the cell, the one nearest its bound (or those that failed). The checks, with the error "
-        "allowed in float32 and in bfloat16 (`silent` and `replicas` where DP > 1); why so much is in `tools/acceptance_matrix/cells.py`:",
+        "`result` names, of all checks of the cell, the one nearest its bound (or those that failed). The checks, "
+        "with the error "
+        "allowed in float32 and in bfloat16 (`silent` and `replicas` where DP > 1); why so much is in "
+        "`tools/acceptance_matrix/cells.py`:",
         "",
         *(f"- `{name}`: {label}; {full[name]:g}, {half[name]:g}" for name, label in LABELS.items()),
     ]

@@ -1,11 +1,14 @@
-"""Plants one-line faults, one at a time, in a copy of this tree and has the tests find them: a fault that no test sees is a survivor.
+"""Plants one-line faults, one at a time, in a copy of this tree and has the tests find them: a fault that no test sees
+is a survivor.
 
     python tools/check_mutants.py                                        # all of them, one row each
-    python tools/check_mutants.py --only gspo-single-token --whole       # one; the whole of `make test` too, where its own tests pass
+    python tools/check_mutants.py --only gspo-single-token --whole       # one; the whole of `make test` too, where its
+    own tests pass
 
-The faults stand in mutants/{numbers,ranks,rollouts}.py, each with the tests that should fail. Those tests must pass without a
-fault first, or a broken test would count as a kill. Nothing in this tree is changed. Exit codes: 0 all killed; 1 a fault survived, its
-tests did not end in a failure (they were not found, ran too long), or its line is not there; 2 nothing can be said, with the reason.
+The faults stand in mutants/{numbers,ranks,rollouts}.py, each with the tests that should fail. Those tests must pass
+without a fault first, or a broken test would count as a kill. Nothing in this tree is changed. Exit codes: 0 all
+killed; 1 a fault survived, its tests did not end in a failure (they were not found, ran too long), or its line is not
+there; 2 nothing can be said, with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Unusable(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Holds the end of one pytest run. code: None where it ran too long · failed: node ids of tests that failed · tail: its last lines."""
+    """Holds the end of one pytest run. code: None where it ran too long · failed: node ids of tests that failed · tail:
+    its last lines."""
 
     code: int | None
     failed: tuple[str, ...]
@@ -127,7 +131,8 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], timeout_s: float, *, s
         "CUDA_VISIBLE_DEVICES": "",
         "COLUMNS": "200",
     }
-    # Bytecode is found by a file's size and the second of its change: a fault of the same length, planted at once, could run as the last.
+    # Bytecode is found by a file's size and the second of its change: a fault of the same length, planted at once,
+    # could run as the last.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
@@ -161,7 +166,8 @@ def end(process: subprocess.Popen, grace_s: float = 30.0) -> None:
 
 
 def require_sound(folder: pathlib.Path, mutants: Sequence[Mutant], timeout_s: float) -> float:
-    """Runs every test that is named, once, without a fault; returns the seconds. Raises Unusable where one does not pass, or is not run."""
+    """Runs every test that is named, once, without a fault; returns the seconds. Raises Unusable where one does not
+    pass, or is not run."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     if absent := sorted(set(tests) - of_make_test(folder, tests)):
         raise Unusable(f"`make test` runs none of {', '.join(absent)}; name tests that it runs, without `long`")
@@ -200,7 +206,8 @@ def describe(outcome: Outcome) -> str:
 
 
 def judge(outcome: Outcome, *, whole: bool = False) -> dict:
-    """Takes the failure of a test alone for a kill; an error of collection, a fixture or the command line says nothing of the fault."""
+    """Takes the failure of a test alone for a kill; an error of collection, a fixture or the command line says nothing
+    of the fault."""
     if outcome.code == 1 and outcome.failed:
         return {"status": KILLED, "by": outcome.failed[0], "whole": whole}
     if outcome.code == 0:
@@ -255,9 +262,12 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
     lines = [
         "# Planted faults",
         "",
-        "Each row is one line of the package as a tired engineer might have written it: nothing crashes at the start, and what comes out "
-        "is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the faults one at a time in a copy of the tree, "
-        "after the tests named have passed there without one; only the failure of a test counts as a kill. The lines themselves are in "
+        "Each row is one line of the package as a tired engineer might have written it: nothing crashes at the start, "
+        "and what comes out "
+        "is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the faults one at a time in "
+        "a copy of the tree, "
+        "after the tests named have passed there without one; only the failure of a test counts as a kill. The lines "
+        "themselves are in "
         "`tools/mutants/{numbers,ranks,rollouts}.py`. It is no part of CI.",
         "",
         f"`{command_line(given)}`, {machine()}: {killed} of {len(rows)} killed, {seconds / 60:.0f} minutes.",

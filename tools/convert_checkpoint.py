@@ -6,9 +6,9 @@ Examples:
   python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits
   python tools/convert_checkpoint.py inspect   checkpoints/run-7
 
-A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or iter_*/ with torch_dist files. Any
-topology loads it, whatever --tp, --pp and --ep cut it into. Exit codes: 0 done, and equal where something was compared; 1 it differs;
-2 it cannot be done, and the message says why. docs/conversion.md says more.
+A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or iter_*/ with torch_dist
+files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit codes: 0 done, and equal where something
+was compared; 1 it differs; 2 it cannot be done, and the message says why. docs/conversion.md says more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 EXAMPLES = {
     "import": "example: python tools/convert_checkpoint.py import /models/qwen3-8b checkpoints/qwen3-8b --tp 2 --pp 2",
     "export": "example: python tools/convert_checkpoint.py export checkpoints/run-7 /models/run-7 --iteration 400",
-    "roundtrip": "example: python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits --json roundtrip.json",
+    "roundtrip": "example: python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits --json "
+    "roundtrip.json",
     "inspect": "example: python tools/convert_checkpoint.py inspect checkpoints/run-7 --json inspect.json",
 }
 
@@ -110,7 +111,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
-    """(config, shape) of a Hugging Face directory. Raises ConfigError, naming what is missing of a model that no table expresses."""
+    """(config, shape) of a Hugging Face directory. Raises ConfigError, naming what is missing of a model that no table
+    expresses."""
     from megatron_rl.errors import ConfigError
     from megatron_rl.model.build import FAMILIES, MISSING, inverse_frequencies, read_shape
 
@@ -120,8 +122,10 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
     if family not in FAMILIES:
         missing = MISSING.get(family, "a table of its parameters (weights/mapping.py) and its layers (model/build.py)")
         raise ConfigError(
-            f"{folder} holds a {family!r} model, and the tables are for {', '.join(FAMILIES)}; missing for {family}: {missing}. "
-            "With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this command goes through it"
+            f"{folder} holds a {family!r} model, and the tables are for {', '.join(FAMILIES)}; missing for {family}: "
+            f"{missing}. "
+            "With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this command goes "
+            "through it"
         )
     from transformers import AutoConfig
 
@@ -218,7 +222,8 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
         )
     seconds = time.monotonic() - started_s
     print(
-        f"wrote {given.target}: {shape.family} from {source.path}, {len(planned)} tensors, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s"
+        f"wrote {given.target}: {shape.family} from {source.path}, {len(planned)} tensors, {num_bytes / 1e9:.2f} GB "
+        f"in {seconds:.1f} s"
     )
     print(f"  {', '.join(names)}")
     return 0, {
@@ -256,7 +261,8 @@ def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
         if given.check_logits:
             found |= check_logits(given.source, there, config)
             print(
-                f"log-probs of {found['logprob_tokens']} random tokens: largest difference to transformers {found['logprob_gap']:.2e}"
+                f"log-probs of {found['logprob_tokens']} random tokens: largest difference to transformers "
+                f"{found['logprob_gap']:.2e}"
             )
             equal = equal and found["logprob_gap"] <= given.tolerance
     print("equal" if equal else "NOT equal")
@@ -275,8 +281,9 @@ def inspect_command(given: argparse.Namespace) -> tuple[int, dict]:
 
 
 def give_back_freed_memory() -> None:
-    """Has glibc map each block above 256 KiB by itself, so that freeing it returns it to the host. Left alone it raises that bound to the
-    size of a freed tensor and keeps pieces of the heap: 84 MB at the peak instead of 45 (a layer of 31 MB and a tensor of 13)."""
+    """Has glibc map each block above 256 KiB by itself, so that freeing it returns it to the host. Left alone it raises
+    that bound to the size of a freed tensor and keeps pieces of the heap: 84 MB at the peak instead of 45 (a layer of
+    31 MB and a tensor of 13)."""
     if platform.libc_ver()[0] == "glibc":
         m_mmap_threshold = -3  # malloc.h
         ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 18)

@@ -4,7 +4,8 @@ Example:
   python tools/make_model.py --family qwen2 --hidden 128 --layers 4 --heads 4 --kv-heads 2 --intermediate 384 \\
       --tokenizer tokenizer --out model --seed 0
 
-The directory loads with transformers.AutoModelForCausalLM and AutoTokenizer, offline. Equal options and seed, equal weights.
+The directory loads with transformers.AutoModelForCausalLM and AutoTokenizer, offline. Equal options and seed, equal
+weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a decoder. Raises ConfigError where they do not fit each other, or no attention kernel takes the head size."""
+    """Sizes of a decoder. Raises ConfigError where they do not fit each other, or no attention kernel takes the head
+    size."""
 
     hidden: int = 128
     layers: int = 4
@@ -50,7 +52,8 @@ class ModelSizes:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
         if self.hidden % self.heads or self.hidden // self.heads not in HEAD_DIMS:
             raise ConfigError(
-                f"--hidden {self.hidden} / --heads {self.heads} = {self.hidden / self.heads:g} is the size of a head and must be "
+                f"--hidden {self.hidden} / --heads {self.heads} = {self.hidden / self.heads:g} is the size of a head "
+                "and must be "
                 f"one of {', '.join(map(str, HEAD_DIMS))}; change either"
             )
         if self.heads % self.kv_heads:
@@ -103,13 +106,15 @@ def make_model(
 
 
 def _check_tokenizer(tokenizer, out: str | pathlib.Path) -> None:
-    """Beside a config.json, AutoTokenizer may pick the model family's own tokenizer class, which cuts text differently."""
+    """Beside a config.json, AutoTokenizer may pick the model family's own tokenizer class, which cuts text
+    differently."""
     copied = AutoTokenizer.from_pretrained(out)
     for what in ("normalizer", "pre_tokenizer", "decoder"):
         before, after = (repr(getattr(x.backend_tokenizer, what)) for x in (tokenizer, copied))
         if before != after:
             raise ConfigError(
-                f"the tokenizer in {out} loads with another {what}: {after} instead of {before}; make it with tools/make_tokenizer.py"
+                f"the tokenizer in {out} loads with another {what}: {after} instead of {before}; make it with "
+                "tools/make_tokenizer.py"
             )
     if copied.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(

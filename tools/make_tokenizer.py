@@ -28,7 +28,8 @@ PAD = "<|pad|>"
 
 
 def read_texts(paths: Sequence[str | pathlib.Path], columns: Sequence[str]) -> list[str]:
-    """The named columns of every row of JSONL files. Raises ConfigError where a file, a row or a column is not there."""
+    """The named columns of every row of JSONL files. Raises ConfigError where a file, a row or a column is not
+    there."""
     texts = []
     for path in paths:
         for number, row in enumerate(load_rows(path, key="--input")):
@@ -46,8 +47,9 @@ def _byte_level(model: models.BPE) -> Tokenizer:
     """A byte-level BPE tokenizer that cuts text exactly as transformers' Qwen2Tokenizer does.
 
     Not a matter of taste: beside a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) always builds a
-    Qwen2Tokenizer, which takes vocabulary and merges from the files and brings its own normalizer and pre-tokenizer. With
-    any other cut here, the same files would give other tokens in a model directory than in a directory of their own.
+    Qwen2Tokenizer, which takes vocabulary and merges from the files and brings its own normalizer and pre-tokenizer.
+    With any other cut here, the same files would give other tokens in a model directory than in a directory of their
+    own.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
@@ -84,8 +86,9 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 def make_characters(characters: str) -> Tokenizer:
     """One token per ASCII character, and EOS and PAD: a BPE without merges.
 
-    Not covered: a character outside the set has no token, and encoding drops it without a word (BPE has no unknown token
-    here, see `_byte_level`). `check_roundtrip` is what finds it. Raises ConfigError for no or a non-ASCII character.
+    Not covered: a character outside the set has no token, and encoding drops it without a word (BPE has no unknown
+    token here, see `_byte_level`). `check_roundtrip` is what finds it. Raises ConfigError for no or a non-ASCII
+    character.
     """
     foreign = sorted(set(characters) - set(map(chr, range(128))))
     if not characters or foreign:
@@ -111,7 +114,8 @@ def save(tokenizer: Tokenizer, out: str | pathlib.Path) -> None:
 
 
 def check_roundtrip(directory: str | pathlib.Path, texts: Sequence[str]) -> int:
-    """Load the directory, encode and decode every text; the number of tokens. Raises ConfigError on the first difference."""
+    """Load the directory, encode and decode every text; the number of tokens. Raises ConfigError on the first
+    difference."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     num_tokens = 0
     for number, text in enumerate(texts):
@@ -131,7 +135,8 @@ def make_tokenizer(
 ) -> dict:
     """Make, save and check a tokenizer: of ``characters`` where given, else BPE of ``vocab_size`` tokens.
 
-    Returns what was made as JSON-able values. Raises ConfigError, see `train_bpe`, `make_characters`, `check_roundtrip`.
+    Returns what was made as JSON-able values. Raises ConfigError, see `train_bpe`, `make_characters`,
+    `check_roundtrip`.
     """
     tokenizer = train_bpe(texts, vocab_size) if characters is None else make_characters(characters)
     save(tokenizer, out)

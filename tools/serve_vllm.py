@@ -1,19 +1,22 @@
 """Start vLLM servers for a run with ``rollout.engine=vllm rollout.mode=server``, and keep them running.
 
     python tools/serve_vllm.py --model models/Qwen2.5-0.5B --replicas 2 --port 8000
-    python tools/serve_vllm.py --model M --replicas 4 --tensor-parallel-size 2 --log-dir logs -- --gpu-memory-utilization 0.8
+    python tools/serve_vllm.py --model M --replicas 4 --tensor-parallel-size 2 --log-dir logs --
+    --gpu-memory-utilization 0.8
 
-One server per replica on consecutive ports, GPUs split in order, one log file each. One that dies is started again, a bounded number of
-times; all of them end with this process, however it ends. What follows ``--`` goes to vLLM as it is.
+One server per replica on consecutive ports, GPUs split in order, one log file each. One that dies is started again, a
+bounded number of times; all of them end with this process, however it ends. What follows ``--`` goes to vLLM as it is.
 
-Servers listen on 127.0.0.1 unless --host says otherwise; with another host an API key is wanted, in the environment variable that
---api-key-env names, and it reaches vLLM by environment. vLLM's own check of the key covers /v1, /v2, /inference and /cohere and leaves
-the routes open that replace weights and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics and
-/version. The servers started here run megatron_rl/rollout/vllm/auth_middleware.py on top, which asks for the key on everything but /health.
-Nothing is encrypted: the key, the prompts and the completions cross the network as they are, so between hosts that you do not own, put
-TLS or a private network around them. Weights sent by broadcast travel on a port of their own, without a key.
+Servers listen on 127.0.0.1 unless --host says otherwise; with another host an API key is wanted, in the environment
+variable that --api-key-env names, and it reaches vLLM by environment. vLLM's own check of the key covers /v1, /v2,
+/inference and /cohere and leaves the routes open that replace weights and call worker methods (/update_weights,
+/collective_rpc, /sleep ...), /tokenize, /metrics and /version. The servers started here run
+megatron_rl/rollout/vllm/auth_middleware.py on top, which asks for the key on everything but /health. Nothing is
+encrypted: the key, the prompts and the completions cross the network as they are, so between hosts that you do not own,
+put TLS or a private network around them. Weights sent by broadcast travel on a port of their own, without a key.
 
-On a CPU host: VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 before it, and -- --enforce-eager after it.
+On a CPU host: VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 before it, and -- --enforce-eager after
+it.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     given = parser.parse_args(own)
     if given.replicas < 1 or given.tensor_parallel_size < 1 or given.max_restarts < 0:
         parser.error(
-            f"--replicas {given.replicas}, --tensor-parallel-size {given.tensor_parallel_size} must be at least 1, --max-restarts 0"
+            f"--replicas {given.replicas}, --tensor-parallel-size {given.tensor_parallel_size} must be at least 1, "
+            "--max-restarts 0"
         )
     return given, extra
 

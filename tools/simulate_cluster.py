@@ -1,7 +1,10 @@
-"""What a configuration would do on N nodes, on a laptop: the real planner on a trace or stated lengths, predicted times, memory, gain.
+"""What a configuration would do on N nodes, on a laptop: the real planner on a trace or stated lengths, predicted
+times, memory, gain.
 
-    python tools/simulate_cluster.py --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --pass-rate beta:0.5,0.5 --svg pipeline.svg
-    python tools/simulate_cluster.py --from-run runs/my-run --nodes 4            # its config.yaml, samples and measured costs
+    python tools/simulate_cluster.py --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --pass-rate beta:0.5,0.5
+    --svg pipeline.svg
+    python tools/simulate_cluster.py --from-run runs/my-run --nodes 4            # its config.yaml, samples and measured
+    costs
 
 Joins no world, builds no model, needs no GPU; of model.hf_path only config.json is read. See docs/simulate-cluster.md.
 """

@@ -1,10 +1,12 @@
-"""Is a parallel topology right? A thin model of yours under the topology of your config, against one process, to the tolerance.
+"""Is a parallel topology right? A thin model of yours under the topology of your config, against one process, to the
+tolerance.
 
     torchrun --nproc_per_node 4 tools/verify_topology.py --config my.yaml parallel.tensor=2 parallel.pipeline=2
 
-Compared: log-probs, the gradient by class of tensors, the gradient norm, the weights after three AdamW steps, skip against dense.
-Where they differ, the layer and the tensor at which the first difference appears are named. Exit code of each rank: 0 where all
-agree, 1 where something differs or a rank fails, 2 for settings that cannot work. docs/verify-topology.md says more.
+Compared: log-probs, the gradient by class of tensors, the gradient norm, the weights after three AdamW steps, skip
+against dense. Where they differ, the layer and the tensor at which the first difference appears are named. Exit code of
+each rank: 0 where all agree, 1 where something differs or a rank fails, 2 for settings that cannot work.
+docs/verify-topology.md says more.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ FAULT_NAMES = ("tp_all_reduce", "microbatch_mean", "context_offset", "other_plan
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: torchrun --nproc_per_node 2 tools/verify_topology.py --config my.yaml parallel.tensor=2 --json topology.json",
+        epilog="example: torchrun --nproc_per_node 2 tools/verify_topology.py --config my.yaml parallel.tensor=2 "
+        "--json topology.json",
     )
     parser.add_argument(
         "--config", help="your YAML; its model.hf_path names the model, of which only config.json is read"
@@ -111,7 +114,8 @@ def prepare(given: argparse.Namespace) -> Thin:
 
 
 def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
-    """(measured, reference); the reference is None on every rank but the main one, which takes it before it joins the others."""
+    """(measured, reference); the reference is None on every rank but the main one, which takes it before it joins the
+    others."""
     import torch
     import torch.distributed as dist
     from topology_check.faults import Fault
@@ -192,9 +196,11 @@ def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
     host = machine()
     machine_line = f"{host['backend']}, {host['device']}"
     header = [
-        f"{layout(parallel, thin.world)} against one process; {given.dtype}, {facts['layer_spec']} layers, {machine_line}",
+        f"{layout(parallel, thin.world)} against one process; {given.dtype}, {facts['layer_spec']} layers, "
+        f"{machine_line}",
         model_line(thin.real, thin.hf_config),
-        f"{len(thin.work.samples)} samples, two groups of three without advantage; micro-batches per replica {facts['microbatches']}",
+        f"{len(thin.work.samples)} samples, two groups of three without advantage; micro-batches per replica "
+        f"{facts['microbatches']}",
         *([f"planted: {given.inject}"] if given.inject else []),
     ]
     show(verdict, header, given.tolerance)
@@ -250,8 +256,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def main() -> NoReturn:
-    """Ends the process at once, also where all is well: models hold gloo groups in reference cycles, and gloo's threads may abort
-    while the interpreter takes itself down, which would replace the exit code."""
+    """Ends the process at once, also where all is well: models hold gloo groups in reference cycles, and gloo's threads
+    may abort while the interpreter takes itself down, which would replace the exit code."""
     from megatron_rl.cli import EXIT_FAILED
     from megatron_rl.cli import _quiet_logs as quiet_logs
 

@@ -1,11 +1,13 @@
-"""Products of two-digit numbers for the calculator example: a dataset, a character tokenizer, a model of 0.8 million parameters.
+"""Products of two-digit numbers for the calculator example: a dataset, a character tokenizer, a model of 0.8 million
+parameters.
 
 Example:
   python examples/calculator/prepare.py --out runs/calculator-data --call-share 0.3
 
 Written:
-  train.jsonl   every "a*b=" with a and b of two digits, shuffled: prompt "47*83=", answer "3901", and what the warm-up imitates: for a
-                share of the rows a call, its result and the answer (messages), for the others the answer alone (a text)
+  train.jsonl   every "a*b=" with a and b of two digits, shuffled: prompt "47*83=", answer "3901", and what the warm-up
+                imitates: for a share of the rows a call, its result and the answer (messages), for the others the
+  answer alone (a text)
   test.jsonl    --test-rows of them, held out
   tokenizer/    one token per character
   model/        config.json, random weights and the tokenizer
@@ -32,10 +34,11 @@ NUMBERS = range(10, 100)
 
 
 def generate(call_share: float, seed: int) -> list[dict]:
-    """Every product once, in an order that ``seed`` fixes; the first ``call_share`` of the solutions call the calculator.
+    """Every product once, in an order that ``seed`` fixes; the first ``call_share`` of the solutions call the
+    calculator.
 
-    Example row: ``{"prompt": "47*83=", "answer": "3901", "solution": [{"role": "assistant", "content": "<calc>47*83</calc>"},
-    {"role": "tool", "content": "3901"}, {"role": "assistant", "content": "3901"}]}``.
+    Example row: ``{"prompt": "47*83=", "answer": "3901", "solution": [{"role": "assistant", "content":
+    "<calc>47*83</calc>"}, {"role": "tool", "content": "3901"}, {"role": "assistant", "content": "3901"}]}``.
     """
     rows = [(a, b) for a in NUMBERS for b in NUMBERS]
     order = random.Random(seed)

@@ -3,7 +3,8 @@
 Example:
   python examples/gsm8k/prepare.py --gsm8k grade-school-math/grade_school_math/data --out runs/gsm8k-data
 
-DIR of --gsm8k holds train.jsonl and test.jsonl of github.com/openai/grade-school-math (columns question, answer). Written:
+DIR of --gsm8k holds train.jsonl and test.jsonl of github.com/openai/grade-school-math (columns question, answer).
+  Written:
   train.jsonl, test.jsonl   prompt (the question), solution (the worked answer, ending in "#### n"), answer (the number)
   tokenizer/                byte-level BPE, trained on train.jsonl
   model/                    config.json, random weights and the tokenizer
@@ -35,8 +36,8 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?")
 def convert(row: dict, where: str) -> dict:
     """One row of GSM8K as prompt, solution and answer.
 
-    Example: answer ``"48/2 = <<48/2=24>>24 clips\\n#### 1,024"`` gives solution ``"48/2 = 24 clips\\n#### 1,024"`` and answer
-    ``"1024"``. Raises ConfigError, beginning with ``where``, for a row that is not GSM8K's.
+    Example: answer ``"48/2 = <<48/2=24>>24 clips\\n#### 1,024"`` gives solution ``"48/2 = 24 clips\\n#### 1,024"`` and
+    answer ``"1024"``. Raises ConfigError, beginning with ``where``, for a row that is not GSM8K's.
     """
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str):
@@ -66,7 +67,8 @@ def prepare(options: argparse.Namespace) -> dict:
     tokenizer_report = make_tokenizer(options.out / "tokenizer", texts, options.vocab_size, None)
     model_report = make_model(options.family, sizes, options.out / "tokenizer", options.out / "model", options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.out / "model")
-    # What data.max_prompt_tokens and rollout.max_response_tokens have to hold (the response's end-of-sequence token included).
+    # What data.max_prompt_tokens and rollout.max_response_tokens have to hold (the response's end-of-sequence token
+    # included).
     longest = {
         key: max(map(len, tokenizer([row[key] for row in train + test], add_special_tokens=False).input_ids))
         for key in ("prompt", "solution")

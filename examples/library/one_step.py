@@ -19,7 +19,8 @@ backend = MegatronBackend(
 )
 rank, world = backend.topology.rank, backend.topology.world_size
 
-# Two groups of four samples; this rank hands in every world-th. The second group's rewards are equal: it carries no signal.
+# Two groups of four samples; this rank hands in every world-th. The second group's rewards are equal: it carries no
+# signal.
 rewards, groups = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), [0, 0, 0, 0, 1, 1, 1, 1]
 tokens = [np.array([5, 6, 7, 3 + i % 8, 2]) for i in range(8)]
 places = list(range(rank, 8, world))
@@ -48,7 +49,8 @@ for number, mini_batch in enumerate(plan.mini_batches):
         backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[number])
     result = backend.optim_step(mini_batch.kind)
     print(
-        f"rank {rank}: {result.kind.value}, gradient norm {result.grad_norm:.4f}, {len(mini_batch.dropped)} samples dropped",
+        f"rank {rank}: {result.kind.value}, gradient norm {result.grad_norm:.4f}, {len(mini_batch.dropped)} samples "
+        "dropped",
         flush=True,
     )
 print(f"rank {rank}: {sum(tensor.numel() for _, tensor in backend.export())} weights exported", flush=True)

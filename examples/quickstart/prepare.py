@@ -4,7 +4,8 @@ Example:
   python examples/quickstart/prepare.py --out runs/quickstart-data --digits 1 --operations +,-
 
 Written:
-  train.jsonl   every "a<op>b=" with a and b of at most --digits digits, shuffled: prompt "7+5=", answer "12", solution "12"
+  train.jsonl   every "a<op>b=" with a and b of at most --digits digits, shuffled: prompt "7+5=", answer "12", solution
+  "12"
   test.jsonl    --test-rows of them, held out (0: not written)
   tokenizer/    one token per character
   model/        config.json, random weights and the tokenizer

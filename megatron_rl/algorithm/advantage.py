@@ -1,9 +1,10 @@
-"""Rewards → advantages, and the token weights of the reduction that are folded into them. Pure: numbers in, numbers out.
+"""Rewards → advantages, and the token weights of the reduction that are folded into them. Pure: numbers in, numbers
+out.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
-1. A group whose included rewards (``gdpo``: each function's) are equal as numbers has advantages of exactly 0.0 (but under
-   ``center_and_scale``).
+1. A group whose included rewards (``gdpo``: each function's) are equal as numbers has advantages of exactly 0.0 (but
+   under ``center_and_scale``).
 2. A sample that is not included has advantage 0.0 and moves no other sample's.
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
 4. Advantages are finite; a non-finite reward is an error that names the sample.
@@ -30,7 +31,8 @@ class GroupRewards:
     totals:           float64 [S], the total reward.
     groups:           int64 [S], the prompt of each sample.
     included:         bool [S], False for a sample that is taken out of its group; its total is not read.
-    loss_tokens:      int64 [S], response tokens that carry loss; weights of a whitening over tokens. None: the sample counts once.
+    loss_tokens:      int64 [S], response tokens that carry loss; weights of a whitening over tokens. None: the sample
+                      counts once.
     by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone. None: not known.
     function_weights: F numbers; empty: all 1.
     sample_ids:       S names, for messages; empty: messages give the index.
@@ -49,7 +51,8 @@ class GroupRewards:
 
 
 def advantages(rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale") -> np.ndarray:
-    """Return [S] float64 advantages by semantics §6, of one of algorithm/estimators.py; 0 for a sample that is taken out.
+    """Return [S] float64 advantages by semantics §6, of one of algorithm/estimators.py; 0 for a sample that is taken
+    out.
 
     Raises ValueError for a non-finite reward, naming the sample, and for an unknown estimator.
     """
@@ -90,8 +93,8 @@ def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
 def may_have_advantage(rewards: GroupRewards, *, estimator: str, whiten: str = "scale") -> np.ndarray:
     """Return [S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands.
 
-    An estimator's statistics over the batch only divide, so a part of a batch says as much as the whole. Two exceptions:
-    ``center_and_scale`` moves every sample, and ``gae`` (algorithm/gae.py) measures each against a critic.
+    An estimator's statistics over the batch only divide, so a part of a batch says as much as the whole. Two
+    exceptions: ``center_and_scale`` moves every sample, and ``gae`` (algorithm/gae.py) measures each against a critic.
     """
     if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
         return rewards.included.copy()
@@ -103,7 +106,8 @@ def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple
     if len(bad):
         name = sample_ids[bad[0]] if sample_ids else f"index {bad[0]}"
         raise ValueError(
-            f"the reward of sample {name} is {rewards[bad[0]]} ({len(bad)} such in the batch), its group's advantages would be NaN; "
+            f"the reward of sample {name} is {rewards[bad[0]]} ({len(bad)} such in the batch), its group's advantages "
+            "would be NaN; "
             "mend the reward function, or take such samples out with reward.on_error=drop"
         )
 
@@ -113,8 +117,8 @@ def reduction_weights(
 ) -> np.ndarray:
     """[S] float64: the weight of each loss token of each sample, by semantics §1; 0 for samples that are not counted.
 
-    counted: int64 indices of the samples that the denominators are taken over (the whole mini-batch, before the drop; its
-    survivors under ``loss.denominator=kept``). B counts the samples, and P the prompts, that have a loss token.
+    counted: int64 indices of the samples that the denominators are taken over (the whole mini-batch, before the drop;
+    its survivors under ``loss.denominator=kept``). B counts the samples, and P the prompts, that have a loss token.
 
     Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean`` → 1/200 and 1/1800.
     """
@@ -159,8 +163,8 @@ def loss_inputs(
 ) -> LossInputs:
     """Folds the reduction's weights into the advantages, by the denominators of this mini-batch.
 
-    signal bool [S]: ``loss.denominator=kept`` counts the members that have it, whoever else runs in their micro-batches · old, reference,
-    importance [T] flat: see LossInputs.
+    signal bool [S]: ``loss.denominator=kept`` counts the members that have it, whoever else runs in their micro-batches
+    · old, reference, importance [T] flat: see LossInputs.
     """
     members = mini_batch.members
     counted = (

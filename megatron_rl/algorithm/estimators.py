@@ -1,8 +1,10 @@
-"""Advantage estimators over groups: rewards → one advantage per sample. Pure, each a function of its equation; ``gae`` is in algorithm/gae.py.
+"""Advantage estimators over groups: rewards → one advantage per sample. Pure, each a function of its equation; ``gae``
+is in algorithm/gae.py.
 
-Notation of all: r_i the reward of sample i, g its prompt's group, mean_g and std_g over the group's included samples, n_g how many these
-are. Standard deviations are the unbiased ones (n − 1), as TRL's and verl's. Equal rewards of a group give exactly 0.0, whatever the
-rounding of their mean (invariant 1 of algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not included has 0.
+Notation of all: r_i the reward of sample i, g its prompt's group, mean_g and std_g over the group's included samples,
+n_g how many these are. Standard deviations are the unbiased ones (n − 1), as TRL's and verl's. Equal rewards of a group
+give exactly 0.0, whatever the rounding of their mean (invariant 1 of algorithm/advantage.py); so does a group of one,
+which has no baseline. A sample that is not included has 0.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rewards:
-    """values float64 [S] · group int64 [S], each sample's, counted from 0 · included bool [S]: others are in no mean, and may be NaN."""
+    """values float64 [S] · group int64 [S], each sample's, counted from 0 · included bool [S]: others are in no mean,
+    and may be NaN."""
 
     values: np.ndarray
     group: np.ndarray
@@ -55,10 +58,11 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
 
 def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
-    """A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε): the group's mean and the batch's spread, as Lite PPO
-    (Liu et al. 2025, arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
+    """A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε): the group's mean and the batch's spread, as
+    Lite PPO (Liu et al. 2025, arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
 
-    Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), their std 0.408 → (1.225, −1.225, 0, 0).
+    Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), their std 0.408 → (1.225, −1.225, 0,
+    0).
     """
     centred = dr_grpo(rewards)
     values = centred[rewards.included]
@@ -67,8 +71,8 @@ def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
 
 
 def rloo(rewards: Rewards) -> np.ndarray:
-    """A_i = r_i − the mean of the group's n_g − 1 others = (r_i − mean_g) · n_g / (n_g − 1). RLOO: Ahmadian et al. 2024,
-    arXiv:2402.14740 (Kool et al. 2019).
+    """A_i = r_i − the mean of the group's n_g − 1 others = (r_i − mean_g) · n_g / (n_g − 1). RLOO: Ahmadian et al.
+    2024, arXiv:2402.14740 (Kool et al. 2019).
 
     Example: one group, r = (1, 0, 0, 0) → (1, −⅓, −⅓, −⅓).
     """
@@ -77,7 +81,8 @@ def rloo(rewards: Rewards) -> np.ndarray:
 
 
 def reinforce_plus_plus(rewards: Rewards, *, tokens: np.ndarray | None, whiten: str, epsilon: float) -> np.ndarray:
-    """A_i = whitened(r_i − mean_g) over the batch's loss tokens. REINFORCE++ with a baseline: Hu et al. 2025, arXiv:2501.03262.
+    """A_i = whitened(r_i − mean_g) over the batch's loss tokens. REINFORCE++ with a baseline: Hu et al. 2025,
+    arXiv:2501.03262.
 
     tokens [S]: see ``whitened``.
 
@@ -95,13 +100,13 @@ def gdpo(
     whiten: str,
     epsilon: float,
 ) -> np.ndarray:
-    """A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)): each reward function standardised by itself, so that none drowns
-    another. GDPO: Liu et al. 2026, arXiv:2601.05242.
+    """A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)): each reward function standardised by itself, so
+    that none drowns another. GDPO: Liu et al. 2026, arXiv:2601.05242.
 
     columns: a Rewards for each function, whose ``included`` are the samples that it applied to · weights: w_f.
 
-    Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both standardise to (0.707, −0.707), their sum
-    (1.414, −1.414), ``scale`` → (0.707, −0.707).
+    Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both standardise to (0.707,
+    −0.707), their sum (1.414, −1.414), ``scale`` → (0.707, −0.707).
     """
     total = np.zeros(len(included))
     for column, weight in zip(columns, weights, strict=True):
@@ -112,9 +117,11 @@ def gdpo(
 def whitened(
     values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float
 ) -> np.ndarray:
-    """values [S] over the batch, each sample weighted by its loss tokens (tokens [S]; None: 1 each), divided by std + ε.
+    """values [S] over the batch, each sample weighted by its loss tokens (tokens [S]; None: 1 each), divided by std +
+    ε.
 
-    ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` takes it off first; ``none`` changes nothing.
+    ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` takes it off first; ``none`` changes
+    nothing.
     """
     if mode not in ("none", "scale", "center_and_scale"):
         raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")

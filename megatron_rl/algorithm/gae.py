@@ -1,19 +1,23 @@
 """Rewards and a critic's values per token → advantages and returns per token (PPO). Pure: numbers in, numbers out.
 
-Every array [T] is flat over the batch's response tokens, sample after sample (BatchFacts.response_offsets). Time counts **loss tokens
-alone**: what a tool or the environment wrote is no action of the policy, so that the recursion goes from a loss token to the sample's next
-loss token, however many others stand between, and a hole in the mask neither discounts nor breaks the chain.
+Every array [T] is flat over the batch's response tokens, sample after sample (BatchFacts.response_offsets). Time counts
+**loss tokens alone**: what a tool or the environment wrote is no action of the policy, so that the recursion goes from
+a loss token to the sample's next loss token, however many others stand between, and a hole in the mask neither
+discounts nor breaks the chain.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_gae.py):
 
-1. Advantages and returns are exactly 0.0 where the mask is, whatever stands there (NaN too); a sample without a loss token is all 0.
-2. No sample's numbers depend on another sample's, or on where it stands in the batch; whitening alone is over the batch.
+1. Advantages and returns are exactly 0.0 where the mask is, whatever stands there (NaN too); a sample without a loss
+   token is all 0.
+2. No sample's numbers depend on another sample's, or on where it stands in the batch; whitening alone is over the
+   batch.
 3. Taking the tokens without loss out of the batch leaves the numbers at the others as they are, bit by bit.
 4. returns − advantages = values at loss tokens, to rounding.
 5. ``gamma=lam=1``: returns are the sums of the rewards from the token on, whatever the values are.
 6. ``lam=0``: advantages are one-step errors r_t + γ·V_{t+1} − V_t.
 7. What is not finite at a loss token is an error that names the sample.
-8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither looks at tokens without loss, which come out as 0.
+8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither looks at tokens without loss, which
+   come out as 0.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ def token_rewards(
 ) -> np.ndarray:
     """[T] float64: each sample's total on its last loss token, less the penalty of every loss token; 0 elsewhere.
 
-    totals [S], NaN where a sample is taken out (such a sample has no loss token) · loss_mask bool [T] · response_tokens int64 [S] ·
-    token_penalties [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019, arXiv:1909.08593, eq. 2), or None.
+    totals [S], NaN where a sample is taken out (such a sample has no loss token) · loss_mask bool [T] · response_tokens
+    int64 [S] · token_penalties [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019,
+    arXiv:1909.08593, eq. 2), or None.
 
     Example: total 1, mask (T, F, T, F), penalties (0.1, 9, 0.2, 9) → (−0.1, 0, 0.8, 0).
     """
@@ -57,17 +62,21 @@ def generalised_advantages(
     lam: float,
     sample_ids: tuple[str, ...] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages [T], returns [T]), float64: Schulman et al. 2016, arXiv:1506.02438, eq. 16, as the recursion over loss tokens
+    """(advantages [T], returns [T]), float64: Schulman et al. 2016, arXiv:1506.02438, eq. 16, as the recursion over
+    loss tokens
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γ·λ·A_{t+1},   R_t = A_t + V_t
 
-    where t + 1 is the sample's next loss token. V and A after the last one are 0: an episode ends there. A response that was cut off at
-    ``rollout.max_response_tokens`` ends there as well; nothing is bootstrapped from what it might have gone on to earn.
+    where t + 1 is the sample's next loss token. V and A after the last one are 0: an episode ends there. A response
+    that was cut off at ``rollout.max_response_tokens`` ends there as well; nothing is bootstrapped from what it might
+    have gone on to earn.
 
-    token_rewards, values [T] · loss_mask bool [T] · response_tokens int64 [S] · gamma, lam in [0, 1] · sample_ids [S] for messages alone.
-    Raises ValueError, naming a sample, where a reward or a value at a loss token is not finite, and for lengths that do not fit.
+    token_rewards, values [T] · loss_mask bool [T] · response_tokens int64 [S] · gamma, lam in [0, 1] · sample_ids [S]
+    for messages alone. Raises ValueError, naming a sample, where a reward or a value at a loss token is not finite, and
+    for lengths that do not fit.
 
-    Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8, 0, 0.5), returns (1, 0, 1).
+    Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8, 0, 0.5), returns (1,
+    0, 1).
     """
     _require_flat(response_tokens, loss_mask=loss_mask, token_rewards=token_rewards, values=values)
     places, counts = _loss_tokens(loss_mask, response_tokens)
@@ -92,10 +101,12 @@ def generalised_advantages(
 
 
 def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsilon: float) -> np.ndarray:
-    """[T] float64: advantages [T] whitened over the batch's loss tokens, with the unbiased standard deviation (n − 1); 0 elsewhere.
+    """[T] float64: advantages [T] whitened over the batch's loss tokens, with the unbiased standard deviation (n − 1);
+    0 elsewhere.
 
-    ``none``: as they are · ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6) · ``center_and_scale``: (A − mean) / (std + ε),
-    the published form, after which no token is at 0. Up to one loss token there is no spread, and nothing changes.
+    ``none``: as they are · ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6) · ``center_and_scale``: (A −
+    mean) / (std + ε), the published form, after which no token is at 0. Up to one loss token there is no spread, and
+    nothing changes.
 
     Example: (1, −1, 7), mask (T, T, F), ``scale``, ε = 0 → (0.7071, −0.7071, 0).
     """
@@ -109,9 +120,11 @@ def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np
 
 
 def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np.ndarray:
-    """[L] float64: Σ_l factor^l · terms[t + l] to the end of t's sample. terms [L] flat, counts int64 [S] of each sample's.
+    """[L] float64: Σ_l factor^l · terms[t + l] to the end of t's sample. terms [L] flat, counts int64 [S] of each
+    sample's.
 
-    One step per position from the end, all samples that are that long at once: long ones first, so that they are a prefix.
+    One step per position from the end, all samples that are that long at once: long ones first, so that they are a
+    prefix.
     """
     sums = terms.copy()
     order = np.argsort(-counts, kind="stable")
@@ -143,6 +156,7 @@ def _require_finite(
         sample = int(np.searchsorted(np.cumsum(counts), bad[0], side="right"))
         called = sample_ids[sample] if sample_ids else f"index {sample}"
         raise ValueError(
-            f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample {called} is {numbers[bad[0]]} ({len(bad)} such in "
+            f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample {called} is {numbers[bad[0]]} "
+            f"({len(bad)} such in "
             f"the batch), its advantages would not be finite; {way_out}"
         )

@@ -1,18 +1,22 @@
-"""Importance weights between the engine's policy μ and the trainer's π_old at the same weights, and what they mask. Semantics §7.
+"""Importance weights between the engine's policy μ and the trainer's π_old at the same weights, and what they mask.
+Semantics §7.
 
-With d_t = log π_old(t) − log μ(t) over a sample's loss tokens, the raw weight ρ is e^{d_t} (``token_*``), e^{Σ d_t} (``sequence_*``) or
-e^{mean d_t} (``geometric_*``), the same for every token of the sample in the latter two. Within [floor, cap] it stays; outside,
+With d_t = log π_old(t) − log μ(t) over a sample's loss tokens, the raw weight ρ is e^{d_t} (``token_*``), e^{Σ d_t}
+(``sequence_*``) or e^{mean d_t} (``geometric_*``), the same for every token of the sample in the latter two. Within
+[floor, cap] it stays; outside,
 
-- ``*_truncate`` moves it to the bound: min(ρ, C), as truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
-  brings you off-policy RL training"; Espeholt et al., arXiv:1802.01561, §4.1);
-- ``*_mask`` sets it to 0: ρ · 1[ρ ≤ C], as IcePop (Ling team 2025, "Small leak can sink a great ship") per token and masked importance
-  sampling (Liu, Li et al. 2025, "When speed kills stability") per sequence. It is never clamped back to a bound.
+- ``*_truncate`` moves it to the bound: min(ρ, C), as truncated importance sampling (Yao et al. 2025, "Your efficient RL
+  framework secretly brings you off-policy RL training"; Espeholt et al., arXiv:1802.01561, §4.1);
+- ``*_mask`` sets it to 0: ρ · 1[ρ ≤ C], as IcePop (Ling team 2025, "Small leak can sink a great ship") per token and
+  masked importance sampling (Liu, Li et al. 2025, "When speed kills stability") per sequence. It is never clamped back
+  to a bound.
 
-Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i iff A_i < 0 and mean_t(log μ − log π_old) > δ, in nats:
-π_old for the paper's π_θ, so that it is known before the forward; the two are equal at the first step of a rollout.
+Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i iff A_i < 0 and mean_t(log μ − log
+π_old) > δ, in nats: π_old for the paper's π_θ, so that it is known before the forward; the two are equal at the first
+step of a rollout.
 
-The weights multiply the advantage and nothing else: KL and entropy keep their own (``loss.kl_estimator=unbiased`` has its ratio within).
-Pure numpy: the same arrays give the same weights, and no denominator is counted here.
+The weights multiply the advantage and nothing else: KL and entropy keep their own (``loss.kl_estimator=unbiased`` has
+its ratio within). Pure numpy: the same arrays give the same weights, and no denominator is counted here.
 """
 
 from __future__ import annotations
@@ -28,10 +32,12 @@ from megatron_rl.config import CorrectionConfig
 class Correction:
     """Flat over the batch's response tokens [T] (see BatchFacts.response_offsets), T in all.
 
-    weights: float64, ≥ 0 and finite; 0 where masked, and where a token carries no loss or its sample was not decided on.
+    weights: float64, ≥ 0 and finite; 0 where masked, and where a token carries no loss or its sample was not decided
+    on.
     capped: bool [T], moved to a bound.
 
-    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` → (1.5, 2.0), capped (F, T).
+    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` → (1.5, 2.0), capped
+    (F, T).
     """
 
     weights: np.ndarray
@@ -47,8 +53,9 @@ def importance_weights(
     decided: np.ndarray,
     config: CorrectionConfig,
 ) -> Correction:
-    """old_logprobs, rollout_logprobs [T] flat, loss_mask bool [T] · response_tokens int64 [S], each at least 1 · advantages [S] ·
-    decided bool [S]: the samples that π_old is known of; the others have weight 0, and must not be trained.
+    """old_logprobs, rollout_logprobs [T] flat, loss_mask bool [T] · response_tokens int64 [S], each at least 1 ·
+    advantages [S] · decided bool [S]: the samples that π_old is known of; the others have weight 0, and must not be
+    trained.
 
     Raises ValueError, naming a sample, where d_t or its sum is NaN.
     """
@@ -63,7 +70,8 @@ def importance_weights(
     bad = np.flatnonzero(np.isnan(total))
     if len(bad):
         raise ValueError(
-            f"Σ (log π_old − log μ) of sample {bad[0]} is NaN ({len(bad)} such samples in the batch), and so would its weight be; "
+            f"Σ (log π_old − log μ) of sample {bad[0]} is NaN ({len(bad)} such samples in the batch), and so would "
+            "its weight be; "
             "look for non-finite log-probs of the engine or of the trainer"
         )
     mean = total / np.maximum(tokens, 1)
@@ -90,14 +98,16 @@ def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarra
 
 
 def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np.ndarray:
-    """[S] bool: A_i < 0 and mean_t(log μ − log π_old) > δ. mean_gap [S]: mean over loss tokens of log π_old − log μ, nats."""
+    """[S] bool: A_i < 0 and mean_t(log μ − log π_old) > δ. mean_gap [S]: mean over loss tokens of log π_old − log μ,
+    nats."""
     return (advantages < 0) & (-mean_gap > delta)
 
 
 def correction_metrics(
     correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray
 ) -> dict[str, float]:
-    """``correction/*`` over the loss tokens of the samples with signal by advantage [S]: what the weights were there to move.
+    """``correction/*`` over the loss tokens of the samples with signal by advantage [S]: what the weights were there to
+    move.
 
     ``weight_mean`` counts masked tokens as 0. {} where there is no such token.
     """

@@ -28,10 +28,11 @@ def kl_per_token(
 
 
 def kl_penalty_per_token(old_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
-    """KL(π_old ‖ π_ref) per token, float64 [T] nats, for a reward: algorithm/kl.py's estimates at π_θ = π_old, whose gradient nobody asks for.
+    """KL(π_old ‖ π_ref) per token, float64 [T] nats, for a reward: algorithm/kl.py's estimates at π_θ = π_old, whose
+    gradient nobody asks for.
 
-    old_logprobs, reference_logprobs [T]. With d = log π_ref − log π_old (Schulman 2020, "Approximating KL divergence"): ``k1`` = −d ·
-    ``k2`` = d²/2 · ``k3`` = e^d − d − 1. Raises ValueError for another estimator. A pure function.
+    old_logprobs, reference_logprobs [T]. With d = log π_ref − log π_old (Schulman 2020, "Approximating KL divergence"):
+    ``k1`` = −d · ``k2`` = d²/2 · ``k3`` = e^d − d − 1. Raises ValueError for another estimator. A pure function.
 
     Example: log-probs (−1.0, −2.0) against (−1.5, −2.0) → ``k1`` (0.5, 0.0), ``k3`` (0.10653, 0.0).
     """

@@ -1,4 +1,5 @@
-"""The coefficient β of a KL in the reward: fixed, or moved so that the measured KL comes to a target. Pure: numbers in, numbers out."""
+"""The coefficient β of a KL in the reward: fixed, or moved so that the measured KL comes to a target. Pure: numbers in,
+numbers out."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class KLCoefficient:
     target:  the KL that it steers to, in the unit of what ``updated`` is given (nats); None: β is fixed.
     horizon: samples over which a KL of 1.2 times the target or more multiplies β by about e^0.2.
 
-    Example: ``KLCoefficient(value=0.2, target=6.0, horizon=10_000).updated(9.0, 256).value`` = 0.2·(1 + 0.2·256/10,000) = 0.201024.
+    Example: ``KLCoefficient(value=0.2, target=6.0, horizon=10_000).updated(9.0, 256).value`` = 0.2·(1 + 0.2·256/10,000)
+    = 0.201024.
     """
 
     value: float
@@ -33,17 +35,19 @@ class KLCoefficient:
             )
         if self.value == 0:
             raise ValueError(
-                "the KL coefficient is 0 and a target moves it by factors: it would stay 0; start above 0, or give no target"
+                "the KL coefficient is 0 and a target moves it by factors: it would stay 0; start above 0, or give no "
+                "target"
             )
         if self.horizon <= 0:
             raise ValueError(f"the KL horizon is {self.horizon} samples; give a number > 0")
 
     def updated(self, kl: float, num_samples: int) -> KLCoefficient:
-        """The coefficient after a batch of ``num_samples`` samples whose mean KL was ``kl`` (a k1 estimate may be below 0).
+        """The coefficient after a batch of ``num_samples`` samples whose mean KL was ``kl`` (a k1 estimate may be below
+        0).
 
-        β ← β·(1 + clip(kl/target − 1, −0.2, 0.2)·num_samples/horizon): Ziegler et al. 2019, arXiv:1909.08593, §2.2, with their code's
-        num_samples/horizon for the paper's K_β = 0.1. Without a target: itself. Raises ValueError for a KL that is NaN, and for so many
-        samples that β could come to 0 or below.
+        β ← β·(1 + clip(kl/target − 1, −0.2, 0.2)·num_samples/horizon): Ziegler et al. 2019, arXiv:1909.08593, §2.2,
+        with their code's num_samples/horizon for the paper's K_β = 0.1. Without a target: itself. Raises ValueError for
+        a KL that is NaN, and for so many samples that β could come to 0 or below.
         """
         if self.target is None:
             return self
@@ -53,7 +57,8 @@ class KLCoefficient:
             )
         if num_samples >= 5 * self.horizon:
             raise ValueError(
-                f"{num_samples} samples at once against a KL horizon of {self.horizon} can take the coefficient to 0 or below; "
+                f"{num_samples} samples at once against a KL horizon of {self.horizon} can take the coefficient to 0 "
+                "or below; "
                 f"give a horizon above {num_samples / 5:g} samples (10,000 is usual)"
             )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

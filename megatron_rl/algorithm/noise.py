@@ -1,13 +1,18 @@
-"""Gaussian noise on the advantages of a run's first steps (``advantage.noise_std``). Pure: numbers in, numbers out. Semantics §6.
+"""Gaussian noise on the advantages of a run's first steps (``advantage.noise_std``). Pure: numbers in, numbers out.
+Semantics §6.
 
-A loss of 0 needs no such help (docs/zero-loss.md); this is here to be compared with. The noise has mean 0 and is drawn apart from what was
-sampled, so that the expected gradient of a batch is the gradient without it, and its variance is larger. It is **not** centred within a
-group: centred, it would leave a group's sum, and with it the first loss under ``sequence_mean``, at 0, which is what it is asked to move.
+A loss of 0 needs no such help (docs/zero-loss.md); this is here to be compared with. The noise has mean 0 and is drawn
+apart from what was sampled, so that the expected gradient of a batch is the gradient without it, and its variance is
+larger. It is **not** centred within a
+group: centred, it would leave a group's sum, and with it the first loss under ``sequence_mean``, at 0, which is what it
+is asked to move.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_noise.py):
 
-1. A sample without signal keeps its advantage exactly, in a group with signal too: noise brings nothing back that the skip drops.
-2. The noise of a sample depends on (run seed, sample id) alone: not on its batch, its place there, a rank or a topology.
+1. A sample without signal keeps its advantage exactly, in a group with signal too: noise brings nothing back that the
+   skip drops.
+2. The noise of a sample depends on (run seed, sample id) alone: not on its batch, its place there, a rank or a
+   topology.
 3. It is ``std`` times a standard normal number; with ``std`` 0 nothing changes.
 4. No input is changed, and finite advantages stay finite: the number is within ±8.3.
 """
@@ -42,8 +47,9 @@ def with_noise(
 def standard_normal(seed: int, sample_id: str) -> float:
     """One number of mean 0 and deviation 1, the same for the same (seed, sample_id) wherever it is drawn.
 
-    Philox's raw bits, which NumPy keeps across versions (NEP 19), then the inverse of the normal distribution by Wichura's AS241: rational
-    functions, and in the tails a logarithm, the one operation that another C library may round otherwise.
+    Philox's raw bits, which NumPy keeps across versions (NEP 19), then the inverse of the normal distribution by
+    Wichura's AS241: rational functions, and in the tails a logarithm, the one operation that another C library may
+    round otherwise.
     """
     key = np.frombuffer(hashlib.sha256(f"advantage noise/{seed}/{sample_id}".encode()).digest()[:16], dtype="<u8")
     uniform = ((int(np.random.Philox(key=key).random_raw()) >> 12) + 0.5) * 2.0**-52  # in (0, 1), both ends excluded

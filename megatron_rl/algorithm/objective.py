@@ -13,7 +13,8 @@ from megatron_rl.config import LossConfig
 
 
 class LossTokens(Protocol):
-    """What the loss reads of a packed micro-batch, over its N loss tokens. kl_coefficient: β, or None for the configuration's."""
+    """What the loss reads of a packed micro-batch, over its N loss tokens. kl_coefficient: β, or None for the
+    configuration's."""
 
     num_sequences: int
     sequences: torch.Tensor
@@ -26,7 +27,8 @@ class LossTokens(Protocol):
 
 
 class Objective:
-    """Callables (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens, entropy, kl, clipped, ratio).
+    """Callables (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens, entropy, kl, clipped,
+    ratio).
 
     whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
     """

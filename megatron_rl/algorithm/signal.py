@@ -4,12 +4,13 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 
 1. Decided on advantages and masks alone, never on a loss value.
 2. A sample without loss token has no signal, whatever its advantage.
-3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a sample with a loss token is signal.
+3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a sample with a loss
+   token is signal.
 4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
 5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1 change nothing.
 
-Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would train on a number that the cut into
-micro-batches decides: those are refused in every mode (``refuse_uncounted_losses``).
+Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would train on a number that
+the cut into micro-batches decides: those are refused in every mode (``refuse_uncounted_losses``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 
-# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), and the value at which
+# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), and the value at
+# which
 # they do not. Dropping a sample changes what the others see of them.
 COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "moe_router_force_load_balancing": (False, None),  # random routing, drawn batch by batch
@@ -41,18 +43,27 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "fp4": (None, False),
 }
 
-# Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in Megatron-Core 0.16.1 and 0.19.2,
-# transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of the micro-batch) and
+# Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in Megatron-Core 0.16.1 and
+# 0.19.2,
+# transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of the
+# micro-batch) and
 # transformer/multi_token_prediction.py.
 UNCOUNTED_FIELDS: dict[str, str] = {
-    "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: its size depends on "
-    "the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over tokens",
-    "moe_z_loss_coeff": "the router's z loss is multiplied by the tokens of the micro-batch, pads and prompts among them: its size depends "
-    "on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over tokens",
-    "moe_router_enable_expert_bias": "the bias moves by the token counts of whatever ran, and no Hugging Face checkpoint holds it: the "
+    "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: "
+    "its size depends on "
+    "the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over "
+    "tokens",
+    "moe_z_loss_coeff": "the router's z loss is multiplied by the tokens of the micro-batch, pads and prompts among "
+    "them: its size depends "
+    "on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over "
+    "tokens",
+    "moe_router_enable_expert_bias": "the bias moves by the token counts of whatever ran, and no Hugging Face "
+    "checkpoint holds it: the "
     "rollout engine would send tokens to other experts than the trainer",
-    "mtp_num_layers": "the loss of the extra predictions runs over every token of a micro-batch, prompts too, and expects a division that "
-    "a sum over tokens does not make; no Hugging Face checkpoint of these families holds those layers, so the rollout engine lacks them",
+    "mtp_num_layers": "the loss of the extra predictions runs over every token of a micro-batch, prompts too, and "
+    "expects a division that "
+    "a sum over tokens does not make; no Hugging Face checkpoint of these families holds those layers, so the rollout "
+    "engine lacks them",
 }
 
 
@@ -60,7 +71,8 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 class SignalRule:
     """What the run drops by. ``approximated`` names the terms that dropping leaves out (``skip.mode=approximate``).
 
-    ``drops_logprob_passes`` is False where log-probs make the advantages (``kl_in_reward``): those passes come before anything is dropped.
+    ``drops_logprob_passes`` is False where log-probs make the advantages (``kl_in_reward``): those passes come before
+    anything is dropped.
     """
 
     drops: bool
@@ -71,7 +83,8 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(config: Config) -> None:
-    """Raises ConfigError, whatever ``skip.mode`` is, for a loss or an update whose size is not fixed by tokens and weights."""
+    """Raises ConfigError, whatever ``skip.mode`` is, for a loss or an update whose size is not fixed by tokens and
+    weights."""
     for field, reason in UNCOUNTED_FIELDS.items():
         value = config.megatron.transformer.get(field)
         if not (any(value) if isinstance(value, list | tuple) else value):
@@ -82,7 +95,8 @@ def refuse_uncounted_losses(config: Config) -> None:
             else ""
         )
         raise ConfigError(
-            f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{also}; remove it, or set it to its neutral "
+            f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{also}; remove it, or set "
+            "it to its neutral "
             "value (0, false or null)"
         )
 
@@ -125,7 +139,8 @@ def signal_rule(config: Config) -> SignalRule:
         way = " and ".join(_neutral(term) for term in terms)
         raise ConfigError(
             f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that untrue; "
-            f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop nothing)"
+            f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop "
+            "nothing)"
         )
     drops = config.skip.mode != "off"
     return SignalRule(
@@ -138,15 +153,17 @@ def signal_rule(config: Config) -> SignalRule:
 
 
 def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0) -> np.ndarray:
-    """[S] bool: some loss token has a non-zero coefficient. loss_tokens int64 [S] · advantages [S]: of each sample, or the largest
-    |importance weight · advantage| of its tokens (``Advantages.largest``), so that any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
+    """[S] bool: some loss token has a non-zero coefficient. loss_tokens int64 [S] · advantages [S]: of each sample, or
+    the largest |importance weight · advantage| of its tokens (``Advantages.largest``), so that any_t(weight_t · A_t ≠
+    0) = (largest ≠ 0).
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """
     nan = np.flatnonzero(np.isnan(advantages))
     if len(nan):
         raise ValueError(
-            f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample without signal; "
+            f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample "
+            "without signal; "
             "look for non-finite rewards in its group"
         )
     return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)

@@ -1,1 +1,2 @@
-"""Megatron-Core's model, schedule and optimizer behind one object: log-probs, forward and backward, an optimizer step."""
+"""Megatron-Core's model, schedule and optimizer behind one object: log-probs, forward and backward, an optimizer
+step."""

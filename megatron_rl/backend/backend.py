@@ -43,7 +43,8 @@ from megatron_rl.weights.peft import adapter_config, save_peft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProbs:
-    """Old log-probs, flat over the batch's response tokens (float32, 0 where not passed), and sums of their gap to the engine's."""
+    """Old log-probs, flat over the batch's response tokens (float32, 0 where not passed), and sums of their gap to the
+    engine's."""
 
     flat: np.ndarray
     sums: Mapping[str, float]
@@ -90,7 +91,8 @@ class MegatronBackend(TrainableModel):
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, plan: BatchPlan) -> LogProbs:
-        """Log-probs of the plan's samples under the current weights, on every rank. Rows must have been loaded for this plan."""
+        """Log-probs of the plan's samples under the current weights, on every rank. Rows must have been loaded for this
+        plan."""
 
         def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
             logprobs, _ = self._logprobs(hidden, microbatch.targets)
@@ -116,7 +118,8 @@ class MegatronBackend(TrainableModel):
         return self.forward(self.fetch_rows(batch, plan), plan)
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
-        """Return the engine's own log-probs of the whole batch, float32 [T] flat over response tokens, on every rank."""
+        """Return the engine's own log-probs of the whole batch, float32 [T] flat over response tokens, on every
+        rank."""
         return batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
 
     def gather_loss_mask(self, batch: Batch) -> np.ndarray:
@@ -131,11 +134,13 @@ class MegatronBackend(TrainableModel):
     ) -> None:
         """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``.
 
-        Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no gradient.
+        Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no
+        gradient.
         """
         if self.chunks[0] is not self.optimizer.chunks[0]:
             raise ValueError(
-                "forward_backward() within reference_weights() would train the reference, under reference.placement=device"
+                "forward_backward() within reference_weights() would train the reference, under "
+                "reference.placement=device"
             )
         objective = self.objective.supervised if supervised else self.objective.policy
 
@@ -149,17 +154,19 @@ class MegatronBackend(TrainableModel):
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks. Adapters are merged in.
+        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks. Adapters
+        are merged in.
 
-        A tensor is valid until the next is asked for: copy it out before. bucket_bytes bounds the memory: ``weights.export``; with
-        adapters a shard of one parameter more.
+        A tensor is valid until the next is asked for: copy it out before. bucket_bytes bounds the memory:
+        ``weights.export``; with adapters a shard of one parameter more.
         """
         self.schedule.gather_parameters()
         parameters = [MergedParameters(chunk.module) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """``export`` of the adapters alone, under PEFT's names without its ``base_model.model.``. ValueError where there are none."""
+        """``export`` of the adapters alone, under PEFT's names without its ``base_model.model.``. ValueError where
+        there are none."""
         if not self.shape.lora_rank:
             raise ValueError("export_adapters() has nothing to export: every weight is trained; set lora.rank")
         self.schedule.gather_parameters()
@@ -169,7 +176,8 @@ class MegatronBackend(TrainableModel):
         )
 
     def frozen_checksum(self) -> str | None:
-        """Of the weights beside the adapters, as they are exported; None where every weight is trained. They are read once."""
+        """Of the weights beside the adapters, as they are exported; None where every weight is trained. They are read
+        once."""
         if self.shape.lora_rank and self._frozen_checksum is None:
             seen, whole = {}, Checksum()
             with adapters_off(self.chunks):
@@ -192,8 +200,8 @@ class MegatronBackend(TrainableModel):
             yield
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
-        """Writes the policy as a Hugging Face directory; the main rank writes, all take part. Of adapters, which are merged there, also
-        PEFT's own directory, ``<path>_adapter``."""
+        """Writes the policy as a Hugging Face directory; the main rank writes, all take part. Of adapters, which are
+        merged there, also PEFT's own directory, ``<path>_adapter``."""
         if self.topology.is_main:
             save_hugging_face(self.export(), self.hf_config, tokenizer, path)
         else:
@@ -202,7 +210,8 @@ class MegatronBackend(TrainableModel):
             self.save_adapters(path.with_name(f"{path.name}_adapter"))
 
     def save_adapters(self, path: pathlib.Path) -> None:
-        """Writes the adapters as PEFT's directory; the main rank writes, all take part. ValueError where there are none."""
+        """Writes the adapters as PEFT's directory; the main rank writes, all take part. ValueError where there are
+        none."""
         if self.topology.is_main:
             save_peft(self.export_adapters(), adapter_config(self.shape, self.config.model.hf_path), path)
         else:

@@ -1,8 +1,8 @@
 """Facts travel to everyone, rows only where they are needed: one all-gather of facts, one all-to-all of rows per plan.
 
-On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32 bits), then its routed experts where
-it has them (two int16 to a word); every length is known to both sides from the facts, so nothing is announced and nothing is
-unpickled from a peer.
+On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32 bits), then its routed
+experts where it has them (two int16 to a word); every length is known to both sides from the facts, so nothing is
+announced and nothing is unpickled from a peer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
             raise ValueError(row[8])
         if row[2] < 1 or row[3] < 1:
             raise ValueError(
-                f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a token is predicted "
+                f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a "
+                "token is predicted "
                 "from the one before it"
             )
     numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(
@@ -62,7 +63,8 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
 
 
 def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
-    """Per global rank, the samples (sorted) whose rows it must hold: its replica's, on the first and the last stage only."""
+    """Per global rank, the samples (sorted) whose rows it must hold: its replica's, on the first and the last stage
+    only."""
     per_replica = []
     for rank in range(topology.data_size):
         parts = [m.rank_samples(rank) for m in plan.mini_batches]
@@ -83,7 +85,8 @@ def _routed_fault(sample: Sample) -> str | None:
     ):
         return None
     return (
-        f"routed_experts of sample {sample.sample_id} is {routed.dtype} {list(routed.shape)}; it must be int16 [{tokens}, layers, top_k], "
+        f"routed_experts of sample {sample.sample_id} is {routed.dtype} {list(routed.shape)}; it must be int16 "
+        f"[{tokens}, layers, top_k], "
         f"a row for each of its {tokens} tokens (−1 where an expert is not known), or None"
     )
 
@@ -156,7 +159,8 @@ def exchange_rows(
 def gather_flat(
     facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]
 ) -> np.ndarray:
-    """The owners' numbers of each response token, on every rank: float32, flat over the batch (facts.response_offsets)."""
+    """The owners' numbers of each response token, on every rank: float32, flat over the batch
+    (facts.response_offsets)."""
     offsets = facts.response_offsets
     flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
     for i in np.flatnonzero(facts.owners == rank):

@@ -1,11 +1,13 @@
 """Gradients and optimizer state off the device, while another process (an engine on the same GPU) needs its memory.
 
-A storage is released by ``untyped_storage().resize_(0)`` and comes back by ``resize_`` to its size: the tensors stay the objects they
-were, and so do all views that Megatron-Core keeps of them (``main_grad``, buckets, ``main_param``, the shards of AdamW's groups).
-Megatron-Core 0.16.1 does the same to its gradient buffers (``distributed/param_and_grad_buffer.py`` offload_to_cpu). A tensor whose
-storage is released must not be read: it points at nothing, and torch does not say so.
+A storage is released by ``untyped_storage().resize_(0)`` and comes back by ``resize_`` to its size: the tensors stay
+the objects they were, and so do all views that Megatron-Core keeps of them (``main_grad``, buckets, ``main_param``, the
+shards of AdamW's groups). Megatron-Core 0.16.1 does the same to its gradient buffers
+(``distributed/param_and_grad_buffer.py`` offload_to_cpu). A tensor whose storage is released must not be read: it
+points at nothing, and torch does not say so.
 
-On a CPU host the same storages are released and filled again. NOT RUN on CUDA: pinned memory, copies that do not block, empty_cache.
+On a CPU host the same storages are released and filled again. NOT RUN on CUDA: pinned memory, copies that do not block,
+empty_cache.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ class HostBlocks:
                 block = torch.empty(self.block_bytes, dtype=torch.uint8, device="cpu", pin_memory=HOST.is_cuda)
             except RuntimeError as error:  # torch calls it CUDA's memory that is out
                 raise MemoryError(
-                    f"offload() puts {num_bytes:,} bytes of this rank's optimizer state in {'pinned ' if HOST.is_cuda else ''}host memory, "
-                    f"and the host gave {len(self.blocks) * self.block_bytes:,}; give the job more memory to lock, or spread the state "
+                    f"offload() puts {num_bytes:,} bytes of this rank's optimizer state in "
+                    f"{'pinned ' if HOST.is_cuda else ''}host memory, "
+                    f"and the host gave {len(self.blocks) * self.block_bytes:,}; give the job more memory to lock, or "
+                    "spread the state "
                     "over data-parallel ranks with optimizer.distributed=true"
                 ) from error
             self.blocks.append(block)
@@ -71,7 +75,8 @@ class _Moved:
 
 
 class Offload:
-    """What of this rank's memory is off the device now, and the host memory that its contents wait in. Not a collective."""
+    """What of this rank's memory is off the device now, and the host memory that its contents wait in. Not a
+    collective."""
 
     def __init__(self, *, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.host = HostBlocks(block_bytes)
@@ -83,9 +88,11 @@ class Offload:
     def release(
         self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]
     ) -> OffloadedBytes:
-        """Releases the storages of ``zeros``, which hold nothing but zeros, and of ``state``, whose contents move to the host.
+        """Releases the storages of ``zeros``, which hold nothing but zeros, and of ``state``, whose contents move to
+        the host.
 
-        A storage that a tensor of ``kept`` lives in stays, whatever else lives there. Where all is released already, nothing happens.
+        A storage that a tensor of ``kept`` lives in stays, whatever else lives there. Where all is released already,
+        nothing happens.
         """
         if self.released is not None:
             return self.released
@@ -110,7 +117,8 @@ class Offload:
         return self.released
 
     def restore(self) -> None:
-        """Brings everything back. Where the device runs out of memory on the way, a later call goes on with the rest."""
+        """Brings everything back. Where the device runs out of memory on the way, a later call goes on with the
+        rest."""
         while self._moved:
             each = self._moved[-1]
             each.storage.resize_(each.num_bytes)
@@ -128,7 +136,8 @@ class Offload:
 
 
 def _storages(tensors: Iterable[torch.Tensor], staying: set[int]) -> list[torch.UntypedStorage]:
-    """The device's storages under these tensors, each once, in order. Not of scalars: AdamW's step counts, which the host reads."""
+    """The device's storages under these tensors, each once, in order. Not of scalars: AdamW's step counts, which the
+    host reads."""
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

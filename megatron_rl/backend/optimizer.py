@@ -1,7 +1,9 @@
 """One optimizer step, real or ghost. The one caller of Megatron-Core's optimizer, and of the one gradient reduction.
 
-A ghost step ``dense`` is what the dense run does with an all-zero gradient, to the bit, without forward, backward, reduction or
-norm: moments decay, momentum and weight decay move the weights, step count and schedule advance. ``freeze`` moves nothing.
+A ghost step ``dense`` is what the dense run does with an all-zero gradient, to the bit, without forward, backward,
+reduction or
+norm: moments decay, momentum and weight decay move the weights, step count and schedule advance. ``freeze`` moves
+nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ REFUSED_OPTIMIZER_FIELDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """``grad_norm``: global, before clipping; 0.0 for a ghost. ``applied``: False for freeze and for a skipped non-finite step."""
+    """``grad_norm``: global, before clipping; 0.0 for a ghost. ``applied``: False for freeze and for a skipped
+    non-finite step."""
 
     grad_norm: float
     learning_rate: float
@@ -56,7 +59,8 @@ class StepOutcome:
 
 
 def choose_kernel(asked: str) -> str:
-    """Points Megatron-Core at the Adam that ``optimizer.kernel`` names and says which it is: Transformer Engine, Apex, torch."""
+    """Points Megatron-Core at the Adam that ``optimizer.kernel`` names and says which it is: Transformer Engine, Apex,
+    torch."""
     candidates = ("transformer_engine", "apex", "torch") if asked == "auto" else (asked,)
     for name in candidates:
         adam = _adam_class(name)
@@ -90,7 +94,8 @@ def _adam_class(name: str) -> type | None:
 
 
 class Optimizer:
-    """AdamW over this rank's chunks with its learning-rate schedule. ``total_steps`` is where the schedule's decay ends."""
+    """AdamW over this rank's chunks with its learning-rate schedule. ``total_steps`` is where the schedule's decay
+    ends."""
 
     def __init__(
         self,
@@ -139,8 +144,9 @@ class Optimizer:
         return float(self._megatron.param_groups[0]["lr"])
 
     def offload(self) -> OffloadedBytes:
-        """Gradients (zeros between steps) and AdamW's moments and masters leave the device until ``restore``. Parameters stay, and
-        with them the shards of float32 parameters, which are views of DDP's parameter buffer. Not a collective."""
+        """Gradients (zeros between steps) and AdamW's moments and masters leave the device until ``restore``.
+        Parameters stay, and with them the shards of float32 parameters, which are views of DDP's parameter buffer. Not
+        a collective."""
         if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
             raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")
         buffers = [x for chunk in self.chunks for x in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -164,7 +170,8 @@ class Optimizer:
         """ValueError while gradients and optimizer state are off the device: their tensors point at nothing."""
         if self._offload.released is not None:
             raise ValueError(
-                f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which left this rank's "
+                f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which "
+                "left this rank's "
                 "device in offload(); call restore() first"
             )
 
@@ -175,7 +182,8 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self, kind: StepKind) -> StepOutcome:
-        """Reduces, clips and applies what was accumulated (REAL), or steps without a gradient (GHOST); zeroes the gradients after."""
+        """Reduces, clips and applies what was accumulated (REAL), or steps without a gradient (GHOST); zeroes the
+        gradients after."""
         self.refuse_offloaded("optim_step()")
         learning_rate = self.learning_rate
         if kind is StepKind.GHOST:
@@ -189,10 +197,12 @@ class Optimizer:
         if self._any_rank(not math.isfinite(norm)):
             if self.on_nonfinite == "fail":
                 raise NonFiniteGradient(
-                    f"the gradient norm is {norm} on rank {self.topology.rank}; look for infinite rewards, advantages or log-probs in this "
+                    f"the gradient norm is {norm} on rank {self.topology.rank}; look for infinite rewards, advantages "
+                    "or log-probs in this "
                     "step's samples, lower optimizer.lr, or pass over such steps with optimizer.on_nonfinite=skip"
                 )
-            self._end_parameter_gather()  # the weights stay, yet the next forward must not wait for a gather that nobody owes
+            # the weights stay, yet the next forward must not wait for a gather that nobody owes
+            self._end_parameter_gather()
             self.zero_grad()
             return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=False)
         self._clip(norm)
@@ -206,7 +216,8 @@ class Optimizer:
         self.megatron.prepare_grads()
         self.megatron.step_with_ready_grads()
         self.scheduler.step(1)
-        # ``param_gather_dispatched`` is cleared in finish_grad_sync alone, which a ghost does not call: without a gather here the
+        # ``param_gather_dispatched`` is cleared in finish_grad_sync alone, which a ghost does not call: without a
+        # gather here the
         # next forward would use replicas that silently differ.
         self._end_parameter_gather()
         self.zero_grad()
@@ -217,7 +228,8 @@ class Optimizer:
                 chunk.start_param_sync(force_sync=True)
 
     def _reduce_gradients(self) -> None:
-        """The one reduction of a step: data parallel, then sequence-parallel and q/k norms, then tied embeddings. Divides nothing."""
+        """The one reduction of a step: data parallel, then sequence-parallel and q/k norms, then tied embeddings.
+        Divides nothing."""
         self.refuse_offloaded("the reduction of gradients")
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce:

@@ -1,6 +1,8 @@
-"""MicroBatch → tensors: sequences laid one after the other (THD), each padded to the plan's multiple, with what the loss needs.
+"""MicroBatch → tensors: sequences laid one after the other (THD), each padded to the plan's multiple, with what the
+loss needs.
 
-Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose predicting position is among them.
+Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose predicting position
+is among them.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from megatron_rl.types import BatchFacts, MicroBatch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch:
-    """Device tensors of this rank's T tokens of one micro-batch, N of them with loss. Token tensors are None on a middle stage.
+    """Device tensors of this rank's T tokens of one micro-batch, N of them with loss. Token tensors are None on a
+    middle stage.
 
     positions [T] the tokens' places in the whole micro-batch (host) · tokens [1, T] · loss_positions [N] into T, the
-    position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response array (host) ·
-    sequences [N] · rollout_logprobs [N] · what the inputs say: advantages, weights, old_logprobs, reference_logprobs [N] and kl_coefficient
-    of a policy, weights, returns, old_values [N] of a critic.
+    position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response
+    array (host) · sequences [N] · rollout_logprobs [N] · what the inputs say: advantages, weights, old_logprobs,
+    reference_logprobs [N] and kl_coefficient of a policy, weights, returns, old_values [N] of a critic.
     """
 
     packed: PackedSequences
@@ -47,7 +50,8 @@ class PackedMicroBatch:
 
 
 class FlatInputs(Protocol):
-    """LossInputs or ValueInputs: arrays [N] by field, of the loss tokens of ``samples`` [N] at ``flat`` [N]; a float holds for all."""
+    """LossInputs or ValueInputs: arrays [N] by field, of the loss tokens of ``samples`` [N] at ``flat`` [N]; a float
+    holds for all."""
 
     def at(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
 
@@ -100,7 +104,8 @@ def _loss_fields(
     local: np.ndarray,
     device: torch.device,
 ) -> dict[str, object]:
-    """local: int64, for each position of the whole micro-batch its place on this rank, −1 where another context rank holds it."""
+    """local: int64, for each position of the whole micro-batch its place on this rank, −1 where another context rank
+    holds it."""
     offsets = facts.response_offsets
     positions, targets, flat, sequences, rollout = [], [], [], [], []
     for slot, i in enumerate(microbatch.samples.tolist()):
@@ -134,10 +139,12 @@ def _loss_fields(
 
 
 class PackedAhead(Sequence[PackedMicroBatch]):
-    """A step's micro-batches, each packed and sent to the device while the one before it runs: by ``packer``'s one thread, on ``stream``.
+    """A step's micro-batches, each packed and sent to the device while the one before it runs: by ``packer``'s one
+    thread, on ``stream``.
 
-    Every micro-batch is kept until the whole step is given up, so that none of its memory is written again while the device may still
-    read it; ``stream`` first waits for all that was launched before. An error of packing arrives where the micro-batch is asked for.
+    Every micro-batch is kept until the whole step is given up, so that none of its memory is written again while the
+    device may still read it; ``stream`` first waits for all that was launched before. An error of packing arrives where
+    the micro-batch is asked for.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """Where the reference policy's weights are: in host memory, swapped in to be read, or in a second model on the device.
 
-Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the same to the bit, and nothing of either
-is in the optimizer or in a gradient buffer. With W the bytes of this rank's weights:
+Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the same to the bit,
+and nothing of either is in the optimizer or in a gradient buffer. With W the bytes of this rank's weights:
 
-- ``host``: W of host memory, and W more while the reference is read, in which the policy's weights wait; nothing of the device. Beside
-  adapters nothing else changes, so W is theirs alone.
-- ``device``: W of device memory for good, also while the rest of the trainer is offloaded; no copy when the reference is read.
+- ``host``: W of host memory, and W more while the reference is read, in which the policy's weights wait; nothing of the
+  device. Beside adapters nothing else changes, so W is theirs alone.
+- ``device``: W of device memory for good, also while the rest of the trainer is offloaded; no copy when the reference
+  is read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NONE_YET = "there is no reference policy yet: call keep_reference() first"
 
 
 class HostCopy:
-    """``reference.placement=host``. tensors: a copy of each parameter that is trained, chunk by chunk; None before ``keep``."""
+    """``reference.placement=host``. tensors: a copy of each parameter that is trained, chunk by chunk; None before
+    ``keep``."""
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
@@ -50,8 +52,8 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """``reference.placement=device``. tensors: the second model's parameters that are trained in the model, chunk by chunk; None before
-    ``keep``, which builds it."""
+    """``reference.placement=device``. tensors: the second model's parameters that are trained in the model, chunk by
+    chunk; None before ``keep``, which builds it."""
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model

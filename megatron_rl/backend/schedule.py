@@ -1,14 +1,15 @@
 """StepPlan → gradients. The one caller of Megatron-Core's forward_backward, and the one place that knows its contract.
 
-The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss, ``distributed/finalize_model_grads.py``):
+The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss,
+``distributed/finalize_model_grads.py``):
 
-- ``calculate_per_token_loss=True`` and a 3-tuple loss: the schedule divides nothing, DDP's scale is 1.0, so micro-batches and
-  data-parallel ranks **add**. The token count of the tuple is 1 and nothing reads it.
-- ``finalize_model_grads_func`` is None while a step accumulates and gradient hooks are held off, so that any number of calls
-  may precede one optimizer step; backend/optimizer.py starts and finishes the one reduction.
+- ``calculate_per_token_loss=True`` and a 3-tuple loss: the schedule divides nothing, DDP's scale is 1.0, so
+  micro-batches and data-parallel ranks **add**. The token count of the tuple is 1 and nothing reads it.
+- ``finalize_model_grads_func`` is None while a step accumulates and gradient hooks are held off, so that any number of
+  calls may precede one optimizer step; backend/optimizer.py starts and finishes the one reduction.
 - A rank without micro-batches never enters: with M = 0 the schedule without pipeline would still run one.
-- A forward pass is what gathers parameters under ``overlap_param_gather``. In a step with a silent rank all ranks gather first,
-  at once and in one order; else a real rank would wait for a collective that the silent one never issues.
+- A forward pass is what gathers parameters under ``overlap_param_gather``. In a step with a silent rank all ranks
+  gather first, at once and in one order; else a real rank would wait for a collective that the silent one never issues.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.pipeline_parallel import schedules  # isort: skip
 
 LossFunction = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
-"""(micro-batch, hidden states [N, H] at its loss positions, what the output layer takes) → (scalar loss sum, what to hand back)."""
+"""(micro-batch, hidden states [N, H] at its loss positions, what the output layer takes) → (scalar loss sum, what to
+hand back)."""
 
 
 def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topology) -> None:
-    """Raises LockstepError on every rank, naming who differs and in what, where ranks are not about to run the same thing."""
+    """Raises LockstepError on every rank, naming who differs and in what, where ranks are not about to run the same
+    thing."""
     digest = torch.tensor(
         list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64
     )
@@ -60,7 +63,8 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
         if odd:
             differences.append(f"{name}: {', '.join(odd)}, the others {str(usual)[:16]}")
     raise LockstepError(
-        f"ranks are about to run different steps (seen by rank {topology.rank} of {topology.world_size}): {'; '.join(differences)}. "
+        f"ranks are about to run different steps (seen by rank {topology.rank} of {topology.world_size}): "
+        f"{'; '.join(differences)}. "
         "Their lengths, rewards, advantages or configuration differ; compare the ranks named"
     )
 
@@ -113,8 +117,8 @@ schedules.backward_step = _measured_backward_step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageLaps:
-    """What one ``run`` took on this rank: float64 [chunks, M] seconds of each micro-batch, forward (the loss with it) and backward, and
-    each one's Σ l and Σ l² [M]."""
+    """What one ``run`` took on this rank: float64 [chunks, M] seconds of each micro-batch, forward (the loss with it)
+    and backward, and each one's Σ l and Σ l² [M]."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
@@ -173,7 +177,8 @@ class Schedule:
     def run(
         self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
-        """What ``loss`` handed back per micro-batch, on the last stage; [] elsewhere, on a silent rank, and for a ghost."""
+        """What ``loss`` handed back per micro-batch, on the last stage; [] elsewhere, on a silent rank, and for a
+        ghost."""
         if mini_batch.kind is not StepKind.REAL:
             return []
         if mini_batch.silent_ranks:
@@ -222,8 +227,8 @@ class Schedule:
         self._runs = []
 
     def take_laps(self) -> list[StageLaps]:
-        """Of each training ``run`` since the last call. To be called where the device has come past them (a step's end reads the
-        gradient norm)."""
+        """Of each training ``run`` since the last call. To be called where the device has come past them (a step's end
+        reads the gradient norm)."""
         runs, self._runs = self._runs, []
         return [run.laps(self.topology) for run in runs]
 

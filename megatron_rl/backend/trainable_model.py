@@ -1,6 +1,8 @@
-"""A model that is trained on this rank: its chunks, schedule and optimizer, the plan of its batches and the rows they need.
+"""A model that is trained on this rank: its chunks, schedule and optimizer, the plan of its batches and the rows they
+need.
 
-The policy (backend/backend.py) and the critic (critic/critic.py) are two: each adds what it reads from the hidden states, and its loss.
+The policy (backend/backend.py) and the critic (critic/critic.py) are two: each adds what it reads from the hidden
+states, and its loss.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Batch:
 class TrainableModel:
     """Every method is a collective unless it says otherwise.
 
-    sum_names: of the sums that every micro-batch's loss hands back (float64 [len(sum_names)]), ``StepResult.sums``' keys.
+    sum_names: of the sums that every micro-batch's loss hands back (float64 [len(sum_names)]), ``StepResult.sums``'
+    keys.
     reference: where a policy keeps the weights of its reference (backend/reference_weights.py); None for a critic.
     """
 
@@ -94,10 +97,10 @@ class TrainableModel:
         lora: LoraConfig | None = None,
         place: topology.Topology | None = None,
     ) -> None:
-        """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given. total_steps: where the
-        learning rate's decay ends. value_head: one number per token in place of the vocabulary (model/head.py). lora: adapters, beside
-        weights that are frozen then (model/adapter.py); None, or a rank of None: every weight is trained. place: a grid that is there
-        already; None builds one by ``parallel``.
+        """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given.
+        total_steps: where the learning rate's decay ends. value_head: one number per token in place of the vocabulary
+        (model/head.py). lora: adapters, beside weights that are frozen then (model/adapter.py); None, or a rank of
+        None: every weight is trained. place: a grid that is there already; None builds one by ``parallel``.
 
         Raises ConfigError for settings that cannot work together.
         """
@@ -147,13 +150,15 @@ class TrainableModel:
         )
 
     def _ddp_fields(self) -> dict:
-        """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be set."""
+        """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be
+        set."""
         given = self.config.megatron
         resolve_fields(given.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
         fields = resolve_fields(given.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
         if given.ddp.get("overlap_param_gather") and not self.config.optimizer.distributed:
             raise ConfigError(
-                "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers"
+                "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters "
+                "it gathers"
             )
         return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": self.config.optimizer.distributed}
 
@@ -201,7 +206,8 @@ class TrainableModel:
     def plan(
         self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None
     ) -> BatchPlan:
-        """Not a collective. "logprob" and "values" take the batch whole; any other purpose splits it in mini-batches."""
+        """Not a collective. "logprob" and "values" take the batch whole; any other purpose splits it in
+        mini-batches."""
         members = np.arange(batch.facts.num_samples) if samples is None else samples
         whole = purpose in ("logprob", "values")
         mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
@@ -221,7 +227,8 @@ class TrainableModel:
     def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
         """Return the batch with the rows that the plan's micro-batches need on this rank.
 
-        Ranks compare the plan first: all-to-alls of other sizes than the peer's end in gloo's ``terminate``, without a Python error.
+        Ranks compare the plan first: all-to-alls of other sizes than the peer's end in gloo's ``terminate``, without a
+        Python error.
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
@@ -254,10 +261,11 @@ class TrainableModel:
     def _read(
         self, batch: Batch, plan: BatchPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
     ) -> tuple[np.ndarray, list[dict]]:
-        """(one number per response token, float32 [T] flat, on every rank, 0 where not read; all that ``read`` handed back here).
+        """(one number per response token, float32 [T] flat, on every rank, 0 where not read; all that ``read`` handed
+        back here).
 
-        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], what else to hand back). Rows must have been loaded
-        for this plan, which holds one mini-batch.
+        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], what else to hand back). Rows
+        must have been loaded for this plan, which holds one mini-batch.
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
@@ -287,7 +295,8 @@ class TrainableModel:
         fingerprint: bytes,
         loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Adds the mini-batch's gradient to what is accumulated. loss: (micro-batch, hidden) → (scalar sum, float64 [len(sum_names)])."""
+        """Adds the mini-batch's gradient to what is accumulated. loss: (micro-batch, hidden) → (scalar sum, float64
+        [len(sum_names)])."""
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
         self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
@@ -310,12 +319,13 @@ class TrainableModel:
     def optim_step(self, kind: StepKind) -> StepResult:
         """Reduce and finalize once the accumulated gradient, and step.
 
-        A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no schedule, no weight version.
-        Raises ValueError for either of them where a gradient is accumulated, which would be lost.
+        A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no schedule, no weight
+        version. Raises ValueError for either of them where a gradient is accumulated, which would be lost.
         """
         if kind is not StepKind.REAL and self._accumulated:
             raise ValueError(
-                f"optim_step({kind.value}) would discard the gradient that forward_backward has accumulated; step with StepKind.REAL, "
+                f"optim_step({kind.value}) would discard the gradient that forward_backward has accumulated; step "
+                "with StepKind.REAL, "
                 "or call zero_grad first"
             )
         sums = dict.fromkeys(self.sum_names, 0.0)
@@ -359,14 +369,16 @@ class TrainableModel:
         self.optimizer_s.append(spent_s.item())
 
     def offload(self) -> OffloadedBytes:
-        """Gradients and optimizer state leave the device until ``restore``, for an engine that shares it; says how many bytes.
+        """Gradients and optimizer state leave the device until ``restore``, for an engine that shares it; says how many
+        bytes.
 
-        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile. What trains, saves or loads raises ValueError.
-        Not a collective. Raises ValueError where a gradient is accumulated, which would be lost.
+        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile. What trains, saves or loads
+        raises ValueError. Not a collective. Raises ValueError where a gradient is accumulated, which would be lost.
         """
         if self._accumulated:
             raise ValueError(
-                "offload() would discard the gradient that forward_backward has accumulated; call optim_step or zero_grad first"
+                "offload() would discard the gradient that forward_backward has accumulated; call optim_step or "
+                "zero_grad first"
             )
         return self.optimizer.offload()
 
@@ -375,7 +387,8 @@ class TrainableModel:
         self.optimizer.restore()
 
     def _calibrate(self, measured: np.ndarray) -> None:
-        """Takes one step's measured micro-batches, of all ranks; they move later plans where ``plan.calibrate`` is on."""
+        """Takes one step's measured micro-batches, of all ranks; they move later plans where ``plan.calibrate`` is
+        on."""
         self.fit.add(measured)
         if self.config.plan.calibrate:
             self.rules = dataclasses.replace(self.rules, cost=self.fit.model())
@@ -385,8 +398,9 @@ class TrainableModel:
         return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def gradient(self) -> dict[str, torch.Tensor]:
-        """The accumulated gradient under Hugging Face names (of adapters under PEFT's: ``….q_proj.lora_A.weight``), whole, reduced. For
-        tests and tools: it consumes the reduction, so ``optim_step`` must not follow; call ``zero_grad()``."""
+        """The accumulated gradient under Hugging Face names (of adapters under PEFT's: ``….q_proj.lora_A.weight``),
+        whole, reduced. For tests and tools: it consumes the reduction, so ``optim_step`` must not follow; call
+        ``zero_grad()``."""
         if self.config.optimizer.distributed and self.topology.data_size * self.topology.context_size > 1:
             raise ValueError(
                 "gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only"
@@ -413,7 +427,8 @@ class TrainableModel:
     def retire(self) -> None:
         """Ends its threads and hooks; its groups stay. Not a collective."""
         for chunk in self.chunks:
-            chunk.grad_accs.clear()  # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
+            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
+            chunk.grad_accs.clear()
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=False)
         self._packer.shutdown(cancel_futures=True)

@@ -1,7 +1,8 @@
-"""Hugging Face directories ↔ Megatron-LM checkpoints, a tensor at a time: no more than one layer of files is mapped, and one tensor held.
+"""Hugging Face directories ↔ Megatron-LM checkpoints, a tensor at a time: no more than one layer of files is mapped,
+and one tensor held.
 
-Both directions walk weights/mapping.py's table in the same order. What they write appears whole or not at all: a folder is filled
-beside its place under another name and moved there at the end.
+Both directions walk weights/mapping.py's table in the same order. What they write appears whole or not at all: a folder
+is filled beside its place under another name and moved there at the end.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How an imported checkpoint is cut into chunks and files: as ranks of that topology would save it. Any topology loads any cut.
+    """How an imported checkpoint is cut into chunks and files: as ranks of that topology would save it. Any topology
+    loads any cut.
 
-    Each tensor-parallel rank's shard is a chunk, which a rank of the same topology reads without its neighbours'; the files are those
-    of tensor · expert · pipeline ranks.
+    Each tensor-parallel rank's shard is a chunk, which a rank of the same topology reads without its neighbours'; the
+    files are those of tensor · expert · pipeline ranks.
     """
 
     tensor: int = 1
@@ -79,7 +81,8 @@ class Cut:
                 )
 
     def file_rank(self, stored: Stored, shape: Shape, tensor_rank: int) -> int:
-        """The number in the name of the file that a tensor rank's shard goes to: tensor rank first, then expert rank, then stage."""
+        """The number in the name of the file that a tensor rank's shard goes to: tensor rank first, then expert rank,
+        then stage."""
         last = self.pipeline - 1 if stored.entry is not EMBEDDING else 0
         stage = last if stored.layer is None else stored.layer * self.pipeline // shape.num_layers
         expert_rank = 0 if stored.expert is None else stored.expert * self.expert // shape.num_experts
@@ -109,7 +112,8 @@ def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def unmapped_tensors(reader: HuggingFaceReader, shape: Shape) -> list[str]:
-    """Names in the files that no entry of the table uses. Old llama files' rotary frequencies are not counted: the config has them.
+    """Names in the files that no entry of the table uses. Old llama files' rotary frequencies are not counted: the
+    config has them.
 
     Raises ConfigError where a tied model's files hold an output matrix that is not its embedding.
     """
@@ -122,7 +126,8 @@ def unmapped_tensors(reader: HuggingFaceReader, shape: Shape) -> list[str]:
             head, embedding = (reader.read(x, 0, start, stop) for x in ("lm_head.weight", "model.embed_tokens.weight"))
             if not torch.equal(head, embedding):
                 raise ConfigError(
-                    f"tie_word_embeddings=true in {reader.path}, but its lm_head.weight is not its model.embed_tokens.weight (rows from "
+                    f"tie_word_embeddings=true in {reader.path}, but its lm_head.weight is not its "
+                    "model.embed_tokens.weight (rows from "
                     f"{start}); set tie_word_embeddings to false in config.json, or remove lm_head.weight"
                 )
         left.remove("lm_head.weight")
@@ -148,14 +153,15 @@ def import_weights(
 ) -> int:
     """Fills ``folder`` with a torch_dist checkpoint of the model's weights; returns the bytes of its tensors.
 
-    shape: with ``padded_vocab_size`` a multiple of ``cut.tensor``. dtype: None for the files' own. Raises ConfigError where a tensor is
-    missing, has another shape than the config's, or files hold tensors that no table names.
+    shape: with ``padded_vocab_size`` a multiple of ``cut.tensor``. dtype: None for the files' own. Raises ConfigError
+    where a tensor is missing, has another shape than the config's, or files hold tensors that no table names.
     """
     cut.check(shape)
     left = unmapped_tensors(reader, shape)
     if left:
         raise ConfigError(
-            f"{reader.path} holds {len(left)} tensors that the table of {shape.family} does not name, {left[0]} the first: the model has "
+            f"{reader.path} holds {len(left)} tensors that the table of {shape.family} does not name, {left[0]} the "
+            "first: the model has "
             "parts that would be lost"
         )
     writer = TorchDistWriter(folder)
@@ -189,7 +195,8 @@ def _import_one(
     kinds = {reader.dtype(name) for name in entry.hf}
     if len(kinds) > 1 and dtype is None:
         raise ConfigError(
-            f"{', '.join(entry.hf)} in {reader.path} are of {len(kinds)} dtypes and become one tensor; choose one with --dtype"
+            f"{', '.join(entry.hf)} in {reader.path} are of {len(kinds)} dtypes and become one tensor; choose one "
+            "with --dtype"
         )
     stack = (shape.num_layers,) if stored.expert is None else (shape.num_layers, shape.num_experts)
     size = (*stack[: len(stored.lead)], *whole_size(entry, shape))
@@ -198,7 +205,8 @@ def _import_one(
     for rank in range(cut.tensor if split else 1):
         shard = load_shard(entry, shape, reader.read, rank, cut.tensor if split else 1)
         shard = shard if dtype is None else shard.to(dtype)
-        # Megatron-Core (0.16.1 transformer/mlp.py apply_swiglu_sharded_factory) saves a rank's gate and up as two chunks
+        # Megatron-Core (0.16.1 transformer/mlp.py apply_swiglu_sharded_factory) saves a rank's gate and up as two
+        # chunks
         halves = shard.chunk(2) if entry.layout is Layout.GATE_UP else (shard,)
         for half, part in enumerate(halves):
             place = [0] * part.dim()
@@ -241,12 +249,14 @@ def import_folder(
 def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None) -> list[Planned]:
     """The Hugging Face tensors to come, in order.
 
-    Raises ConfigError where the checkpoint lacks one, one has another size, or the model there has parts that the config's has not.
+    Raises ConfigError where the checkpoint lacks one, one has another size, or the model there has parts that the
+    config's has not.
     """
     adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{adapter_name('')}." in key)
     if adapters:
         raise ConfigError(
-            f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they belong to; the run merges "
+            f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they "
+            "belong to; the run merges "
             "the two itself, in checkpoints/step_<n>/hf (train.export_last, train.export_every_rollouts)"
         )
     planned, known = [], set()
@@ -260,7 +270,8 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
     left = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and key not in known)
     if left:
         raise ConfigError(
-            f"{reader.folder} holds {len(left)} tensors of which the config's model has no part, {left[0]} the first; it is another "
+            f"{reader.folder} holds {len(left)} tensors of which the config's model has no part, {left[0]} the first; "
+            "it is another "
             "model's config (tie_word_embeddings, attention_bias?), or the model has parts that no table names"
         )
     return planned
@@ -279,7 +290,8 @@ def export_folder(
 ) -> list[str]:
     """Megatron-LM checkpoint → Hugging Face directory; returns the names of its files.
 
-    hf: a directory with the model's config and tokenizer. Optimizer states and whatever else the checkpoint holds stay behind.
+    hf: a directory with the model's config and tokenizer. Optimizer states and whatever else the checkpoint holds stay
+    behind.
     """
     reader = TorchDistReader(source.path)
     planned = plan_export(reader, shape, dtype)

@@ -10,7 +10,8 @@
 
 Invariants (tests/unit/checkpoint/test_folder.py):
 
-1. A folder named iter_NNNNNNN is complete: it was renamed to that when every file in it, and the manifest, had been synced.
+1. A folder named iter_NNNNNNN is complete: it was renamed to that when every file in it, and the manifest, had been
+   synced.
 2. ``verify`` passes iff every file of the manifest is there with the bytes that it had, and no other file is.
 3. Pruning never removes the newest whole checkpoint, and a folder that it removes is invisible before it is incomplete.
 """
@@ -70,8 +71,8 @@ def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
 
 
 def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) -> pathlib.Path:
-    """Makes a written folder a checkpoint, at once. files: ``digest`` of the files that were digested when they were written; the others
-    are digested here."""
+    """Makes a written folder a checkpoint, at once. files: ``digest`` of the files that were digested when they were
+    written; the others are digested here."""
     iteration = int(folder.name.removeprefix("iter_").removesuffix(".partial"))
     digests = {name: files.get(name) or digest(folder / name) for name in _files_in(folder) if name != MANIFEST}
     for name in digests.keys() - files.keys():
@@ -99,8 +100,8 @@ def write_synced(path: pathlib.Path, text: str) -> None:
 
 
 def read_manifest(folder: pathlib.Path) -> dict:
-    """Raises DamagedCheckpoint for a manifest that cannot be read or was changed, CheckpointError for a whole one of a format or version
-    that this code does not know (one without a SHA-256 of its own is another tool's)."""
+    """Raises DamagedCheckpoint for a manifest that cannot be read or was changed, CheckpointError for a whole one of a
+    format or version that this code does not know (one without a SHA-256 of its own is another tool's)."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -116,7 +117,8 @@ def read_manifest(folder: pathlib.Path) -> dict:
         )
     if found != (FORMAT, VERSION):
         raise CheckpointError(
-            f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this release reads {FORMAT!r} version {VERSION}; "
+            f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this release reads {FORMAT!r} "
+            f"version {VERSION}; "
             "use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
         )
     return content
@@ -127,8 +129,8 @@ def _own_digest(content: Mapping) -> str:
 
 
 def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises DamagedCheckpoint that names the first damaged file. share: (r, n) digests every n-th file from the r-th, so that n ranks
-    check a large one together; names and sizes are checked whole."""
+    """Raises DamagedCheckpoint that names the first damaged file. share: (r, n) digests every n-th file from the r-th,
+    so that n ranks check a large one together; names and sizes are checked whole."""
     files = read_manifest(folder)["files"]
     present = set(_files_in(folder)) - {MANIFEST}
     if missing := sorted(files.keys() - present):

@@ -1,11 +1,13 @@
-"""When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every_rollouts`` rollouts, the end, a preemption.
+"""When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every_rollouts``
+rollouts, the end, a preemption.
 
-A checkpoint is taken between rollouts, where nothing is half done: no gradient is accumulated, and what is generated ahead is waited for.
-Its iteration is the number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds what every rank
-knows and is not a tensor; ``rollouts_<rank>.npz`` what a rank holds of rollouts that are not trained yet, and of replayed ones.
+A checkpoint is taken between rollouts, where nothing is half done: no gradient is accumulated, and what is generated
+ahead is waited for. Its iteration is the number of rollouts trained so far; 0 is the state after the supervised
+warm-up. ``state.json`` holds what every rank knows and is not a tensor; ``rollouts_<rank>.npz`` what a rank holds of
+rollouts that are not trained yet, and of replayed ones.
 
-A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before the policy's of that iteration is, and
-none without its critic's is gone on from.
+A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before the policy's of that
+iteration is, and none without its critic's is gone on from.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRun:
-    """A run as a checkpoint has it. rollouts: trained so far · queue_rows: of one or several ranks of then; the rest as of RunState."""
+    """A run as a checkpoint has it. rollouts: trained so far · queue_rows: of one or several ranks of then; the rest as
+    of RunState."""
 
     rollouts: int
     queue: Mapping
@@ -113,13 +116,14 @@ class CheckpointManager:
     def find(self) -> ResumePoint | None:
         """The newest good checkpoint; None where there is none, or ``checkpoint.resume=never``.
 
-        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown format and for
-        another model.
+        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown
+        format and for another model.
         """
         seen, *others = gather_json([whole_checkpoints(self.root), whole_checkpoints(self.critic_root)])
         if any(theirs != seen for theirs in others):
             raise CheckpointError(
-                f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts share"
+                f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts "
+                "share"
             )
         iterations, of_critic = seen
         if not iterations or self.settings.resume == "never":
@@ -160,8 +164,10 @@ class CheckpointManager:
         both = [iteration for iteration in found if iteration in theirs]
         if not both:
             raise CheckpointError(
-                f"{self.root} holds {len(found)} checkpoints of a policy and {self.critic_root} none of a critic that belong to them, and "
-                "advantage.estimator=gae asks for one; restore them, or start from an exported policy in another run.dir"
+                f"{self.root} holds {len(found)} checkpoints of a policy and {self.critic_root} none of a critic that "
+                "belong to them, and "
+                "advantage.estimator=gae asks for one; restore them, or start from an exported policy in another "
+                "run.dir"
             )
         return both
 
@@ -181,7 +187,8 @@ class CheckpointManager:
             raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
 
     def cut_back(self, found: ResumePoint | None) -> None:
-        """Shortens the run's own files to what they held when the checkpoint was taken. Not a collective; the main rank's."""
+        """Shortens the run's own files to what they held when the checkpoint was taken. Not a collective; the main
+        rank's."""
         if found is None or not self.is_main:
             return
         for name, size in found.state["bytes"].items():
@@ -239,7 +246,8 @@ class CheckpointManager:
     # ---- in the run ------------------------------------------------------------------------------------------------
 
     def save_if_due(self, rollouts: int, take_state: Callable[[], RunState], *, last: bool = False) -> bool:
-        """Save where it is due, between rollouts; return whether the run is to leave: a rank was told to by SIGTERM or SIGUSR1.
+        """Save where it is due, between rollouts; return whether the run is to leave: a rank was told to by SIGTERM or
+        SIGUSR1.
 
         rollouts: trained so far.
         take_state: gives the run's state where it is saved; a collective.
@@ -295,7 +303,8 @@ class CheckpointManager:
         self.waited_s = time.perf_counter() - started
 
     def _appended(self) -> dict[str, int]:
-        """What the main rank's files hold; one that is not there yet holds nothing, and what is in it later is cut back too."""
+        """What the main rank's files hold; one that is not there yet holds nothing, and what is in it later is cut back
+        too."""
         paths = [self.config.run.path / name for name in APPENDED if self.is_main]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 

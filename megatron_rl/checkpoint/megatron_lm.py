@@ -2,13 +2,15 @@
 
     <folder>/latest_checkpointed_iteration.txt    the iteration, or "release" for a model that was converted
     <folder>/iter_0000100/, <folder>/release/     torch_dist files (checkpoint/torch_dist.py)
-    <folder>/hf/                                  ours: config, tokenizer and generation config of the Hugging Face directory
+    <folder>/hf/                                  ours: config, tokenizer and generation config of the Hugging Face
+    directory
 
-Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert iteration > 0 or release"), and starts a
-``release`` at 0 with a fresh optimizer. Keys are those of ``GPTModel.sharded_state_dict`` (0.16.1 and 0.19.2, read and run): layers of
-one kind are one tensor with the layer first, a mixture's experts second; norms have the names of Transformer Engine's fused linears
-whichever spec wrote them, but the norm before a mixture, which the torch spec calls as if it were fused. Every tensor is whole there, so
-that any topology loads it: q, k, v by group as on one rank, gate's rows before up's.
+Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert iteration > 0 or release"),
+and starts a ``release`` at 0 with a fresh optimizer. Keys are those of ``GPTModel.sharded_state_dict`` (0.16.1 and
+0.19.2, read and run): layers of one kind are one tensor with the layer first, a mixture's experts second; norms have
+the names of Transformer Engine's fused linears whichever spec wrote them, but the norm before a mixture, which the
+torch spec calls as if it were fused. Every tensor is whole there, so that any topology loads it: q, k, v by group as on
+one rank, gate's rows before up's.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class Stored:
         return tuple(prefix + x for x in (self.name, *self.aliases))
 
     def forms(self, shape: Shape) -> Iterator[Place]:
-        """Every way in which Megatron-Core writes it: stacked; by layer (``non_homogeneous_layers``); by layer and expert
-        (``singleton_local_shards``)."""
+        """Every way in which Megatron-Core writes it: stacked; by layer (``non_homogeneous_layers``); by layer and
+        expert (``singleton_local_shards``)."""
         stack = (shape.num_layers,) if self.expert is None else (shape.num_layers, shape.num_experts)
         for name in (self.name, *self.aliases):
             if self.layer is None:
@@ -102,7 +104,8 @@ def stored_layers(shape: Shape) -> Iterator[list[Stored]]:
     for layer in range(shape.num_layers):
         found = []
         for entry in layer_entries(fused):
-            # 0.16.1 and 0.19.2 gpt_layer_specs.py: the local spec maps pre_mlp_layernorm. to mlp.linear_fc1.layer_norm_, experts or not
+            # 0.16.1 and 0.19.2 gpt_layer_specs.py: the local spec maps pre_mlp_layernorm. to
+            # mlp.linear_fc1.layer_norm_, experts or not
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
             found.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
         for expert in range(shape.num_experts):
@@ -128,10 +131,11 @@ def whole_size(entry: Entry, shape: Shape) -> tuple[int, ...]:
 
 
 def extra_state_keys(shape: Shape) -> list[str]:
-    """Keys of the objects that linears and attention save beside their weights (FP8 scales; empty where there are none).
+    """Keys of the objects that linears and attention save beside their weights (FP8 scales; empty where there are
+    none).
 
-    A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec; Transformer Engine's list
-    is read (it has more of them than are asked for, and those do no harm).
+    A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec;
+    Transformer Engine's list is read (it has more of them than are asked for, and those do no harm).
     """
     modules = [
         "self_attention.linear_qkv",
@@ -169,7 +173,8 @@ def find(stored: Stored, shape: Shape, keys: Collection[str], where: str) -> lis
 
 
 def check_sizes(stored: Stored, shape: Shape, reader: TorchDistReader) -> torch.dtype:
-    """The dtype in which ``stored`` lies there. Raises ConfigError where it is missing or has another size than the config asks for.
+    """The dtype in which ``stored`` lies there. Raises ConfigError where it is missing or has another size than the
+    config asks for.
 
     Rows past the vocabulary are pads: any number of them is taken.
     """
@@ -182,7 +187,8 @@ def check_sizes(stored: Stored, shape: Shape, reader: TorchDistReader) -> torch.
         pads = stored.entry.layout is Layout.ROWS and found[0] >= shape.vocab_size and found[1:] == asked[1:]
         if found != asked and not pads:
             raise ConfigError(
-                f"{place.key} in {reader.folder} has shape {found} and the config asks for {asked}; it is another model's"
+                f"{place.key} in {reader.folder} has shape {found} and the config asks for {asked}; it is another "
+                "model's"
             )
     return reader.dtype(places[0].key)
 
@@ -195,7 +201,8 @@ def read_stored(stored: Stored, shape: Shape, reader: TorchDistReader) -> list[t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFolder:
-    """One checkpoint of a Megatron-LM folder. name: "release" or "iter_0000100"; hf: the folder's Hugging Face side files, if any."""
+    """One checkpoint of a Megatron-LM folder. name: "release" or "iter_0000100"; hf: the folder's Hugging Face side
+    files, if any."""
 
     folder: pathlib.Path
     name: str
@@ -212,7 +219,8 @@ def iteration_name(iteration: int | None) -> str:
 
 
 def open_folder(folder: pathlib.Path, iteration: int | None = None) -> MegatronFolder:
-    """The latest checkpoint of a Megatron-LM folder, or that of ``iteration``; ``folder`` may also be an iteration's own.
+    """The latest checkpoint of a Megatron-LM folder, or that of ``iteration``; ``folder`` may also be an iteration's
+    own.
 
     Raises ConfigError where there is none.
     """

@@ -39,15 +39,16 @@ OF_THE_RUN = (
 
 
 def identity(backend: TrainableModel) -> dict[str, object]:
-    """What must be the same for a checkpoint's tensors to mean anything: the model's shape, its adapters' and the frozen weights beside
-    them, as JSON-able values. The first call is a collective, where there are adapters."""
+    """What must be the same for a checkpoint's tensors to mean anything: the model's shape, its adapters' and the
+    frozen weights beside them, as JSON-able values. The first call is a collective, where there are adapters."""
     shape = dataclasses.asdict(backend.shape) | {"lora_targets": sorted(backend.shape.lora_targets)}
     shape["frozen_weights"] = backend.frozen_checksum()
     return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
 
 
 def numbers(backend: TrainableModel) -> dict[str, object]:
-    """Counters and sums that decide later steps. AdamW's own step count is the scheduler's: both move with every applied step."""
+    """Counters and sums that decide later steps. AdamW's own step count is the scheduler's: both move with every
+    applied step."""
     return {
         "step_index": backend.step_index,
         "weight_version": backend.weight_version,
@@ -75,7 +76,8 @@ def save(
     texts: Mapping[str, str],
     own_files: Mapping[str, bytes] | None = None,
 ) -> PendingSave:
-    """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be accumulated.
+    """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be
+    accumulated.
 
     texts, own_files: what is added to it, see PendingSave.
     """
@@ -104,7 +106,8 @@ def load(
         backend.keep_reference()
     optimizer = backend.optimizer
     if kept["optimizer_steps"]:
-        optimizer._ghost_step()  # AdamW makes its tensors in its first step; everything that this one moves is overwritten
+        # AdamW makes its tensors in its first step; everything that this one moves is overwritten
+        optimizer._ghost_step()
     _put(backend, load_weights(entries, folder))
     optimizer.megatron.reload_model_params()  # float32 masters of half-precision weights, where no AdamW was saved
     if kept["optimizer_steps"]:
@@ -118,7 +121,8 @@ def load(
 
 
 def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
-    """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. To be called on every rank."""
+    """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. To be called on every
+    rank."""
     own, model = identity(backend), {**WITHOUT_LORA, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
         said = ", ".join(

@@ -1,7 +1,7 @@
 """What torch and Megatron-Core pickle around a checkpoint, read by unpicklers that know nothing but the classes below.
 
-On disk that is ``.metadata``; between ranks it is the plans of a save or a load, which torch sends as pickled objects. ``guarded`` puts
-these unpicklers in torch's place. Neither list holds anything that opens, imports, evaluates or runs.
+On disk that is ``.metadata``; between ranks it is the plans of a save or a load, which torch sends as pickled objects.
+``guarded`` puts these unpicklers in torch's place. Neither list holds anything that opens, imports, evaluates or runs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class PlanUnpickler(MetadataUnpickler):
 
 
 def check_pickle(path: pathlib.Path) -> object:
-    """The file's object. Raises DamagedCheckpoint where it names any other class or function: it is then not unpickled at all."""
+    """The file's object. Raises DamagedCheckpoint where it names any other class or function: it is then not unpickled
+    at all."""
     try:
         with path.open("rb") as file:
             return MetadataUnpickler(file).load()
@@ -108,10 +109,11 @@ def check_pickle(path: pathlib.Path) -> object:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Within it torch unpickles ``.metadata`` and other ranks' plans by these lists, and every ``torch.load`` is ``weights_only``.
+    """Within it torch unpickles ``.metadata`` and other ranks' plans by these lists, and every ``torch.load`` is
+    ``weights_only``.
 
-    The latter by torch's own variable, which overrules its callers: ``DefaultLoadPlanner.load_bytes`` asks for ``weights_only=False``,
-    and a ``.metadata`` of allowed classes alone could send a tensor there.
+    The latter by torch's own variable, which overrules its callers: ``DefaultLoadPlanner.load_bytes`` asks for
+    ``weights_only=False``, and a ``.metadata`` of allowed classes alone could send a tensor there.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
     with (

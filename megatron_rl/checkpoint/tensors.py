@@ -1,12 +1,14 @@
-"""Model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, whatever the topology and the kind of optimizer.
+"""Model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, whatever the topology and the kind of
+optimizer.
 
-Weights lie under the keys of ``GPTModel.sharded_state_dict``; AdamW's under ``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``,
-as Megatron-Core names them, each with its parameter's global shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
-between a save and a load. Not by the optimizers' own ``sharded_state_dict`` (read and run, 0.16.1): the distributed one's gathers every
-state on every rank, fails on loading under torch's AdamW (KeyError 'step'), and its nesting changes with EP.
+Weights lie under the keys of ``GPTModel.sharded_state_dict``; AdamW's under
+``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them, each with its parameter's global
+shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change between a save and a load. Not by the
+optimizers' own ``sharded_state_dict`` (read and run, 0.16.1): the distributed one's gathers every state on every rank,
+fails on loading under torch's AdamW (KeyError 'step'), and its nesting changes with EP.
 
-Of a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters' states; a parameter at a time is
-gathered. Loading asks for at most LOAD_BYTES at a time.
+Of a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters' states; a parameter at
+a time is gathered. Loading asks for at most LOAD_BYTES at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def _bytes_of(data: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterState:
-    """What AdamW holds of one parameter on this rank, in place. local: which part of the flat parameter; None where it is the whole."""
+    """What AdamW holds of one parameter on this rank, in place. local: which part of the flat parameter; None where it
+    is the whole."""
 
     tensors: Mapping[str, torch.Tensor]
     local: slice | None = None
@@ -120,7 +123,8 @@ def weights_to_save(
 
 
 def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[ShardedBase]:
-    """AdamW's sharded tensors on the host, as of now; a collective over each distributed optimizer's data-parallel group."""
+    """AdamW's sharded tensors on the host, as of now; a collective over each distributed optimizer's data-parallel
+    group."""
     saved: list[ShardedBase] = []
     for number, entry in enumerate(x for x in entries if x.data in states.of):
         state = states.of[entry.data]
@@ -186,7 +190,8 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
 
 
 def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
-    """In runs of at most LOAD_BYTES, or one item alone; as many on every rank, empty ones at the end where this rank has fewer."""
+    """In runs of at most LOAD_BYTES, or one item alone; as many on every rank, empty ones at the end where this rank
+    has fewer."""
     cut: list[list] = [[]]
     held = 0
     for item, size in zip(items, sizes, strict=True):

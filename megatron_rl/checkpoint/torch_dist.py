@@ -1,12 +1,13 @@
 """The files of a ``torch_dist`` checkpoint, read and written a tensor at a time by one process without a process group.
 
-The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``): ``*.distcp`` files hold one ``torch.save`` of a chunk after
-the other, and a pickled ``Metadata`` in ``.metadata`` says of each tensor its size and its chunks, and of each chunk where it lies.
-Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds ``metadata.json`` and ``common.pt``; 0.19.2 keeps what is
-common as an object ``common_state/shard_0_1`` instead, and reads both.
+The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``): ``*.distcp`` files hold one ``torch.save``
+of a chunk after the other, and a pickled ``Metadata`` in ``.metadata`` says of each tensor its size and its chunks, and
+of each chunk where it lies. Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds
+``metadata.json`` and ``common.pt``; 0.19.2 keeps what is common as an object ``common_state/shard_0_1`` instead, and
+reads both.
 
-torch's own writer holds every tensor of a file until the file is complete (2.13 ``_write_files_from_queue``), so it is not used. Nothing
-is unpickled but ``.metadata``, and of that only the classes that checkpoint/pickled.py lists.
+torch's own writer holds every tensor of a file until the file is complete (2.13 ``_write_files_from_queue``), so it is
+not used. Nothing is unpickled but ``.metadata``, and of that only the classes that checkpoint/pickled.py lists.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class _Window(io.RawIOBase):
 class TorchDistReader:
     """Tensors of a torch_dist folder by key; what is asked for is read, no more than the chunks that it touches.
 
-    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where other classes than its metadata's own would be
-    unpickled.
+    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where other classes than its metadata's
+    own would be unpickled.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -102,7 +103,8 @@ class TorchDistReader:
         place = self._places[key, offset]
         if vars(place).get("transform_descriptors"):
             raise ConfigError(
-                f"{key} in {self.folder} is stored through {place.transform_descriptors}, which is not read; save it without"
+                f"{key} in {self.folder} is stored through {place.transform_descriptors}, which is not read; save it "
+                "without"
             )
         if self._file is None or self._file[0] != place.relative_path:
             self.close()
@@ -116,7 +118,8 @@ class TorchDistReader:
         return self.tensors[key].properties.dtype
 
     def read(self, key: str, lead: tuple[int, ...] = ()) -> torch.Tensor:
-        """The tensor ``key`` at ``lead``, its first indices (the layer, the expert), whole: [size after the first len(lead)].
+        """The tensor ``key`` at ``lead``, its first indices (the layer, the expert), whole: [size after the first
+        len(lead)].
 
         Memory: the answer and one chunk. Raises ConfigError where chunks do not cover it.
         """
@@ -134,12 +137,14 @@ class TorchDistReader:
             covered += part.numel()
         if covered != math.prod(size):
             raise ConfigError(
-                f"the chunks of {key}{list(lead)} in {self.folder} hold {covered} of {math.prod(size)} elements: it is damaged"
+                f"the chunks of {key}{list(lead)} in {self.folder} hold {covered} of {math.prod(size)} elements: it "
+                "is damaged"
             )
         return found
 
     def common(self) -> Mapping[str, object]:
-        """What is saved once for all ranks, as far as ``weights_only`` lets it be read (numbers, text, tensors, containers)."""
+        """What is saved once for all ranks, as far as ``weights_only`` lets it be read (numbers, text, tensors,
+        containers)."""
         if (self.folder / COMMON).exists():
             return torch.load(self.folder / COMMON, map_location="cpu", weights_only=True)
         if COMMON_OBJECT in self.objects:
@@ -173,9 +178,11 @@ class TorchDistWriter:
     def add_chunk(
         self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor
     ) -> None:
-        """A chunk of the tensor ``keys[0]`` of ``size`` at ``offsets``, [its extent, of as many dimensions], into rank's file.
+        """A chunk of the tensor ``keys[0]`` of ``size`` at ``offsets``, [its extent, of as many dimensions], into
+        rank's file.
 
-        keys: further ones are other names of the same bytes. Raises ConfigError where a tensor's chunks differ in dtype.
+        keys: further ones are other names of the same bytes. Raises ConfigError where a tensor's chunks differ in
+        dtype.
         """
         chunk = chunk.contiguous()
         if chunk.untyped_storage().nbytes() != chunk.nbytes:
@@ -187,7 +194,8 @@ class TorchDistWriter:
             )
             if known.properties.dtype != chunk.dtype:
                 raise ConfigError(
-                    f"{key} is {known.properties.dtype} in one layer and {chunk.dtype} in another, and Megatron-Core's checkpoint holds "
+                    f"{key} is {known.properties.dtype} in one layer and {chunk.dtype} in another, and "
+                    "Megatron-Core's checkpoint holds "
                     "all layers as one tensor; choose one with --dtype"
                 )
             known.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.shape))

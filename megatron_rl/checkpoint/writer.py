@@ -1,10 +1,11 @@
 """Writes a checkpoint while the run goes on: tensors are copied to the host at once, and go to disk in a thread.
 
-Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives, before anything is written) and ends it
-(the request's finalize functions: ``.metadata``). Between the two it would fork processes; here a thread calls the same per-bucket function
-(``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that each rank knows how its own write went before any collective.
-What the main rank writes by itself amid Megatron-Core's collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the
-error is kept until the collectives are over.
+Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives, before anything is
+written) and ends it (the request's finalize functions: ``.metadata``). Between the two it would fork processes; here a
+thread calls the same per-bucket function (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that
+each rank knows how its own write went before any collective. What the main rank writes by itself amid Megatron-Core's
+collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the error is kept until the collectives are
+over.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class PendingSave:
         is_main: bool,
         own_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """texts: small files that the main rank adds, by name; own_files: that every rank adds, by names of its own. Raises CheckpointError
-        on every rank where the folder cannot be made."""
+        """texts: small files that the main rank adds, by name; own_files: that every rank adds, by names of its own.
+        Raises CheckpointError on every rank where the folder cannot be made."""
         self.root, self.iteration, self.is_main = root, iteration, is_main
         self.folder = root / f"{name_of(iteration)}.partial"
         self.texts = texts if is_main else {}
@@ -125,8 +126,8 @@ class PendingSave:
         return not self.thread.is_alive()
 
     def finish(self) -> pathlib.Path:
-        """Waits for every rank's thread and makes the folder a checkpoint. Raises CheckpointError on every rank where one could not write;
-        the unfinished folder is then removed, and what was there before stays."""
+        """Waits for every rank's thread and makes the folder a checkpoint. Raises CheckpointError on every rank where
+        one could not write; the unfinished folder is then removed, and what was there before stays."""
         self.thread.join()
         self._raise_everywhere([self.error] if self.error else [])
         with guarded(), _kept_errors() as errors:
@@ -149,7 +150,8 @@ class PendingSave:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
-        """Raises CheckpointError on every rank where one of them has met an error, and removes the unfinished folder; a collective."""
+        """Raises CheckpointError on every rank where one of them has met an error, and removes the unfinished folder; a
+        collective."""
         said = (
             f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}"
             if errors
@@ -164,7 +166,8 @@ class PendingSave:
 
 
 def _cause(error: BaseException, root: pathlib.Path) -> str:
-    """The disk's own error, which torch.save hides behind one of its own ("unexpected pos"); where it is lost, what is free."""
+    """The disk's own error, which torch.save hides behind one of its own ("unexpected pos"); where it is lost, what is
+    free."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -177,8 +180,8 @@ def _cause(error: BaseException, root: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _own_results():
-    """The writer's queue of results, ours: Megatron-Core asks for one by this name when it builds the writer, and its own is that of a
-    manager in another process."""
+    """The writer's queue of results, ours: Megatron-Core asks for one by this name when it builds the writer, and its
+    own is that of a manager in another process."""
     (name,) = [
         x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)
     ]  # 0.16.1, 0.19.2

@@ -22,8 +22,10 @@ CORRECTIONS = (
 class CorrectionConfig:
     """``old_logprobs``: ``recompute`` by the trainer over the survivors, or the engine's own (``rollout``).
 
-    ``mode``: importance weights π_old/μ per token, per sequence (product) or per sequence's geometric mean, kept within ``floor`` and
-    ``cap``: ``truncate`` moves what is outside to the bound, ``mask`` sets it to 0. ``off_policy_delta``: in nats, see algorithm/importance.py.
+    ``mode``: importance weights π_old/μ per token, per sequence (product) or per sequence's geometric mean, kept within
+        ``floor`` and
+    ``cap``: ``truncate`` moves what is outside to the bound, ``mask`` sets it to 0. ``off_policy_delta``: in nats, see
+        algorithm/importance.py.
     """
 
     old_logprobs: str = "recompute"
@@ -39,11 +41,13 @@ class CorrectionConfig:
         at_least("correction.floor", self.floor, 0.0, exclusive=True)
         if self.floor is not None and self.floor > 1.0:
             raise ConfigError(
-                f"correction.floor={self.floor} is above 1, the weight of a token on which engine and trainer agree; lower it, or null"
+                f"correction.floor={self.floor} is above 1, the weight of a token on which engine and trainer agree; "
+                "lower it, or null"
             )
         if self.floor is not None and self.mode == "none":
             raise ConfigError(
-                f"correction.floor={self.floor} bounds the weights of correction.mode, which is none; choose one, or set null"
+                f"correction.floor={self.floor} bounds the weights of correction.mode, which is none; choose one, or "
+                "set null"
             )
         self._refuse_blind()
 
@@ -56,8 +60,10 @@ class CorrectionConfig:
             self.off_policy_delta is not None
         )
         raise ConfigError(
-            f"correction.old_logprobs=rollout takes the engine's log-probs for the trainer's, so that log π_old − log μ is 0 and "
-            f"{' and '.join(asked)} would correct nothing; either set correction.old_logprobs=recompute, or {' and '.join(back)}"
+            "correction.old_logprobs=rollout takes the engine's log-probs for the trainer's, so that log π_old − log "
+            "μ is 0 and "
+            f"{' and '.join(asked)} would correct nothing; either set correction.old_logprobs=recompute, or "
+            f"{' and '.join(back)}"
         )
 
     @property

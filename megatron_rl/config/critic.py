@@ -14,12 +14,16 @@ OWN_SECTIONS = ("parallel", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The critic of ``advantage.estimator=gae``: a model of its own with a value head. What is not said here is as the policy's.
+    """The critic of ``advantage.estimator=gae``: a model of its own with a value head. What is not said here is as the
+    policy's.
 
-    ``hf_path``: its weights (null: ``model.hf_path``), of a model with or without a ``score.weight`` [1, H]. ``init``: those weights, or
-    the ``policy``'s at RL's start. ``parallel``, ``optimizer``: fields that differ from the policy's sections. ``lr``: its learning rate.
-    ``placement``: on the policy's ranks (``shared``), or on the job's last ``ranks`` ranks, which then have no policy (``separate``).
-    ``value_clip``: how far a value may move in a rollout (null: any way). ``warmup_rollouts``: first rollouts that train the critic alone.
+    ``hf_path``: its weights (null: ``model.hf_path``), of a model with or without a ``score.weight`` [1, H]. ``init``:
+    those weights, or the ``policy``'s at RL's start. ``parallel``, ``optimizer``: fields that differ from the policy's
+    sections. ``lr``: its learning rate.
+    ``placement``: on the policy's ranks (``shared``), or on the job's last ``ranks`` ranks, which then have no policy
+        (``separate``).
+    ``value_clip``: how far a value may move in a rollout (null: any way). ``warmup_rollouts``: first rollouts that
+        train the critic alone.
     """
 
     hf_path: str | None = None
@@ -45,17 +49,20 @@ class CriticConfig:
         at_least("critic.samples_per_mini_batch", self.samples_per_mini_batch, 1)
         if (self.placement == "separate") != (self.ranks is not None):
             raise ConfigError(
-                f"critic.placement={self.placement} and critic.ranks={self.ranks}: a separate critic says on how many ranks it runs, and a "
+                f"critic.placement={self.placement} and critic.ranks={self.ranks}: a separate critic says on how many "
+                "ranks it runs, and a "
                 "shared one runs on the policy's; set critic.ranks with separate, or leave it null"
             )
         if self.placement == "separate" and self.init == "policy":
             raise ConfigError(
-                "critic.init=policy copies the policy's weights on ranks that hold both, and critic.placement=separate has none; "
+                "critic.init=policy copies the policy's weights on ranks that hold both, and "
+                "critic.placement=separate has none; "
                 "give critic.hf_path"
             )
         if self.init == "policy" and self.hf_path is not None:
             raise ConfigError(
-                f"critic.init=policy takes the policy's weights, and critic.hf_path={self.hf_path!r} names others; set one"
+                f"critic.init=policy takes the policy's weights, and critic.hf_path={self.hf_path!r} names others; "
+                "set one"
             )
 
 

@@ -10,11 +10,13 @@ from megatron_rl.config.checks import at_least, choose
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """``name``: a built-in (``calculator``) or ``module:Class``; null: none, a response is one turn. ``arguments``: what it is made with.
+    """``name``: a built-in (``calculator``) or ``module:Class``; null: none, a response is one turn. ``arguments``:
+    what it is made with.
 
-    ``max_turns``: of the policy, in one sample. ``role``: of an observation that is a text, under ``data.template=chat``.
-    ``num_threads``: steps at a time, per rank; ``deadline_s``: of each. ``on_error``: one that raises or takes longer ends the run
-    (``fail``) or takes its sample out of its group (``drop``).
+    ``max_turns``: of the policy, in one sample. ``role``: of an observation that is a text, under
+        ``data.template=chat``.
+    ``num_threads``: steps at a time, per rank; ``deadline_s``: of each. ``on_error``: one that raises or takes longer
+    ends the run (``fail``) or takes its sample out of its group (``drop``).
     """
 
     name: str | None = None

@@ -48,7 +48,8 @@ def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
         if dataclasses.is_dataclass(section) and isinstance(section, type):
             if not isinstance(value, dict):
                 raise ConfigError(
-                    f"{prefix}{key}={value!r} must be a section with keys, as in {prefix}{key}.{dataclasses.fields(section)[0].name}"
+                    f"{prefix}{key}={value!r} must be a section with keys, as in "
+                    f"{prefix}{key}.{dataclasses.fields(section)[0].name}"
                 )
             _check_keys(value, section, f"{prefix}{key}.")
 
@@ -84,14 +85,16 @@ def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | t
 
 @functools.cache
 def _defaults():
-    """Build OmegaConf's typed tree of the defaults, once: it takes four fifths of reading a configuration, and merging copies it."""
+    """Build OmegaConf's typed tree of the defaults, once: it takes four fifths of reading a configuration, and merging
+    copies it."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(Config)
 
 
 def config_to_dict(config: Config) -> dict[str, dict]:
-    """Return the resolved configuration as plain dictionaries, lists, numbers and texts, which JSON and YAML hold unchanged."""
+    """Return the resolved configuration as plain dictionaries, lists, numbers and texts, which JSON and YAML hold
+    unchanged."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 

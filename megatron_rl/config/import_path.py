@@ -13,8 +13,9 @@ from megatron_rl.errors import ConfigError
 def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, also: Collection[str] = ()) -> object:
     """The object behind a name of ``built_in`` (name → ``module:attribute``) or behind ``module:attribute`` itself.
 
-    what: the setting and its value, for messages · form: how one's own is written · also: names that are known and mean something else.
-    Raises ConfigError with the nearest way out; what a module raises while it is imported is told as such.
+    what: the setting and its value, for messages · form: how one's own is written · also: names that are known and mean
+    something else. Raises ConfigError with the nearest way out; what a module raises while it is imported is told as
+    such.
     """
     module_name, separator, attribute = built_in.get(name, name).partition(":")
     if not (separator and module_name and attribute):

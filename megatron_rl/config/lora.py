@@ -12,11 +12,12 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """y = W x + (alpha / rank) · B A x on the linear layers named in ``targets`` (Hu et al. 2021, arXiv:2106.09685, eq. 3); W is frozen.
+    """y = W x + (alpha / rank) · B A x on the linear layers named in ``targets`` (Hu et al. 2021, arXiv:2106.09685, eq.
+    3); W is frozen.
 
-    ``rank``: rows of A; null: no adapters, every weight is trained. ``targets``: Megatron-Core's names: linear_qkv is q_proj, k_proj and
-    v_proj, linear_proj o_proj, linear_fc1 gate_proj and up_proj, linear_fc2 down_proj. There is no dropout: under it the engine's
-    log-probs and the trainer's would be of two models.
+    ``rank``: rows of A; null: no adapters, every weight is trained. ``targets``: Megatron-Core's names: linear_qkv is
+    q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj and up_proj, linear_fc2 down_proj. There is no
+    dropout: under it the engine's log-probs and the trainer's would be of two models.
     """
 
     rank: int | None = None

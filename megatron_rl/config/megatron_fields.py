@@ -1,7 +1,8 @@
 """``megatron.{transformer,ddp,optimizer}.*``: a user's fields → values of the installed Megatron-Core's config classes.
 
-Every field of the installed version is accepted, but those that the seam owns, each refused with its reason. YAML has no dtypes and
-no enums: "bfloat16" becomes torch.bfloat16 and an enum's name its member where the field's type asks for one.
+Every field of the installed version is accepted, but those that the seam owns, each refused with its reason. YAML has
+no dtypes and no enums: "bfloat16" becomes torch.bfloat16 and an enum's name its member where the field's type asks for
+one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megatron_rl.errors import ConfigError
 
 
 def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refused: Mapping[str, str]) -> dict[str, Any]:
-    """The fields with their values as ``cls`` wants them; ConfigError for one that it lacks, that is refused, or that means nothing."""
+    """The fields with their values as ``cls`` wants them; ConfigError for one that it lacks, that is refused, or that
+    means nothing."""
     known = {f.name for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     resolved = {}

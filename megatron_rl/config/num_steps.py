@@ -25,7 +25,8 @@ def critic_steps_per_rollout(config: Config) -> int:
 
 
 def total_rl_steps(config: Config, num_prompts: int) -> int:
-    """Optimizer steps of the RL phase, ghosts included; at least, where it ends with the data: prompts that are asked again add some."""
+    """Optimizer steps of the RL phase, ghosts included; at least, where it ends with the data: prompts that are asked
+    again add some."""
     given = config.train
     rollouts = (
         given.num_rollouts if given.epochs is None else -(-given.epochs * num_prompts // given.prompts_per_rollout)
@@ -34,7 +35,8 @@ def total_rl_steps(config: Config, num_prompts: int) -> int:
 
 
 def moving_rl_steps(config: Config, num_prompts: int) -> int:
-    """Those of them that may move the policy, where its schedule ends. Raises ConfigError where the critic's warm-up leaves none."""
+    """Those of them that may move the policy, where its schedule ends. Raises ConfigError where the critic's warm-up
+    leaves none."""
     held = config.critic.warmup_rollouts * steps_per_rollout(config) if config.has_critic else 0
     total = total_rl_steps(config, num_prompts)
     if held >= total > 0:

@@ -15,7 +15,8 @@ POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Semantics §6. ``epsilon`` is added to the standard deviation; ``noise_std`` to advantages, for the first ``noise_steps`` steps.
+    """Semantics §6. ``epsilon`` is added to the standard deviation; ``noise_std`` to advantages, for the first
+    ``noise_steps`` steps.
 
     ``whiten``: of ``reinforce_plus_plus``, ``gdpo`` and ``gae``. ``gamma``, ``lam``: the discount and λ of ``gae``.
     """
@@ -39,7 +40,8 @@ class AdvantageConfig:
         at_least("advantage.noise_steps", self.noise_steps, 0)
         if self.noise_std and not self.noise_steps:
             raise ConfigError(
-                f"advantage.noise_std={self.noise_std} is added for the first advantage.noise_steps=0 steps, which is never; say how many"
+                f"advantage.noise_std={self.noise_std} is added for the first advantage.noise_steps=0 steps, which is "
+                "never; say how many"
             )
 
 
@@ -62,7 +64,8 @@ class SkipConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Semantics §1 and §7. ``mask_truncated``: a sample that ``rollout.max_response_tokens`` cut off carries no loss token."""
+    """Semantics §1 and §7. ``mask_truncated``: a sample that ``rollout.max_response_tokens`` cut off carries no loss
+    token."""
 
     policy: str = "ppo"
     reduction: str = "token_mean"
@@ -86,7 +89,8 @@ class LossConfig:
         at_least("loss.kl_coefficient", self.kl_coefficient, 0.0)
         if self.dual_clip is not None and self.policy != "ppo":
             raise ConfigError(
-                f"loss.dual_clip={self.dual_clip} belongs to loss.policy=ppo and the policy is {self.policy}; set it to null"
+                f"loss.dual_clip={self.dual_clip} belongs to loss.policy=ppo and the policy is {self.policy}; set it "
+                "to null"
             )
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ConfigError(f"loss.dual_clip={self.dual_clip} must be above 1 (3 is usual), or null")

@@ -1,4 +1,5 @@
-"""The policy that the KL is measured against: where its weights are, when they change, and what the KL costs. Semantics §7."""
+"""The policy that the KL is measured against: where its weights are, when they change, and what the KL costs. Semantics
+§7."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from megatron_rl.config.checks import at_least, choose
 class ReferenceConfig:
     """Read where ``loss.kl_coefficient`` is not 0; ``kl_in``: what that coefficient times the KL is added to.
 
-    ``placement``: ``host``, a copy of the weights in host memory that is swapped in for the reference's passes, or ``device``, a second
-    model. ``refresh_every_rollouts``: rollouts after which the reference becomes the current policy; null: never. ``controller``: the coefficient
-    stays, or is moved so that the KL comes to ``kl_target`` nats per token, the faster the fewer samples ``kl_horizon`` is
-    (algorithm/kl_controller.py).
+    ``placement``: ``host``, a copy of the weights in host memory that is swapped in for the reference's passes, or
+    ``device``, a second model. ``refresh_every_rollouts``: rollouts after which the reference becomes the current
+    policy; null: never. ``controller``: the coefficient stays, or is moved so that the KL comes to ``kl_target`` nats
+    per token, the faster the fewer samples ``kl_horizon`` is (algorithm/kl_controller.py).
     """
 
     kl_in: str = "loss"

@@ -11,9 +11,10 @@ from megatron_rl.config.checks import at_least
 class ReplayConfig:
     """Groups with the most signal are kept, and stand in for groups that have none.
 
-    ``capacity_groups``: groups kept; 0: none. ``max_age_versions``: weight versions between a group's oldest token and the step that trains it again; null: no
-    limit. ``max_uses``: how often one is replayed. ``recompute_logprobs``: their old log-probs and importance weights are those of the
-    current policy; false: the engine's log-probs of that time are their old ones.
+    ``capacity_groups``: groups kept; 0: none. ``max_age_versions``: weight versions between a group's oldest token and
+    the step that trains it again; null: no limit. ``max_uses``: how often one is replayed. ``recompute_logprobs``:
+    their old log-probs and importance weights are those of the current policy; false: the engine's log-probs of that
+    time are their old ones.
     """
 
     capacity_groups: int = 0
@@ -31,8 +32,9 @@ class ReplayConfig:
 class RerollConfig:
     """Prompts whose whole group failed, every reward at most ``fail_threshold``, are asked again later.
 
-    ``max_groups``: of a rollout, at most; 0: never. ``start_fraction``: of training, before which none is asked again. ``capacity_prompts``:
-    prompts that wait; when it is full the one that waited longest leaves. ``max_attempts``: how often a prompt is asked again.
+    ``max_groups``: of a rollout, at most; 0: never. ``start_fraction``: of training, before which none is asked again.
+    ``capacity_prompts``: prompts that wait; when it is full the one that waited longest leaves. ``max_attempts``: how
+        often a prompt is asked again.
     """
 
     max_groups: int = 0

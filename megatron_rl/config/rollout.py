@@ -27,12 +27,14 @@ OWNED_ARGUMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProducerConfig:
-    """When rollouts are generated, next to when they are trained; what is trained does not depend on ``mode`` at ``max_staleness_steps: 0``.
+    """When rollouts are generated, next to when they are trained; what is trained does not depend on ``mode`` at
+    ``max_staleness_steps: 0``.
 
-    ``mode``: ``sync``, ``prefetch`` (``prefetch_rollouts`` rollouts ahead of the one that is trained, generated meanwhile) or ``streaming`` (ahead too,
-    and a rollout is scored, and passed for log-probs, in parts while the rest is generated). ``min_groups``: groups of a part (null: the
-    whole rollout is one); log-prob passes are cut there in every mode. ``max_staleness_steps``: optimizer steps between the weights of a token
-    and those of its rollout's first step; null: what ``prefetch_rollouts`` brings about.
+    ``mode``: ``sync``, ``prefetch`` (``prefetch_rollouts`` rollouts ahead of the one that is trained, generated
+    meanwhile) or ``streaming`` (ahead too, and a rollout is scored, and passed for log-probs, in parts while the rest
+    is generated). ``min_groups``: groups of a part (null: the whole rollout is one); log-prob passes are cut there in
+    every mode. ``max_staleness_steps``: optimizer steps between the weights of a token and those of its rollout's first
+    step; null: what ``prefetch_rollouts`` brings about.
     """
 
     mode: str = "sync"
@@ -47,11 +49,13 @@ class ProducerConfig:
         at_least("rollout.producer.max_staleness_steps", self.max_staleness_steps, 0)
         if self.mode == "prefetch" and self.prefetch_rollouts == 0:
             raise ConfigError(
-                "rollout.producer.prefetch_rollouts=0 fetches nothing ahead; set it to 1 or more, or rollout.producer.mode=sync"
+                "rollout.producer.prefetch_rollouts=0 fetches nothing ahead; set it to 1 or more, or "
+                "rollout.producer.mode=sync"
             )
         if self.mode == "streaming" and self.min_groups is None:
             raise ConfigError(
-                "rollout.producer.mode=streaming scores a rollout in parts, and rollout.producer.min_groups=null is one part; set it, "
+                "rollout.producer.mode=streaming scores a rollout in parts, and rollout.producer.min_groups=null is "
+                "one part; set it, "
                 "say to an eighth of train.prompts_per_rollout"
             )
 
@@ -63,10 +67,11 @@ class ProducerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Groups without signal are replaced by those of further prompts, before anything is trained (DAPO, arXiv:2503.14476, section 3.2).
+    """Groups without signal are replaced by those of further prompts, before anything is trained (DAPO,
+    arXiv:2503.14476, section 3.2).
 
-    ``max_rounds``: of asking again, per rollout; 0: never. ``on_exhausted``: what is still without signal after them is skipped as ever
-    (``skip``), or ends the run (``fail``).
+    ``max_rounds``: of asking again, per rollout; 0: never. ``on_exhausted``: what is still without signal after them is
+    skipped as ever (``skip``), or ends the run (``fail``).
     """
 
     max_rounds: int = 0
@@ -81,8 +86,9 @@ class DynamicSamplingConfig:
 class RolloutConfig:
     """Generation. Log-probs are taken at ``temperature``, by the engine and by the trainer.
 
-    ``engine``: ``transformers`` (in the trainer's processes, for small models) or ``vllm``: processes of the run's own, or the ``servers``
-    named. ``max_logprob_gap``: the mean |log π_old − log μ| of a rollout that ends the run (null: none); ``warn_logprob_gap``: that warns.
+    ``engine``: ``transformers`` (in the trainer's processes, for small models) or ``vllm``: processes of the run's own,
+    or the ``servers`` named. ``max_logprob_gap``: the mean |log π_old − log μ| of a rollout that ends the run (null:
+    none); ``warn_logprob_gap``: that warns.
     """
 
     engine: str = "transformers"
@@ -130,7 +136,8 @@ class RolloutConfig:
         at_least("rollout.max_logprob_gap", self.max_logprob_gap, 0.0)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
-                f"rollout.gpu_memory_utilization={self.gpu_memory_utilization} must be a share of the GPU, above 0 and at most 1"
+                f"rollout.gpu_memory_utilization={self.gpu_memory_utilization} must be a share of the GPU, above 0 "
+                "and at most 1"
             )
         self._check_servers()
         for name in self.vllm:
@@ -150,18 +157,20 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.servers names {server!r}; a server is http://host:port, without a path")
         if self.servers and self.num_engines is not None:
             raise ConfigError(
-                f"rollout.num_engines={self.num_engines} starts engines and rollout.servers={list(self.servers)} are running ones; drop one"
+                f"rollout.num_engines={self.num_engines} starts engines and rollout.servers={list(self.servers)} are "
+                "running ones; drop one"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Weights to the engines. ``channel``: ``shared_memory`` on one host, ``broadcast`` (NCCL or gloo) across hosts; ``auto`` chooses one
-    of these. ``cuda_ipc``: an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank.
+    """Weights to the engines. ``channel``: ``shared_memory`` on one host, ``broadcast`` (NCCL or gloo) across hosts;
+    ``auto`` chooses one of these. ``cuda_ipc``: an engine of the run's own opens the bucket in the memory of the GPU
+    that it shares with its rank.
 
-    ``interval``: optimizer steps that the engines' weights may lag behind before they are sent again. ``in_flight``: they are sent while
-    completions are under way, which go on with the new ones. ``bucket_mb``: extra memory of gathering and sending. ``deadline_s``: of every
-    answer. ``attempts``: whole syncs, before the run ends.
+    ``interval``: optimizer steps that the engines' weights may lag behind before they are sent again. ``in_flight``:
+    they are sent while completions are under way, which go on with the new ones. ``bucket_mb``: extra memory of
+    gathering and sending. ``deadline_s``: of every answer. ``attempts``: whole syncs, before the run ends.
     """
 
     channel: str = "auto"

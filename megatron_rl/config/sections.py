@@ -1,4 +1,5 @@
-"""One frozen dataclass per stage, composed; each checks its own values, and ``ParallelConfig`` those that only make sense together.
+"""One frozen dataclass per stage, composed; each checks its own values, and ``ParallelConfig`` those that only make
+sense together.
 
 Every error is a ConfigError that names the key, the value and the way out. Nothing changes a config after it was built.
 """
@@ -57,10 +58,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Degrees of parallelism; data parallel is what is left of the world size. ``virtual_pipeline``: model chunks per stage.
+    """Degrees of parallelism; data parallel is what is left of the world size. ``virtual_pipeline``: model chunks per
+    stage.
 
-    ``context`` splits each sequence. ``expert`` splits a mixture's experts over ranks that are tensor, context or data parallel
-    elsewhere; ``expert_tensor`` splits each expert (null: as ``tensor``).
+    ``context`` splits each sequence. ``expert`` splits a mixture's experts over ranks that are tensor, context or data
+    parallel elsewhere; ``expert_tensor`` splits each expert (null: as ``tensor``).
     """
 
     tensor: int = 1
@@ -80,7 +82,8 @@ class ParallelConfig:
         at_least("parallel.expert_tensor", self.expert_tensor, 1)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(
-                f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline is 1; raise that one"
+                f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline "
+                "is 1; raise that one"
             )
         if self.sequence_parallel and self.tensor == 1:
             raise ConfigError(
@@ -90,7 +93,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    """Any field of Megatron-Core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, passed through."""
+    """Any field of Megatron-Core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, passed
+    through."""
 
     transformer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -99,9 +103,11 @@ class MegatronConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """``train``: a JSONL path. ``prompt_key`` and ``answer_key`` name its columns; ``solution_key`` is what a warm-up imitates.
+    """``train``: a JSONL path. ``prompt_key`` and ``answer_key`` name its columns; ``solution_key`` is what a warm-up
+    imitates.
 
-    ``template``: "{prompt}" is replaced by the column's text; "chat" uses the tokenizer's chat template, and takes columns of messages.
+    ``template``: "{prompt}" is replaced by the column's text; "chat" uses the tokenizer's chat template, and takes
+        columns of messages.
     """
 
     train: str = ""
@@ -122,11 +128,13 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """``functions``: names (``arithmetic``, ``math_verify``, ``environment``) or ``module:function``; ``weights`` one each, default 1.
+    """``functions``: names (``arithmetic``, ``math_verify``, ``environment``) or ``module:function``; ``weights`` one
+    each, default 1.
 
-    ``num_workers``: processes per rank that call them; 0: the rank's own. ``deadline_s``: of a sample in a worker. ``in_process``: of
-    the functions, those that the rank's own process calls all the same (one that holds a model, say). ``overlong_buffer_tokens``: tokens before
-    ``rollout.max_response_tokens`` over which the total reward falls by ``overlong_penalty`` (reward/overlong.py); 0: it does not.
+    ``num_workers``: processes per rank that call them; 0: the rank's own. ``deadline_s``: of a sample in a worker.
+    ``in_process``: of the functions, those that the rank's own process calls all the same (one that holds a model,
+    say). ``overlong_buffer_tokens``: tokens before ``rollout.max_response_tokens`` over which the total reward falls by
+    ``overlong_penalty`` (reward/overlong.py); 0: it does not.
     """
 
     functions: tuple[str, ...] = ()
@@ -142,7 +150,8 @@ class RewardConfig:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
-                f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; give one weight each"
+                f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; "
+                "give one weight each"
             )
         at_least("reward.num_workers", self.num_workers, 0)
         at_least("reward.deadline_s", self.deadline_s, 0.0, exclusive=True)
@@ -152,7 +161,8 @@ class RewardConfig:
             choose("reward.in_process", name, self.functions)
         if self.functions and self.num_workers and set(self.in_process) == set(self.functions):
             raise ConfigError(
-                f"reward.in_process names every one of reward.functions, which leaves nothing for reward.num_workers={self.num_workers}; "
+                "reward.in_process names every one of reward.functions, which leaves nothing for "
+                f"reward.num_workers={self.num_workers}; "
                 "set that to 0, or leave a function to the workers"
             )
 
@@ -166,8 +176,9 @@ class PlanConfig:
     """How survivors are cut into micro-batches. ``samples_per_microbatch`` (static) replaces the token cap.
 
     ``on_long_sample``: a sample above the cap gets a micro-batch of its own, or is an error (``fail``).
-    ``calibrate``: plans by what micro-batches were measured to take; without it by the prior, so that a run repeats to the bit.
-    ``repack: false`` cuts before the drop and removes whole micro-batches only: bitwise the dense run's gradient.
+    ``calibrate``: plans by what micro-batches were measured to take; without it by the prior, so that a run repeats to
+    the bit. ``repack: false`` cuts before the drop and removes whole micro-batches only: bitwise the dense run's
+    gradient.
     """
 
     max_tokens_per_microbatch: int = 8192
@@ -186,7 +197,8 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule: linear warm-up over ``warmup_steps``, then constant, or cosine or linear down to ``min_lr``."""
+    """AdamW and its schedule: linear warm-up over ``warmup_steps``, then constant, or cosine or linear down to
+    ``min_lr``."""
 
     lr: float = 1e-6
     min_lr: float = 0.0
@@ -225,8 +237,9 @@ class SftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """``num_rollouts`` rollouts of ``prompts_per_rollout`` prompts; each is trained in mini-batches of ``samples_per_mini_batch``. ``epochs`` with
-    ``num_rollouts: null``: as many rollouts as it takes to train every prompt so often."""
+    """``num_rollouts`` rollouts of ``prompts_per_rollout`` prompts; each is trained in mini-batches of
+    ``samples_per_mini_batch``. ``epochs`` with ``num_rollouts: null``: as many rollouts as it takes to train every
+    prompt so often."""
 
     num_rollouts: int | None = 100
     epochs: int | None = None
@@ -241,7 +254,8 @@ class TrainConfig:
         at_least("train.epochs", self.epochs, 1)
         if (self.num_rollouts is None) == (self.epochs is None):
             raise ConfigError(
-                f"train.num_rollouts={self.num_rollouts} and train.epochs={self.epochs}: one of the two says when the run ends; set the other to null"
+                f"train.num_rollouts={self.num_rollouts} and train.epochs={self.epochs}: one of the two says when the "
+                "run ends; set the other to null"
             )
         at_least("train.prompts_per_rollout", self.prompts_per_rollout, 1)
         at_least("train.samples_per_mini_batch", self.samples_per_mini_batch, 1)
@@ -251,12 +265,13 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Under <run.dir>/checkpoints: every ``save_every_rollouts`` rollouts (0: never), after the last one, and when SIGTERM or SIGUSR1 arrives.
+    """Under <run.dir>/checkpoints: every ``save_every_rollouts`` rollouts (0: never), after the last one, and when
+    SIGTERM or SIGUSR1 arrives.
 
-    ``keep_last``: so many are kept (null: all). ``asynchronous``: files are written while the run goes on. ``resume``: ``auto`` goes on
-    from the newest good one, ``never`` sets those of an earlier run aside. ``on_damage``: a damaged one is passed over for the one before
-    it (``previous``) or ends the run (``fail``). ``on_error``: a checkpoint that cannot be written ends the run (``fail``) or not
-    (``continue``).
+    ``keep_last``: so many are kept (null: all). ``asynchronous``: files are written while the run goes on. ``resume``:
+    ``auto`` goes on from the newest good one, ``never`` sets those of an earlier run aside. ``on_damage``: a damaged
+    one is passed over for the one before it (``previous``) or ends the run (``fail``). ``on_error``: a checkpoint that
+    cannot be written ends the run (``fail``) or not (``continue``).
     """
 
     save_every_rollouts: int = 0

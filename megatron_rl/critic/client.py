@@ -1,5 +1,6 @@
-"""The critic as the policy's ranks see it where other ranks of the job hold it (``critic.placement=separate``): the same methods as
-``Critic``, each a request that critic/server.py answers. Every method is a collective over the policy's ranks, unless it says otherwise."""
+"""The critic as the policy's ranks see it where other ranks of the job hold it (``critic.placement=separate``): the
+same methods as ``Critic``, each a request that critic/server.py answers. Every method is a collective over the policy's
+ranks, unless it says otherwise."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class RemoteCritic:
     def ask(
         self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object
     ) -> tuple[dict, dict[str, np.ndarray]]:
-        """(the answer, its arrays). arrays: made on the first rank alone. Every rank reads the answer for itself, so that no collective's
-        deadline bounds what the critic's ranks are at: they say that they are alive."""
+        """(the answer, its arrays). arrays: made on the first rank alone. Every rank reads the answer for itself, so
+        that no collective's deadline bounds what the critic's ranks are at: they say that they are alive."""
         self.number += 1
         if self.bridge.is_first:
             self.bridge.tell(f"request/{self.number}", {"request": request, **given}, arrays() if arrays else None)

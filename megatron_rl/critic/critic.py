@@ -1,7 +1,9 @@
-"""PPO's critic on this rank: a model of its own with a value head, its own optimizer and, where asked for, its own grid of ranks.
+"""PPO's critic on this rank: a model of its own with a value head, its own optimizer and, where asked for, its own grid
+of ranks.
 
-V_t is read where the policy's log-prob of token t is: from the hidden state before it. The loss is a token sum under the policy's weights
-(semantics §8): zero advantages train values as any other, so that only samples without a loss token are dropped.
+V_t is read where the policy's log-prob of token t is: from the hidden state before it. The loss is a token sum under
+the policy's weights (semantics §8): zero advantages train values as any other, so that only samples without a loss
+token are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ HEAD = VALUE_HEAD.hf[0]
 
 
 class FreshHead:
-    """A WeightReader that has a value head of zeros where the weights it reads from have none: every value is 0 at first."""
+    """A WeightReader that has a value head of zeros where the weights it reads from have none: every value is 0 at
+    first."""
 
     def __init__(self, reader: WeightReader, hidden_size: int) -> None:
         self.reader, self.zeros = reader, torch.zeros(1, hidden_size)
@@ -74,8 +77,8 @@ class Critic(TrainableModel):
         total_steps: int = 1,
         alone: bool = False,
     ) -> None:
-        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainableModel. alone: these ranks hold
-        no policy, whose grid it could share."""
+        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainableModel.
+        alone: these ranks hold no policy, whose grid it could share."""
         own = critic_config(config)
         self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
         place = topology.current() if self.grid is None and not alone else None
@@ -91,12 +94,14 @@ class Critic(TrainableModel):
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
 
     def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
-        """Nothing yet under ``critic.init=policy``: ``take_weights``, or a checkpoint, fills them before they are read."""
+        """Nothing yet under ``critic.init=policy``: ``take_weights``, or a checkpoint, fills them before they are
+        read."""
         if weights is not None or self.config.critic.init != "policy":
             super()._fill(models, weights)
 
     def take_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """The policy's weights (``MegatronBackend.export``) under a head of zeros. Holds them whole on the host; before the first step."""
+        """The policy's weights (``MegatronBackend.export``) under a head of zeros. Holds them whole on the host; before
+        the first step."""
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
         with self._here():
             reader = FreshHead(MemoryReader(kept), self.shape.hidden_size)
@@ -106,7 +111,8 @@ class Critic(TrainableModel):
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
     def values(self, batch: Batch) -> np.ndarray:
-        """[T] float32 flat over the batch's response tokens, on every rank: V of the state before each loss token, 0 elsewhere."""
+        """[T] float32 flat over the batch's response tokens, on every rank: V of the state before each loss token, 0
+        elsewhere."""
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan("values", own, own.facts.loss_tokens > 0, drops=True)
@@ -114,8 +120,8 @@ class Critic(TrainableModel):
             return self._read(own, plan, lambda _, hidden: (values_of(hidden, self.chunks[-1].module), {}))[0]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
-        """Takes the rollout's optimizer steps towards the returns [T]; ``critic/*``, means over all of them. old_values [T]: what
-        ``values`` gave before the first."""
+        """Takes the rollout's optimizer steps towards the returns [T]; ``critic/*``, means over all of them. old_values
+        [T]: what ``values`` gave before the first."""
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
@@ -183,8 +189,8 @@ def _state_of(folder: pathlib.Path) -> dict:
 
 
 def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
-    """``critic/*`` of a rollout's steps: means over its loss tokens, the largest gradient norm, and the share of the returns' variance that
-    the values explained before each step (1 − Σ(R − V)² / Σ(R − mean R)²)."""
+    """``critic/*`` of a rollout's steps: means over its loss tokens, the largest gradient norm, and the share of the
+    returns' variance that the values explained before each step (1 − Σ(R − V)² / Σ(R − mean R)²)."""
     sums = {name: sum(result.sums[name] for result in results) for name in Critic.sum_names}
     metrics = {
         "critic/loss": sums["loss"] / max(len(results), 1),

@@ -1,11 +1,13 @@
-"""Between the ranks that hold the policy and those that hold the critic: two worlds of one job, and what goes from one to the other.
+"""Between the ranks that hold the policy and those that hold the critic: two worlds of one job, and what goes from one
+to the other.
 
-A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 0 to W − C − 1, and a critic's, the last C. Each has its own
-default group, so that nothing of Megatron-Core knows of the other. Requests and answers are numbered keys of the job's store, which every
-rank of the other world reads; arrays go between the two first ranks alone, over a gloo group of the two, and are shared from there.
+A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 0 to W − C − 1, and a critic's, the last
+C. Each has its own default group, so that nothing of Megatron-Core knows of the other. Requests and answers are
+numbered keys of the job's store, which every rank of the other world reads; arrays go between the two first ranks
+alone, over a gloo group of the two, and are shared from there.
 
-Each world's first rank says every BEAT_S that it is alive: rollouts and a critic's steps may take their time, each bounded by its own
-world's deadlines, and a world that is gone is noticed all the same.
+Each world's first rank says every BEAT_S that it is alive: rollouts and a critic's steps may take their time, each
+bounded by its own world's deadlines, and a world that is gone is noticed all the same.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Arrays = Mapping[str, np.ndarray]
 
 @contextlib.contextmanager
 def joined(config: Config, *, of_critic: bool) -> Iterator[PolicyCriticLink | None]:
-    """This process's world and its end of the bridge; None where the job is one world. A failure within it ends the other world's waits."""
+    """This process's world and its end of the bridge; None where the job is one world. A failure within it ends the
+    other world's waits."""
     if not is_separate(config):
         yield None
         return
@@ -64,12 +67,14 @@ def policy_ranks(config: Config) -> int:
 
 
 def holds_critic(config: Config) -> bool:
-    """Whether this process is one of a separate critic's. Raises ConfigError outside a job of several ranks. Not a collective."""
+    """Whether this process is one of a separate critic's. Raises ConfigError outside a job of several ranks. Not a
+    collective."""
     if not is_separate(config):
         return False
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "critic.placement=separate needs several ranks; start them with torchrun or srun, or set critic.placement=shared"
+            "critic.placement=separate needs several ranks; start them with torchrun or srun, or set "
+            "critic.placement=shared"
         )
     return int(os.environ["RANK"]) >= policy_ranks(config)
 
@@ -126,7 +131,8 @@ class PolicyCriticLink:
             self.group.send([torch.frombuffer(bytearray(blob), dtype=torch.uint8)], int(not self.of_critic), 0).wait()
 
     def hear(self, key: str) -> dict:
-        """What the other world said under ``key``, without its arrays; any rank. Raises PeerError at ``run.deadline_s`` of silence."""
+        """What the other world said under ``key``, without its arrays; any rank. Raises PeerError at ``run.deadline_s``
+        of silence."""
         heard, since = self._beat_heard(), time.monotonic()
         while True:
             try:
@@ -139,11 +145,13 @@ class PolicyCriticLink:
             patience_s = min(self.deadline_s, 3 * BEAT_S) if self.is_told_to_leave else self.deadline_s
             if time.monotonic() - since >= patience_s:
                 raise PeerError(
-                    f"the {self.other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); see their log"
+                    f"the {self.other}'s ranks said nothing of {key!r} for {patience_s:g} s (run.deadline_s); see "
+                    "their log"
                 )
 
     def say_failed(self, reason: str) -> None:
-        """Ends the waits of both worlds. Not a collective; nothing where the job's store is gone, which ends them as well."""
+        """Ends the waits of both worlds. Not a collective; nothing where the job's store is gone, which ends them as
+        well."""
         with contextlib.suppress(dist.DistError):
             if not self.store.check([FAILED]):  # the first cause
                 self.store.set(FAILED, f"a rank of the {self.name} failed: {reason}")

@@ -1,4 +1,5 @@
-"""What the ranks of a separate critic do: build it, and answer critic/client.py's requests, one after the other, until the run is at its end."""
+"""What the ranks of a separate critic do: build it, and answer critic/client.py's requests, one after the other, until
+the run is at its end."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 
 
 def serve(config: Config) -> bool:
-    """Runs on every rank of the critic, in place of the loop. Whether the run came to its end, as train.py's ``train``."""
+    """Runs on every rank of the critic, in place of the loop. Whether the run came to its end, as train.py's
+    ``train``."""
     with joined(config, of_critic=True) as bridge:
         if config.checkpoint.save_every_rollouts:
             for number in SIGNALS:
@@ -48,7 +50,8 @@ class Service:
         self.pending: PendingSave | None = None
 
     def answer_next(self) -> bool:
-        """Whether there is more to come. Raises on every rank what one of them met, after the policy's ranks were told."""
+        """Whether there is more to come. Raises on every rank what one of them met, after the policy's ranks were
+        told."""
         self.number += 1
         asked = self.bridge.hear(f"request/{self.number}")
         arrays = self.bridge.arrays(asked)
@@ -91,7 +94,8 @@ class Service:
         return {}, {}
 
     def _checkpoint(self, request: str, asked: Mapping) -> dict:
-        """What becomes of a checkpoint that cannot be written or read is the policy's to decide (``checkpoint.on_error``)."""
+        """What becomes of a checkpoint that cannot be written or read is the policy's to decide
+        (``checkpoint.on_error``)."""
         try:
             match request:
                 case "save":

@@ -1,6 +1,8 @@
-"""Chat messages and what is said between the policy's turns, as tokens: by the tokenizer's chat template, or as text that stands as it is.
+"""Chat messages and what is said between the policy's turns, as tokens: by the tokenizer's chat template, or as text
+that stands as it is.
 
-What the policy sampled is never tokenized again: an observation's tokens are made apart from it, of what a template writes behind a turn.
+What the policy sampled is never tokenized again: an observation's tokens are made apart from it, of what a template
+writes behind a turn.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _TURN = "the-text-of-this-turn"  # stands in for one; what a template writes beh
 
 
 def check_messages(value: object, where: str) -> list[Message]:
-    """A list of at least one ``{"role": ..., "content": ...}``, both texts. Raises ConfigError; where: begins its message."""
+    """A list of at least one ``{"role": ..., "content": ...}``, both texts. Raises ConfigError; where: begins its
+    message."""
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError(
             f'{where} is {value!r:.80}; it must be a text, or a list of messages {{"role": ..., "content": ...}}'
@@ -38,7 +41,8 @@ def check_messages(value: object, where: str) -> list[Message]:
 
 
 def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_generation_prompt: bool) -> str:
-    """By the tokenizer's chat template. Raises ConfigError where the template refuses the messages; where: begins its message."""
+    """By the tokenizer's chat template. Raises ConfigError where the template refuses the messages; where: begins its
+    message."""
     try:
         return tokenizer.apply_chat_template(
             [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False
@@ -46,7 +50,8 @@ def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_gener
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
-            f"{where}: the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: {error}); "
+            f"{where}: the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: "
+            f"{error}); "
             "give messages that it takes"
         ) from error
 
@@ -56,11 +61,11 @@ class Observations:
 
     template: ``data.template``. role: ``environment.role``, of an observation that is a text.
 
-    Under "chat" they are what the template writes behind a turn once the observation follows it, with the generation prompt, less the end
-    of the turn that the policy sampled itself. Else they are the observation's text, as it is.
+    Under "chat" they are what the template writes behind a turn once the observation follows it, with the generation
+    prompt, less the end of the turn that the policy sampled itself. Else they are the observation's text, as it is.
 
-    Example (ChatML): a turn that ended with the token ``<|im_end|>`` and the observation "408" of role tool give the tokens of
-    ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
+    Example (ChatML): a turn that ended with the token ``<|im_end|>`` and the observation "408" of role tool give the
+    tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
     """
 
     def __init__(self, tokenizer, template: str, role: str = "tool") -> None:
@@ -69,8 +74,8 @@ class Observations:
         self._end = self._behind_turn([]) if self._chat else ""
 
     def token_ids(self, observation: str | Sequence[Message], stop_id: int | None) -> tuple[int, ...]:
-        """stop_id: the token that the policy ended its turn with. Raises ConfigError for messages without a chat template, or of a shape
-        that it does not take."""
+        """stop_id: the token that the policy ended its turn with. Raises ConfigError for messages without a chat
+        template, or of a shape that it does not take."""
         if not self._chat:
             if not isinstance(observation, str):
                 raise ConfigError("an observation of messages needs data.template=chat; give a text, or set that")
@@ -94,7 +99,8 @@ class Observations:
         _, found, behind = rendered.rpartition(_TURN)
         if not found:
             raise ConfigError(
-                "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does"
+                "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that "
+                "does"
             )
         return behind
 

@@ -22,8 +22,8 @@ _ROWS_PER_TOKENIZER_CALL = 1024
 def load_rows(path: str | pathlib.Path, key: str = "data.train") -> list[dict]:
     """Read a JSONL dataset: one JSON object per line, UTF-8; lines of white space alone are not rows.
 
-    ``key`` is the setting the path came from, for the messages. Raises ConfigError where the file is missing or empty, or
-    a line is not a JSON object (with ``file:line``).
+    ``key`` is the setting the path came from, for the messages. Raises ConfigError where the file is missing or empty,
+    or a line is not a JSON object (with ``file:line``).
     """
     if not str(path):
         raise ConfigError(f"{key} is empty; set it to the path of a JSONL file, one JSON object per line")
@@ -85,13 +85,14 @@ class PromptDataset:
     tokenizer:      a Hugging Face tokenizer.
     context_tokens: the model's context in tokens, None for no limit; a prompt must leave room in it for one more token.
 
-    Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it. Raises
-    ConfigError for a row without ``data.prompt_key`` (or a renamed ``data.answer_key``), a prompt that is neither text nor, under
-    ``data.template=chat``, a list of messages ``{"role": ..., "content": ...}``, an empty prompt, a prompt over the limit
-    (``data.on_long_prompt=fail``), or when no row is left (``drop``; see ``num_dropped``).
+    Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it.
+    Raises ConfigError for a row without ``data.prompt_key`` (or a renamed ``data.answer_key``), a prompt that is
+    neither text nor, under ``data.template=chat``, a list of messages ``{"role": ..., "content": ...}``, an empty
+    prompt, a prompt over the limit (``data.on_long_prompt=fail``), or when no row is left (``drop``; see
+    ``num_dropped``).
 
-    ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names is also given as "answer",
-    the name that the built-in reward functions read.
+    ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names is also given as
+    "answer", the name that the built-in reward functions read.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class PromptDataset:
             self._admit(range(start, min(start + _ROWS_PER_TOKENIZER_CALL, len(rows))))
         if not self._token_ids:
             raise ConfigError(
-                f"no prompt is left: all {len(rows)} rows are longer than {self._limit()[0]} tokens ({self._limit()[1]}) and "
+                f"no prompt is left: all {len(rows)} rows are longer than {self._limit()[0]} tokens "
+                f"({self._limit()[1]}) and "
                 "data.on_long_prompt='drop'; raise the limit or shorten the prompts"
             )
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
@@ -134,7 +136,8 @@ class PromptDataset:
         return len(self._kept)
 
     def next(self, count: int, epochs: int | None = None) -> list[Prompt]:
-        """The next ``count`` prompts, those that were put back first; wraps over epochs. A prompt's id is ``"<row>@<epoch>"``.
+        """The next ``count`` prompts, those that were put back first; wraps over epochs. A prompt's id is
+        ``"<row>@<epoch>"``.
 
         epochs: where the data end; fewer than ``count`` are left before it, and none at it.
         """
@@ -165,13 +168,13 @@ class PromptDataset:
     def next_solutions(self, count: int) -> list[Solution]:
         """The next ``count`` solutions for the supervised warm-up, on a cursor of their own.
 
-        The response is the tokenized ``data.solution_key`` column and the end-of-sequence token. It is tokenized apart from
-        the prompt, because that is how the model will meet it: the prompt's tokens are fixed when it starts to answer. A column of
-        messages is an episode: the assistant's are turns, what stands between two of them is an observation, without loss (under
-        ``data.template=chat`` as the template writes it, else its text as it is).
+        The response is the tokenized ``data.solution_key`` column and the end-of-sequence token. It is tokenized apart
+        from the prompt, because that is how the model will meet it: the prompt's tokens are fixed when it starts to
+        answer. A column of messages is an episode: the assistant's are turns, what stands between two of them is an
+        observation, without loss (under ``data.template=chat`` as the template writes it, else its text as it is).
 
-        Raises ConfigError where a row has no such column, or one that does not end in an assistant's message, the tokenizer has no
-        end-of-sequence token, or prompt and solution together exceed ``context_tokens``.
+        Raises ConfigError where a row has no such column, or one that does not end in an assistant's message, the
+        tokenizer has no end-of-sequence token, or prompt and solution together exceed ``context_tokens``.
         """
         self._check_solutions()
         solutions = []
@@ -181,7 +184,8 @@ class PromptDataset:
             total = len(prompt.token_ids) + len(found.response_ids)
             if self._context_tokens is not None and total > self._context_tokens:
                 raise ConfigError(
-                    f"row {row}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence included) and the "
+                    f"row {row}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence included) "
+                    "and the "
                     f"model's context {self._context_tokens}; remove the row, or take a model with a longer context"
                 )
             solutions.append(found)
@@ -212,15 +216,18 @@ class PromptDataset:
         return (*self._tokenizer(text, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id)
 
     def state(self) -> dict:
-        """The cursor as JSON-able values: how many prompts and solutions were drawn, of which order, and what was put back."""
+        """The cursor as JSON-able values: how many prompts and solutions were drawn, of which order, and what was put
+        back."""
         return {**self._cursors, **self._identity(), "returned": [list(which) for which in self._returned]}
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue where `state` was taken. Raises ConfigError where seed, shuffle or row count differ: another order."""
+        """Continue where `state` was taken. Raises ConfigError where seed, shuffle or row count differ: another
+        order."""
         for name, value in self._identity().items():
             if state[name] != value:
                 raise ConfigError(
-                    f"the saved data cursor was taken with {name}={state[name]} and this run has {name}={value}, so its position "
+                    f"the saved data cursor was taken with {name}={state[name]} and this run has {name}={value}, so "
+                    "its position "
                     "means nothing here; restore that value, or start a new run from the exported weights"
                 )
         self._cursors = {name: int(state[name]) for name in self._cursors}
@@ -282,7 +289,8 @@ class PromptDataset:
             messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
             if messages[-1]["role"] == "assistant":
                 raise ConfigError(
-                    f"row {row}: column {self._data.prompt_key!r} (data.prompt_key) ends in an assistant's message, and the response "
+                    f"row {row}: column {self._data.prompt_key!r} (data.prompt_key) ends in an assistant's message, "
+                    "and the response "
                     "is what the assistant says; end it before that"
                 )
             where = f"row {row}: column {self._data.prompt_key!r} (data.prompt_key)"
@@ -305,8 +313,10 @@ class PromptDataset:
                 raise ConfigError(
                     f"row {row} has no column {self._data.answer_key!r} (data.answer_key); its columns are {known}"
                 )
-        # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them all), a
-        # second <bos> would be off-distribution, and a tokenizer that appends <eos> would end the prompt before the answer.
+        # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them
+        # all), a
+        # second <bos> would be off-distribution, and a tokenizer that appends <eos> would end the prompt before the
+        # answer.
         encoded = self._tokenizer([self._render(row) for row in row_numbers], add_special_tokens=False).input_ids
         limit, limit_name = self._limit()
         for row, token_ids in zip(row_numbers, encoded, strict=True):
@@ -320,7 +330,8 @@ class PromptDataset:
                 self.num_dropped += 1
             else:
                 raise ConfigError(
-                    f"row {row}: the prompt has {len(token_ids)} tokens and at most {limit} are allowed ({limit_name}); "
+                    f"row {row}: the prompt has {len(token_ids)} tokens and at most {limit} are allowed "
+                    f"({limit_name}); "
                     "raise the limit, shorten the prompt, or set data.on_long_prompt=drop"
                 )
 
@@ -337,7 +348,8 @@ class PromptDataset:
             given = self._column(int(row), key, "data.solution_key", messages=True)
             if isinstance(given, list) and (given[0]["role"] != "assistant" or given[-1]["role"] != "assistant"):
                 raise ConfigError(
-                    f"row {row}: column {key!r} (data.solution_key) has messages of the roles {', '.join(m['role'] for m in given)}; it "
+                    f"row {row}: column {key!r} (data.solution_key) has messages of the roles "
+                    f"{', '.join(m['role'] for m in given)}; it "
                     "begins and ends with the assistant's"
                 )
         self._solutions_checked = True

@@ -19,6 +19,7 @@ def load_tokenizer(config: Config):
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"the tokenizer of {path!r} has no eos_token, so no completion would end; add one to its tokenizer_config.json"
+            f"the tokenizer of {path!r} has no eos_token, so no completion would end; add one to its "
+            "tokenizer_config.json"
         )
     return tokenizer

@@ -44,11 +44,12 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_with_parent(parent: int) -> None:
-    """A rank that is killed takes this process along; one that is asked to leave finishes its step first, and needs it until then.
+    """A rank that is killed takes this process along; one that is asked to leave finishes its step first, and needs it
+    until then.
 
-    Linux sends the signal when the *thread* that started this process ends: start it from one that lives as long as the rank.
-    The signals are handled by nothing rather than ignored, and not at all after a fork: what is ignored, a process started from here
-    would ignore too, and could not be terminated.
+    Linux sends the signal when the *thread* that started this process ends: start it from one that lives as long as the
+    rank. The signals are handled by nothing rather than ignored, and not at all after a fork: what is ignored, a
+    process started from here would ignore too, and could not be terminated.
     """
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)

@@ -1,4 +1,5 @@
-"""Collectives over the whole world: JSON values of every rank, rank 0's array on all, an error raised by all ranks together."""
+"""Collectives over the whole world: JSON values of every rank, rank 0's array on all, an error raised by all ranks
+together."""
 
 from __future__ import annotations
 
@@ -28,14 +29,16 @@ def gather_json(value: object) -> list:
 
 
 def broadcast_from_rank0(values: np.ndarray) -> np.ndarray:
-    """Rank 0's float64 array, bitwise, on every rank: exp and log may round differently on another CPU, and plans hang on them."""
+    """Rank 0's float64 array, bitwise, on every rank: exp and log may round differently on another CPU, and plans hang
+    on them."""
     shared = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).to(HOST.device)
     dist.broadcast(shared, src=0)
     return shared.cpu().numpy()
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raises on every rank what one of them met, before the others wait for it in a collective. ``error``: None where all is well."""
+    """Raises on every rank what one of them met, before the others wait for it in a collective. ``error``: None where
+    all is well."""
     said = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error

@@ -1,9 +1,11 @@
-"""The host, as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo presented to it as CUDA. The one place that knows.
+"""The host, as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo presented to it as CUDA. The one place that
+knows.
 
-Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name, opens streams, and asserts on the CUDA
-names that ``Tensor.type()`` answers with (``optimizer/clip_grads.py:167``, ``optimizer/distrib_optimizer.py:361``). On a host
-with no GPU the factories it calls are replaced at their names, since a TorchFunctionMode is not active inside backward.
-Importing this module does that, once, before anything of Megatron-Core is imported; on a CUDA host it changes nothing.
+Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name, opens streams, and asserts on the
+CUDA names that ``Tensor.type()`` answers with (``optimizer/clip_grads.py:167``,
+``optimizer/distrib_optimizer.py:361``). On a host with no GPU the factories it calls are replaced at their names, since
+a TorchFunctionMode is not active inside backward. Importing this module does that, once, before anything of
+Megatron-Core is imported; on a CUDA host it changes nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class Host:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def take_peak_memory_bytes(self) -> int:
-        """Largest device memory held since the last call; on a CPU host the resident set now, whose peak cannot be started anew."""
+        """Largest device memory held since the last call; on a CPU host the resident set now, whose peak cannot be
+        started anew."""
         if not self.is_cuda:
             return psutil.Process().memory_info().rss
         peak = torch.cuda.max_memory_allocated()
@@ -152,7 +155,8 @@ def _with_listed_splits(all_to_all_single):
 
 
 def _all_gather_uneven(all_gather):
-    """Experts split over tensor ranks gather as many tokens from each as it has; gloo wants equal sizes, and NCCL does not mind."""
+    """Experts split over tensor ranks gather as many tokens from each as it has; gloo wants equal sizes, and NCCL does
+    not mind."""
 
     @functools.wraps(all_gather)
     def gather(tensor_list, tensor, group=None, async_op=False):
@@ -184,7 +188,8 @@ def _reduce_scatter_uneven(reduce_scatter):
 
 
 def _exchange_parts(received, sent, group) -> None:
-    """Part i of ``sent`` goes to rank i; ``received`` is filled by rank. Parts differ in their first dimension alone."""
+    """Part i of ``sent`` goes to rank i; ``received`` is filled by rank. Parts differ in their first dimension
+    alone."""
     incoming = torch.cat([torch.empty_like(x) for x in received])
     torch.distributed.all_to_all_single(
         incoming, torch.cat(list(sent)).contiguous(), [len(x) for x in received], [len(x) for x in sent], group=group
@@ -194,10 +199,12 @@ def _exchange_parts(received, sent, group) -> None:
 
 
 def _sharing_devices(process_group_gloo):
-    """Gloo's groups of one process over one set of network devices; torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each its own.
+    """Gloo's groups of one process over one set of network devices; torch (2.13, ``csrc/distributed/c10d/init.cpp``)
+    gives each its own.
 
-    A device is a thread that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything remembers its
-    group. Megatron-Core makes about fifty groups a process, on a CPU often with as many processes as cores.
+    A device is a thread that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything
+    remembers its group. Megatron-Core makes about fifty groups a process, on a CPU often with as many processes as
+    cores.
     """
     made: dict[int, list] = {}  # by process: a thread does not live on in a fork
 
@@ -223,8 +230,8 @@ def _sharing_devices(process_group_gloo):
 def _one_by_one(group=None, device=None, async_ops=False):
     """Stands for ``torch.distributed._coalescing_manager``, and issues what was collected one collective at a time.
 
-    gloo's coalesced all-gather corrupts the heap: torch 2.13, two ranks, a bare loop of nothing else dies within 5000 rounds in
-    ``AsyncAllgatherCoalescedWork``; the plain one does not.
+    gloo's coalesced all-gather corrupts the heap: torch 2.13, two ranks, a bare loop of nothing else dies within 5000
+    rounds in ``AsyncAllgatherCoalescedWork``; the plain one does not.
     """
     c10d = torch.distributed.distributed_c10d
     state, group = c10d._world.pg_coalesce_state, group or c10d._get_default_group()
@@ -243,8 +250,10 @@ def _one_by_one(group=None, device=None, async_ops=False):
 
 
 def _present_cpu_as_cuda() -> None:
-    # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13 ``utils/_device.py``): built after
-    # the replacement it would know none, and transformers' from_pretrained would leave rotary frequencies uninitialised.
+    # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13
+    # ``utils/_device.py``): built after
+    # the replacement it would know none, and transformers' from_pretrained would leave rotary frequencies
+    # uninitialised.
     torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -270,7 +279,8 @@ def _present_cpu_as_cuda() -> None:
     torch.distributed._coalescing_manager = _one_by_one
     c10d = torch.distributed.distributed_c10d
     c10d.ProcessGroupGloo = _sharing_devices(c10d.ProcessGroupGloo)
-    # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error. None here makes
+    # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error.
+    # None here makes
     # its import fail and find_spec answer that there is none.
     sys.modules["transformer_engine"] = None
 

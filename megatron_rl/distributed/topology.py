@@ -66,7 +66,8 @@ class Topology:
 
     @property
     def reports_loss(self) -> bool:
-        """The ranks of a replica whose losses add up to its loss: last stage, first tensor rank, each context rank its tokens."""
+        """The ranks of a replica whose losses add up to its loss: last stage, first tensor rank, each context rank its
+        tokens."""
         return self.is_last_stage and self.tensor_rank == 0
 
     @property
@@ -78,11 +79,13 @@ class Topology:
 
     @property
     def lockstep_replicas(self) -> int:
-        """How many neighbouring data-parallel replicas share experts, and with them every all-to-all of a forward pass."""
+        """How many neighbouring data-parallel replicas share experts, and with them every all-to-all of a forward
+        pass."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     def data_rank_of(self, rank: int) -> int:
-        """Data-parallel rank of a global rank under Megatron's default order (tensor, context, expert, data, pipeline)."""
+        """Data-parallel rank of a global rank under Megatron's default order (tensor, context, expert, data,
+        pipeline)."""
         return (rank // (self.tensor_size * self.context_size)) % self.data_size
 
     def pipeline_rank_of(self, rank: int) -> int:
@@ -110,7 +113,8 @@ def initialize(
     seed: int = 0,
     init_method: str | None = None,
 ) -> Topology:
-    """Joins the world (where that has not happened) and builds Megatron's groups. Every group has ``deadline_s`` as time-out.
+    """Joins the world (where that has not happened) and builds Megatron's groups. Every group has ``deadline_s`` as
+    time-out.
 
     expert_tensor: None for ``tensor``. Raises ConfigError where the degrees do not divide the world or one another.
     """
@@ -148,14 +152,16 @@ def initialize(
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
     else:
         tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
-        # Activation recomputation saves and restores a CUDA generator's state too (0.16.1 ``tensor_parallel/random.py:444``).
+        # Activation recomputation saves and restores a CUDA generator's state too (0.16.1
+        # ``tensor_parallel/random.py:444``).
         tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: None
         tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
     return current()
 
 
 def _record() -> dict[str, object]:
-    """All that parallel_state remembers of the grid of ranks (0.16.1 and 0.19.2: module globals that begin with an underscore)."""
+    """All that parallel_state remembers of the grid of ranks (0.16.1 and 0.19.2: module globals that begin with an
+    underscore)."""
     code = (types.FunctionType, types.ModuleType, type)
     return {
         k: v
@@ -165,19 +171,22 @@ def _record() -> dict[str, object]:
 
 
 def _no_grid() -> dict[str, object]:
-    """What parallel_state remembers before anything is initialized: None throughout, and empty dictionaries (0.16.1 and 0.19.2)."""
+    """What parallel_state remembers before anything is initialized: None throughout, and empty dictionaries (0.16.1 and
+    0.19.2)."""
     return {name: {} if isinstance(value, dict) else None for name, value in _record().items()}
 
 
 class Grid:
-    """A grid of the same ranks with other degrees, beside the one that parallel_state holds. Within ``active`` it is parallel_state's."""
+    """A grid of the same ranks with other degrees, beside the one that parallel_state holds. Within ``active`` it is
+    parallel_state's."""
 
     def __init__(self) -> None:
         self._own = _no_grid()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Not a collective. ``initialize`` within it builds the grid; everything of Megatron-Core that runs within it is of that grid."""
+        """Not a collective. ``initialize`` within it builds the grid; everything of Megatron-Core that runs within it
+        is of that grid."""
         outer = _record()
         vars(parallel_state).update(self._own)
         try:
@@ -193,19 +202,23 @@ def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: 
     if world % (dense * pipeline):
         names = f"parallel.tensor={tensor} x parallel.context={context} x parallel.pipeline={pipeline}"
         raise ConfigError(
-            f"world size {world} is no multiple of {names} = {dense * pipeline}; start {dense * pipeline} processes or a multiple, "
+            f"world size {world} is no multiple of {names} = {dense * pipeline}; start {dense * pipeline} processes "
+            "or a multiple, "
             "or lower one of them"
         )
     if world % (sparse * pipeline):
         names = f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} x parallel.pipeline={pipeline}"
         raise ConfigError(
-            f"world size {world} is no multiple of {names} = {sparse * pipeline}; start {sparse * pipeline} processes or a multiple, "
+            f"world size {world} is no multiple of {names} = {sparse * pipeline}; start {sparse * pipeline} processes "
+            "or a multiple, "
             "or lower one of them (parallel.expert_tensor is parallel.tensor unless set)"
         )
     if sparse % dense and dense % sparse:
         raise ConfigError(
-            f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} = {sparse} and parallel.tensor={tensor} x "
-            f"parallel.context={context} = {dense}: one must divide the other, or experts straddle replicas; change parallel.expert"
+            f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} = {sparse} and "
+            f"parallel.tensor={tensor} x "
+            f"parallel.context={context} = {dense}: one must divide the other, or experts straddle replicas; change "
+            "parallel.expert"
         )
 
 
@@ -237,7 +250,8 @@ def current() -> Topology:
 
 
 def destroy(*, leave_world: bool = False) -> None:
-    """Takes Megatron's groups down, freeing each: ``destroy_model_parallel`` alone leaks 84 descriptors and 51 threads a time."""
+    """Takes Megatron's groups down, freeing each: ``destroy_model_parallel`` alone leaks 84 descriptors and 51 threads
+    a time."""
     world = dist.distributed_c10d._get_default_group()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not world:

@@ -21,14 +21,16 @@ def older(version: str, bound: str) -> bool:
 
 
 def check_megatron_core() -> None:
-    """ImportError where the installed megatron-core is outside the supported range; one that is missing says so when imported."""
+    """ImportError where the installed megatron-core is outside the supported range; one that is missing says so when
+    imported."""
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return
     if older(found, MEGATRON_LEAST) or not older(found, MEGATRON_BELOW):
         raise ImportError(
-            f"megatron-core {found} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, {MEGATRON_BELOW}: "
+            f"megatron-core {found} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, "
+            f"{MEGATRON_BELOW}: "
             "outside it the schedule may divide or reduce what the loss does not expect; "
             f"pip install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
         )

@@ -1,15 +1,18 @@
-"""Who stopped, and where: every rank says what stage it is in, and a failure anywhere ends the run everywhere with a named cause.
+"""Who stopped, and where: every rank says what stage it is in, and a failure anywhere ends the run everywhere with a
+named cause.
 
-Rank 0 keeps the watch: a thread with one connection to every rank's watch thread. It is not torch's TCPStore, since a closed
-connection tells of a killed process at once and without a heartbeat that a busy interpreter would miss (a host that is gone is
-told by TCP keepalive, about 25 s), and since a broken store prints C++ stacks before the named error.
+Rank 0 keeps the watch: a thread with one connection to every rank's watch thread. It is not torch's TCPStore, since a
+closed connection tells of a killed process at once and without a heartbeat that a busy interpreter would miss (a host
+that is gone is told by TCP keepalive, about 25 s), and since a broken store prints C++ stacks before the named error.
 
 1. A rank that raises tells its error and its stage before its process groups close.
 2. A rank whose connection closes without a word was killed. Where that is rank 0, every rank sees it for itself.
-3. A rank whose collective fails or runs into ``run.deadline_s`` (gloo's, pipeline p2p's, NCCL's) asks. If nobody raised or died within
-   SETTLE_S, every rank is asked where its main thread stands: guilty is who is not waiting for others, else who is behind.
-4. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a collective that
-   nothing will end, or sleeps) is ended by its watch thread with ``os._exit``: Python cannot interrupt a thread that is in C.
+3. A rank whose collective fails or runs into ``run.deadline_s`` (gloo's, pipeline p2p's, NCCL's) asks. If nobody raised
+   or died within SETTLE_S, every rank is asked where its main thread stands: guilty is who is not waiting for others,
+   else who is behind.
+4. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a
+   collective that nothing will end, or sleeps) is ended by its watch thread with ``os._exit``: Python cannot interrupt
+   a thread that is in C.
 
 What came before ``open_watchdog`` (the groups, loading weights) is not watched. Not run: NCCL, and more than one host.
 """
@@ -72,7 +75,8 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def where_is(thread: int) -> tuple[str, bool]:
-    """Where a thread of this process stands, as "file:line function" outside torch, and whether it waits for other ranks there."""
+    """Where a thread of this process stands, as "file:line function" outside torch, and whether it waits for other
+    ranks there."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its end", False
@@ -85,7 +89,8 @@ def where_is(thread: int) -> tuple[str, bool]:
 
 
 class Watchdog:
-    """This rank's side. ``stage`` says what the main thread does; a Watch without a line (a world of one) only notes it."""
+    """This rank's side. ``stage`` says what the main thread does; a Watch without a line (a world of one) only notes
+    it."""
 
     def __init__(self, rank: int, who: str, keeper_who: str):
         self.rank, self.who = rank, who
@@ -121,7 +126,8 @@ class Watchdog:
             self._line.send(**{"is": "stage", "stage": name, "number": self._number})
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others what this rank met; raises PeerError, with it as the cause, where it is another rank's doing."""
+        """Tells the others what this rank met; raises PeerError, with it as the cause, where it is another rank's
+        doing."""
         self._left.set()
         if self._line is None:
             return
@@ -189,7 +195,8 @@ class Watchdog:
 
 
 def _addresses() -> list[str]:
-    """This host's, as other hosts may reach it: the one by which the launcher made rank 0 known, then those of its name."""
+    """This host's, as other hosts may reach it: the one by which the launcher made rank 0 known, then those of its
+    name."""
     found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
     with contextlib.suppress(OSError):
         found += [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
@@ -212,7 +219,8 @@ def _connect(addresses: list[str], port: int, who: str, deadline_s: float) -> so
 def open_watchdog(topology: Topology, deadline_s: float) -> Iterator[Watchdog]:
     """Watches what runs within it. A collective over the world.
 
-    An error within ends every rank's: where it is another rank's doing it leaves here as a PeerError that names rank, place and stage.
+    An error within ends every rank's: where it is another rank's doing it leaves here as a PeerError that names rank,
+    place and stage.
     """
     who = topology.who(topology.rank)
     keeper: WatchdogServer | None = None

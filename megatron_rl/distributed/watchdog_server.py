@@ -1,7 +1,9 @@
-"""Rank 0's side of the watch: hears every rank, finds the first cause of a failure, tells all. distributed/watchdog.py has the whole story.
+"""Rank 0's side of the watch: hears every rank, finds the first cause of a failure, tells all. distributed/watchdog.py
+has the whole story.
 
 On the wire: a JSON object per line. rank → keeper: hello, stage, raised, lost (a collective failed here), answer, bye.
-keeper → rank: welcome (all are here), keeper (rank 0's stage, for the day that it dies), where (does your main thread stand), cause, bye.
+keeper → rank: welcome (all are here), keeper (rank 0's stage, for the day that it dies), where (does your main thread
+stand), cause, bye.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Cause:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankState:
-    """What the keeper knows of a rank. ``number``: outermost stages it has entered. ``since``: when, by the keeper's monotonic clock.
+    """What the keeper knows of a rank. ``number``: outermost stages it has entered. ``since``: when, by the keeper's
+    monotonic clock.
 
     answer: where its main thread stands ("at", "waits", "left": it failed too), once it was asked and said so.
     """
@@ -102,7 +105,8 @@ class RankState:
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
     """A collective failed, and nobody raised or died: who kept the others waiting?
 
-    In this order: whose watch thread does not answer; who is busy outside every collective; who is behind by stages; nobody known.
+    In this order: whose watch thread does not answer; who is busy outside every collective; who is behind by stages;
+    nobody known.
     """
     met = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
     running = [peer for _, peer in sorted(peers.items()) if peer.lost is None and not peer.ended]
@@ -124,7 +128,8 @@ def find_culprit(peers: Mapping[int, RankState]) -> Cause:
 
 
 class WatchdogServer:
-    """Rank 0's side: hears every rank, finds the first cause, tells all. Everything but ``close`` runs in its thread."""
+    """Rank 0's side: hears every rank, finds the first cause, tells all. Everything but ``close`` runs in its
+    thread."""
 
     def __init__(self, listener: socket.socket, token: str, world_size: int):
         self.world_size = world_size

@@ -1,4 +1,5 @@
-"""What stands between the policy's turns: the protocol, how one is named and made, and the threads that its steps run in."""
+"""What stands between the policy's turns: the protocol, how one is named and made, and the threads that its steps run
+in."""
 
 from megatron_rl.environment.protocol import Environment, Step, environment_maker
 

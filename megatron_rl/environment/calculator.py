@@ -1,6 +1,7 @@
 """A calculator as an environment: ``<calc>12*34</calc>`` is answered, anything else is the answer and ends the episode.
 
-Arithmetic is read by Python's parser and evaluated node by node: numbers, + - * / // %, signs and parentheses, nothing else.
+Arithmetic is read by Python's parser and evaluated node by node: numbers, + - * / // %, signs and parentheses, nothing
+else.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def evaluate(expression: str) -> str:
-    """The value as text: an integer where it is one, else a decimal of 10 significant digits. Raises ValueError for anything that is not
-    arithmetic, and for a division by zero.
+    """The value as text: an integer where it is one, else a decimal of 10 significant digits. Raises ValueError for
+    anything that is not arithmetic, and for a division by zero.
 
     Example: ``evaluate("12*(3+4)")`` is "84", ``evaluate("1/3")`` "0.3333333333".
     """
@@ -71,8 +72,8 @@ def last_number(text: str) -> Fraction | None:
 
 
 class Calculator:
-    """The last ``<opening>…<closing>`` of a turn is evaluated and its value is the observation; a turn without one is the answer, which
-    earns 1.0 where its last number is the one of column ``answer_key``, else 0.0.
+    """The last ``<opening>…<closing>`` of a turn is evaluated and its value is the observation; a turn without one is
+    the answer, which earns 1.0 where its last number is the one of column ``answer_key``, else 0.0.
 
     opening, closing: around a call. observation: the text that the policy reads, ``{result}`` the value or ``error``.
 
@@ -88,7 +89,8 @@ class Calculator:
     ) -> None:
         if not opening or not closing or "{result}" not in observation:
             raise ConfigError(
-                f"environment.arguments: opening={opening!r} and closing={closing!r} must not be empty, and observation={observation!r} "
+                f"environment.arguments: opening={opening!r} and closing={closing!r} must not be empty, and "
+                f"observation={observation!r} "
                 "must hold {result}"
             )
         self.opening, self.closing, self.observation, self.answer_key = opening, closing, observation, answer_key
@@ -100,7 +102,8 @@ class Calculator:
         self.answer = last_number(str(given))
         if self.answer is None:
             raise ValueError(
-                f"column {self.answer_key!r} of prompt {prompt.prompt_id} is {given!r:.80}, and the calculator needs a number"
+                f"column {self.answer_key!r} of prompt {prompt.prompt_id} is {given!r:.80}, and the calculator needs "
+                "a number"
             )
 
     def step(self, action: str) -> Step:

@@ -1,4 +1,5 @@
-"""Environment: two methods. One instance lives for one sample; a configuration names the class or function that makes it."""
+"""Environment: two methods. One instance lives for one sample; a configuration names the class or function that makes
+it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ BUILT_IN = {"calculator": "megatron_rl.environment.calculator:Calculator"}
 class Step:
     """What an environment says to one turn of the policy.
 
-    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat`` alone); what the policy reads before
-                 its next turn. It never carries loss.
+    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat`` alone); what the
+                 policy reads before its next turn. It never carries loss.
     reward:      added to the sample's; None: nothing.
     done:        the episode is over; its observation is not read by anybody then.
 
@@ -35,8 +36,8 @@ class Step:
 
 
 class Environment(Protocol):
-    """One sample's. Its methods are called in threads, one call at a time, not always in the same thread; an instance is let go of when
-    its episode ends. What a run is to repeat must hang on the prompt and the actions alone.
+    """One sample's. Its methods are called in threads, one call at a time, not always in the same thread; an instance
+    is let go of when its episode ends. What a run is to repeat must hang on the prompt and the actions alone.
 
     Example::
 
@@ -54,8 +55,8 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> Step:
-        """After every turn that ended by itself. ``action``: the turn's text, without special tokens; a turn that the token limit cut off
-        is no action, and is not told."""
+        """After every turn that ended by itself. ``action``: the turn's text, without special tokens; a turn that the
+        token limit cut off is no action, and is not told."""
         ...
 
 
@@ -72,12 +73,14 @@ def fault_of(step: object) -> str | None:
 
 
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """What makes one sample's environment. Raises ConfigError for a name that does not resolve, or that ``arguments`` do not fit."""
+    """What makes one sample's environment. Raises ConfigError for a name that does not resolve, or that ``arguments``
+    do not fit."""
     name = config.name
     made_by = resolve(name, BUILT_IN, what=f"environment.name={name!r}", form="module:Class")
     if not callable(made_by):
         raise ConfigError(
-            f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes environments"
+            f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes "
+            "environments"
         )
     try:
         inspect.signature(made_by).bind(**config.arguments)
@@ -90,6 +93,7 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
         missing = [method for method in ("reset", "step") if not hasattr(made_by, method)]
         if missing:
             raise ConfigError(
-                f"environment.name={name!r} has no method {missing[0]!r}; an environment has reset(prompt) and step(action)"
+                f"environment.name={name!r} has no method {missing[0]!r}; an environment has reset(prompt) and "
+                "step(action)"
             )
     return lambda: made_by(**config.arguments)

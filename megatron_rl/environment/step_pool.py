@@ -1,10 +1,12 @@
-"""Threads for environments' steps, each with a deadline from when it begins: one that hangs costs its own sample, and no other a thread.
+"""Threads for environments' steps, each with a deadline from when it begins: one that hangs costs its own sample, and
+no other a thread.
 
 1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads is free.
 2. One that takes longer than ``deadline_s`` is given up: its thread ends whenever it does, and another takes its place.
-3. ``result`` returns or raises in a time that is bounded by the calls before it: whoever waits gives up whatever is overdue.
-4. Where PATIENCE · ``num_threads`` calls in a row were overdue, what waits is not tried: an environment that is down costs a few deadlines
-   and not one for every ``num_threads`` samples.
+3. ``result`` returns or raises in a time that is bounded by the calls before it: whoever waits gives up whatever is
+   overdue.
+4. Where PATIENCE · ``num_threads`` calls in a row were overdue, what waits is not tried: an environment that is down
+   costs a few deadlines and not one for every ``num_threads`` samples.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ class StepPool:
                 self._change.notify_all()
 
     def result(self, ticket: Ticket) -> object:
-        """What the call gave. Raises what it raised, Overdue, or RuntimeError where it was forgotten before it began."""
+        """What the call gave. Raises what it raised, Overdue, or RuntimeError where it was forgotten before it
+        began."""
         with self._change:
             while not ticket.ended:
                 self._give_up_overdue()

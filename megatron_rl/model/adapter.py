@@ -1,19 +1,23 @@
-"""Low-rank adapters beside Megatron-Core's linear layers: y = W x + (alpha / rank) · B A x (LoRA, Hu et al. 2021, arXiv:2106.09685, eq. 3).
+"""Low-rank adapters beside Megatron-Core's linear layers: y = W x + (alpha / rank) · B A x (LoRA, Hu et al. 2021,
+arXiv:2106.09685, eq. 3).
 
-W and everything else of the model is frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging Face projection, though
-Megatron-Core fuses q, k, v and gate, up: so a pair means the same under every layout, and to PEFT. A forward hook on the linear adds what
-the pairs give.
+W and everything else of the model is frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging Face
+projection, though Megatron-Core fuses q, k, v and gate, up: so a pair means the same under every layout, and to PEFT. A
+forward hook on the linear adds what the pairs give.
 
 With p tensor ranks, each with its shard of W:
 
-- split by rows (linear_qkv, linear_fc1): A whole on every rank, B its own rows. Every rank computes A x; on the way back the gradient of
-  A x, ``rank`` numbers per token and pair, is summed over ranks, so that A's gradient is whole on each of them, and x's too. Under sequence
-  parallelism x is a rank's own tokens: A x is gathered, its gradient reduce-scattered, and A's, of its own tokens, summed by finalize.
-- split by columns (linear_proj, linear_fc2): A its own columns, B whole. A x is summed over ranks (under sequence parallelism
-  reduce-scattered); B's gradient is whole on every rank (under sequence parallelism of its own tokens, summed by finalize).
+- split by rows (linear_qkv, linear_fc1): A whole on every rank, B its own rows. Every rank computes A x; on the way
+  back the gradient of A x, ``rank`` numbers per token and pair, is summed over ranks, so that A's gradient is whole on
+  each of them, and x's too. Under sequence parallelism x is a rank's own tokens: A x is gathered, its gradient
+  reduce-scattered, and A's, of its own tokens, summed by finalize.
+- split by columns (linear_proj, linear_fc2): A its own columns, B whole. A x is summed over ranks (under sequence
+  parallelism reduce-scattered); B's gradient is whole on every rank (under sequence parallelism of its own tokens,
+  summed by finalize).
 
-What finalize sums carries the mark ``sequence_parallel``, and what is split ``tensor_model_parallel``: without the latter the gradient norm
-counts tensor rank 0's part alone, and what is whole it counts once (0.16.1 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
+What finalize sums carries the mark ``sequence_parallel``, and what is split ``tensor_model_parallel``: without the
+latter the gradient norm counts tensor rank 0's part alone, and what is whole it counts once (0.16.1
+``finalize_model_grads.py``, ``optimizer/optimizer.py``).
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ MERGED_ROWS = 1024  # of a weight at a time, in float32
 
 
 class Adapter(torch.nn.Module):
-    """The pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``; they hold no meaning until they are filled.
+    """The pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``; they hold no meaning
+    until they are filled.
 
     enabled: False inside ``adapters_off``.
     """
@@ -88,7 +93,8 @@ class Adapter(torch.nn.Module):
         return [(self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")) for name in self.projections]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the linear's output: x [S, 1, in] as the linear takes it → [S', 1, out] as it gives it, this rank's part."""
+        """What is added to the linear's output: x [S, 1, in] as the linear takes it → [S', 1, out] as it gives it, this
+        rank's part."""
         pairs = self.pairs()
         narrow = F.linear(x, torch.cat([a for a, _ in pairs])) * self.scale
         if self.in_rows and self.sequence_parallel:
@@ -106,7 +112,8 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """W + (alpha / rank) · B A of this rank's shard, a tensor of its own; product and sum in float32, rounded to W's dtype once.
+        """W + (alpha / rank) · B A of this rank's shard, a tensor of its own; product and sum in float32, rounded to
+        W's dtype once.
 
         Takes the result and two float32 blocks of MERGED_ROWS rows.
         """
@@ -147,8 +154,9 @@ def put_adapters(
 ) -> ModelShape:
     """Freezes this rank's chunks and puts adapters beside their linear layers; the shape of what they are now.
 
-    A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every layout starts with the
-    same; B starts at zero. Raises ConfigError where the layers have no place for them. Not a collective.
+    A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every
+    layout starts with the same; B starts at zero. Raises ConfigError where the layers have no place for them. Not a
+    collective.
     """
     shape = shape.with_adapters(lora)
     _check_place(shape)
@@ -177,13 +185,15 @@ def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch
 def _check_place(shape: ModelShape) -> None:
     if shape.layer_spec != "torch":
         raise ConfigError(
-            f"lora.rank={shape.lora_rank} puts adapters beside linear layers, and with model.layer_spec={shape.layer_spec} linear_qkv and "
+            f"lora.rank={shape.lora_rank} puts adapters beside linear layers, and with "
+            f"model.layer_spec={shape.layer_spec} linear_qkv and "
             "linear_fc1 take their input before its norm, which is within them; set model.layer_spec=torch"
         )
     asked = [name for name in shape.lora_targets if name in ("linear_fc1", "linear_fc2")]
     if shape.num_experts and asked:
         raise ConfigError(
-            f"lora.targets={list(shape.lora_targets)} names {asked[0]}, and the MLP of {shape.family} is a mixture of experts, which takes "
+            f"lora.targets={list(shape.lora_targets)} names {asked[0]}, and the MLP of {shape.family} is a mixture of "
+            "experts, which takes "
             "no adapters; set lora.targets=[linear_qkv,linear_proj]"
         )
 
@@ -213,7 +223,8 @@ class _Start:
 def fill_adapters(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
-    """Overwrites this rank's adapters by a reader's tensors (PEFT's names without ``base_model.model.``). Not a collective.
+    """Overwrites this rank's adapters by a reader's tensors (PEFT's names without ``base_model.model.``). Not a
+    collective.
 
     Raises ConfigError where a tensor has another shape.
     """
@@ -226,7 +237,8 @@ def fill_adapters(
             (name,) = entry.hf
             if reader.size(name) != hf_size(shape, name):
                 raise ConfigError(
-                    f"{name} has shape {reader.size(name)} and lora.rank={shape.lora_rank} asks for {hf_size(shape, name)}"
+                    f"{name} has shape {reader.size(name)} and lora.rank={shape.lora_rank} asks for "
+                    f"{hf_size(shape, name)}"
                 )
             parameters[entry.megatron].copy_(
                 load_shard(entry, shape, reader.read, topology.tensor_rank, topology.tensor_size)
@@ -242,8 +254,8 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within it the model, and what is exported of it, is the frozen one that training began from. Not a collective.
 
-    Under ``overlap_param_gather`` the gather of parameters must have ended before (``Schedule.gather_parameters``): inside it no forward
-    pass would wait for it. Raises ValueError where there are no adapters.
+    Under ``overlap_param_gather`` the gather of parameters must have ended before (``Schedule.gather_parameters``):
+    inside it no forward pass would wait for it. Raises ValueError where there are no adapters.
     """
     found = adapters_of(chunks)
     if not found:
@@ -261,7 +273,8 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class MergedParameters(Mapping[str, torch.Tensor]):
-    """A chunk's parameters by name as if there were no adapters: a weight that has one is merged when it is asked for, and not kept."""
+    """A chunk's parameters by name as if there were no adapters: a weight that has one is merged when it is asked for,
+    and not kept."""
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}

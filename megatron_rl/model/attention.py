@@ -1,9 +1,10 @@
-"""Packed sequences for Megatron-Core, whole or split over context-parallel ranks, and a core attention over torch's SDPA that takes them.
+"""Packed sequences for Megatron-Core, whole or split over context-parallel ranks, and a core attention over torch's
+SDPA that takes them.
 
-Megatron-Core's own ``DotProductAttention`` refuses packed (THD) input and leaves context parallelism to Transformer Engine (read,
-0.16.1 ``transformer/dot_product_attention.py``). Here queries stay where they are and keys and values are gathered: each sequence is
-cut in 2·CP chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on every rank (Megatron-Core's THD
-rotary embedding cuts alike, ``models/common/embeddings/rope_utils.py``).
+Megatron-Core's own ``DotProductAttention`` refuses packed (THD) input and leaves context parallelism to Transformer
+Engine (read, 0.16.1 ``transformer/dot_product_attention.py``). Here queries stay where they are and keys and values are
+gathered: each sequence is cut in 2·CP chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the
+same on every rank (Megatron-Core's THD rotary embedding cuts alike, ``models/common/embeddings/rope_utils.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextShard:
-    """This rank's place among the context-parallel ranks that share each sequence. ``group``: None where it holds them whole."""
+    """This rank's place among the context-parallel ranks that share each sequence. ``group``: None where it holds them
+    whole."""
 
     rank: int = 0
     size: int = 1
@@ -38,7 +40,8 @@ class Bucket:
 
     queries: int64 [B, Q] positions among this rank's tokens; a pad repeats its own sequence's last.
     keys:    int64 [B, K] positions among all ranks' gathered tokens, None where they are the queries' own.
-    mask:    bool [B, 1, Q, K], True where a query sees a key; None for the plain causal triangle of queries on themselves.
+    mask:    bool [B, 1, Q, K], True where a query sees a key; None for the plain causal triangle of queries on
+             themselves.
     """
 
     queries: torch.Tensor
@@ -48,9 +51,11 @@ class Bucket:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's packed-sequence parameters with the lengths on the host, so that attention asks the device nothing.
+    """Megatron-Core's packed-sequence parameters with the lengths on the host, so that attention asks the device
+    nothing.
 
-    lengths: padded length of each whole sequence, in order; they sum to the micro-batch's tokens over all context ranks.
+    lengths: padded length of each whole sequence, in order; they sum to the micro-batch's tokens over all context
+    ranks.
     position_ids: int64 [T], each of this rank's tokens' place in its own sequence, for the rotary embedding.
     buckets: what attends to what, in few calls with little padding.
     scatter: int64 [T], where each of this rank's tokens stands in the concatenated bucket outputs.
@@ -65,8 +70,8 @@ class PackedSequences(PackedSeqParams):
 
 
 def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
-    """int64 [T / size]: which of the micro-batch's T positions context rank r holds, in its order: chunks r and 2·size − 1 − r of each
-    sequence's 2·size.
+    """int64 [T / size]: which of the micro-batch's T positions context rank r holds, in its order: chunks r and 2·size
+    − 1 − r of each sequence's 2·size.
 
     Raises ValueError where a length does not split in 2·size chunks.
 
@@ -96,8 +101,8 @@ def pack(
 ) -> PackedSequences:
     """Packed-sequence parameters for sequences laid one after the other.
 
-    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read. Without them Megatron-Core applies rotary angles token by
-    token (model/rotary.py); with them it asks the device for the lengths, twice in every layer.
+    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read. Without them Megatron-Core applies
+    rotary angles token by token (model/rotary.py); with them it asks the device for the lengths, twice in every layer.
 
     Example: lengths (2, 3) make cu_seqlens [0, 2, 5] and one bucket [[0, 1, 1], [2, 3, 4]].
     """
@@ -143,7 +148,8 @@ def _alike(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def _rows(starts: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions start … start + size of each row, [B, widest], a pad repeating the last; and bool [B, widest], True for no pad."""
+    """Positions start … start + size of each row, [B, widest], a pad repeating the last; and bool [B, widest], True for
+    no pad."""
     column = torch.arange(int(sizes.max()))[None]
     return starts[:, None] + torch.minimum(column, sizes[:, None] - 1), column < sizes[:, None]
 
@@ -161,7 +167,8 @@ def _whole_buckets(lengths: tuple[int, ...]) -> tuple[list[Bucket], torch.Tensor
 
 
 def _split_buckets(lengths: tuple[int, ...], rank: int, ranks: int) -> tuple[list[Bucket], torch.Tensor]:
-    """Each of this rank's two chunks of a sequence against that sequence up to the chunk's own end, wherever its keys are held."""
+    """Each of this rank's two chunks of a sequence against that sequence up to the chunk's own end, wherever its keys
+    are held."""
     order = np.concatenate([context_positions(lengths, peer, ranks) for peer in range(ranks)])
     gathered_at = torch.from_numpy(np.argsort(order))  # the place of each position in what the gather brings
     size = torch.tensor(lengths)
@@ -183,7 +190,8 @@ def _split_buckets(lengths: tuple[int, ...], rank: int, ranks: int) -> tuple[lis
 
 
 class _GatherContext(torch.autograd.Function):
-    """[T, …] of each context rank → [CP·T, …], in rank order; the gradients that every rank's queries give to one's keys add."""
+    """[T, …] of each context rank → [CP·T, …], in rank order; the gradients that every rank's queries give to one's
+    keys add."""
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -200,7 +208,8 @@ class _GatherContext(torch.autograd.Function):
 
 
 class TorchAttention(torch.nn.Module):
-    """Causal core attention over ``scaled_dot_product_attention`` for packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
+    """Causal core attention over ``scaled_dot_product_attention`` for packed input: q [T, h, d], k and v [T, g, d] →
+    [T, h·d].
 
     No token sees another sequence's. Takes the arguments with which Megatron-Core builds a core attention.
     """

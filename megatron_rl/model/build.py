@@ -1,6 +1,7 @@
 """GPTModel from a Hugging Face config: shapes from the config, parallelism from the topology, the rest from the user.
 
-Fields of Megatron-Core's TransformerConfig that the token-sum seam owns, or that the Hugging Face config settles, are refused.
+Fields of Megatron-Core's TransformerConfig that the token-sum seam owns, or that the Hugging Face config settles, are
+refused.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ MIXTURES = ("mixtral", "qwen3_moe")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
-# What a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py, dot_product_attention.py) or
+# What a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
+# dot_product_attention.py) or
 # the model built here has no place for; models as in transformers 5.19.
 MISSING = {
     "gemma": _GEMMA,
-    "gemma2": f"soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), {_SANDWICH}, "
+    "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), "
+    f"{_SANDWICH}, "
     f"a sliding window in every second layer, {_GEMMA}",
     "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
     "gemma3": "a vision tower, and what gemma3_text misses",
@@ -161,7 +164,8 @@ class ModelShape:
 
     ffn_hidden_size: the width of the MLP; of one expert, where there are experts.
     num_experts, experts_per_token: 0 for a dense model.
-    router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up to 1.
+    router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up
+    to 1.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     value_head: one number per token in place of the vocabulary's; embeddings are never tied then.
@@ -199,7 +203,8 @@ class ModelShape:
 
     @property
     def square_share(self) -> float:
-        """Attention's cost of one squared token of a causal sequence, over a token's cost in the matrices of its layer."""
+        """Attention's cost of one squared token of a causal sequence, over a token's cost in the matrices of its
+        layer."""
         return self.num_heads * self.head_dim / self.layer_parameters
 
     @property
@@ -220,7 +225,8 @@ class ModelShape:
         return dataclasses.replace(self, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_targets=tuple(lora.targets))
 
     def flops_per_token(self, mean_context: float) -> float:
-        """Forward and backward FLOPs of one token (6 per parameter it passes, 4 per frozen one, plus attention over ``mean_context``)."""
+        """Forward and backward FLOPs of one token (6 per parameter it passes, 4 per frozen one, plus attention over
+        ``mean_context``)."""
         linear = self.num_layers * self.layer_parameters + self.vocab_size * self.hidden_size
         linear = 4.0 / 6.0 * linear + self.num_layers * self.adapter_parameters if self.lora_rank else linear
         return 6.0 * linear + 12.0 * self.num_layers * self.num_heads * self.head_dim * mean_context
@@ -250,8 +256,10 @@ def _check_expressible(hf_config: Any) -> None:
         and hf_config.sliding_window < hf_config.max_position_embeddings
     ):
         raise ConfigError(
-            f"sliding_window={hf_config.sliding_window} of mistral is below max_position_embeddings={hf_config.max_position_embeddings}, "
-            "and only full attention is supported; within the window the two are equal, so lower max_position_embeddings to it in "
+            f"sliding_window={hf_config.sliding_window} of mistral is below "
+            f"max_position_embeddings={hf_config.max_position_embeddings}, "
+            "and only full attention is supported; within the window the two are equal, so lower "
+            "max_position_embeddings to it in "
             "config.json if no sequence is longer"
         )
     if family == "mixtral" and hf_config.sliding_window is not None:
@@ -260,12 +268,15 @@ def _check_expressible(hf_config: Any) -> None:
         )
     if family == "mixtral" and hf_config.router_jitter_noise:
         raise ConfigError(
-            f"router_jitter_noise={hf_config.router_jitter_noise} of mixtral is not supported: it draws noise per batch; set it to 0.0"
+            f"router_jitter_noise={hf_config.router_jitter_noise} of mixtral is not supported: it draws noise per "
+            "batch; set it to 0.0"
         )
     if family == "qwen3_moe" and (hf_config.decoder_sparse_step != 1 or hf_config.mlp_only_layers):
         raise ConfigError(
-            f"decoder_sparse_step={hf_config.decoder_sparse_step} and mlp_only_layers={hf_config.mlp_only_layers} of qwen3_moe leave "
-            "dense layers between the mixtures, which is not supported; only decoder_sparse_step=1 and mlp_only_layers=[] are"
+            f"decoder_sparse_step={hf_config.decoder_sparse_step} and mlp_only_layers={hf_config.mlp_only_layers} of "
+            "qwen3_moe leave "
+            "dense layers between the mixtures, which is not supported; only decoder_sparse_step=1 and "
+            "mlp_only_layers=[] are"
         )
 
 
@@ -300,7 +311,8 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
         )
     if experts and topology.tensor_size > 1 and not config.parallel.sequence_parallel:
         raise ConfigError(
-            f"parallel.tensor={topology.tensor_size} with experts needs parallel.sequence_parallel=true, or Megatron-Core would send each "
+            f"parallel.tensor={topology.tensor_size} with experts needs parallel.sequence_parallel=true, or "
+            "Megatron-Core would send each "
             "token to the experts once per tensor rank; turn it on"
         )
 
@@ -308,8 +320,8 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
 def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spec: str) -> ModelShape:
     """Reads a Hugging Face config (see FAMILIES); ConfigError names what cannot be expressed or divided.
 
-    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (algorithm/signal.py), and in transformers too it
-    is added only where ``output_router_logits`` asks for it.
+    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (algorithm/signal.py),
+    and in transformers too it is added only where ``output_router_logits`` asks for it.
     """
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size)
     _check_divisible(hf_config, shape.ffn_hidden_size, _ffn_name(shape.family), config, topology)
@@ -354,7 +366,8 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
 
 
 def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
-    """Rotary inverse frequencies [head_dim / 2], float32, as transformers computes them (default, linear, llama3 scaling)."""
+    """Rotary inverse frequencies [head_dim / 2], float32, as transformers computes them (default, linear, llama3
+    scaling)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = hf_config.rope_parameters
@@ -363,7 +376,8 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind not in ("linear", "llama3"):
         raise ConfigError(
-            f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or scales attention"
+            f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or "
+            "scales attention"
         )
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     if factor != 1.0:
@@ -376,7 +390,8 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
     given = resolve_fields(
         config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS
     )
-    # 0, false and null say that there is none of it (algorithm/signal.py refuses the rest); Megatron-Core says so by its default alone
+    # 0, false and null say that there is none of it (algorithm/signal.py refuses the rest); Megatron-Core says so by
+    # its default alone
     given = {name: value for name, value in given.items() if name not in UNCOUNTED_FIELDS or value}
     for name in ("attention_dropout", "hidden_dropout"):
         if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
@@ -492,8 +507,9 @@ def build_model(
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks a weight as split inside its initialisation, which we skip. Without
-    the mark the gradient norm counts tensor rank 0's shards alone, and clipping scales by a wrong norm."""
+    """Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks a weight as split inside its initialisation, which we
+    skip. Without the mark the gradient norm counts tensor rank 0's shards alone, and clipping scales by a wrong
+    norm."""
     dimensions = {
         tensor_parallel.ColumnParallelLinear: 0,
         tensor_parallel.VocabParallelEmbedding: 0,
@@ -513,10 +529,12 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def _mark_experts(model: GPTModel) -> None:
-    """Has the experts' gradients reduced over the ranks that hold the same expert, not over the dense weights' data-parallel ranks.
+    """Has the experts' gradients reduced over the ranks that hold the same expert, not over the dense weights'
+    data-parallel ranks.
 
-    Megatron-Core 0.16.1 (``tensor_parallel/layers.py``) marks them so only under expert parallelism: with experts on one expert-parallel
-    rank, split over fewer tensor ranks than the rest, each copy would keep the gradient of its own tokens. 0.19.2 does what is done here.
+    Megatron-Core 0.16.1 (``tensor_parallel/layers.py``) marks them so only under expert parallelism: with experts on
+    one expert-parallel rank, split over fewer tensor ranks than the rest, each copy would keep the gradient of its own
+    tokens. 0.19.2 does what is done here.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -1,4 +1,5 @@
-"""The head, taken out of GPTModel's forward: the model hands out what its output layer would take, and log-probs or values are made of it.
+"""The head, taken out of GPTModel's forward: the model hands out what its output layer would take, and log-probs or
+values are made of it.
 
 So logits exist for loss positions alone, a chunk at a time (model/logprob.py), and never for a prompt's tokens.
 """
@@ -31,10 +32,12 @@ def hand_out_hidden(model: GPTModel) -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """In the place of the output layer: a weight [1, H], whole on every tensor rank, and the same hidden states handed out.
+    """In the place of the output layer: a weight [1, H], whole on every tensor rank, and the same hidden states handed
+    out.
 
-    Every tensor rank computes the same values and the same loss, so each has the whole gradient of the weight and of the hidden states:
-    nothing is summed over tensor ranks, and under sequence parallelism each takes its own part of the latter back.
+    Every tensor rank computes the same values and the same loss, so each has the whole gradient of the weight and of
+    the hidden states: nothing is summed over tensor ranks, and under sequence parallelism each takes its own part of
+    the latter back.
     """
 
     def __init__(self, layer) -> None:

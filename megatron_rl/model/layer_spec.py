@@ -19,7 +19,8 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's torch norm refuses sequence parallelism; the mark on the weight is all that finalize needs to add its gradient.
+    """Megatron's torch norm refuses sequence parallelism; the mark on the weight is all that finalize needs to add its
+    gradient.
 
     Computed in float32 and cast back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
     """
@@ -35,9 +36,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def choose_layer_spec(asked: str, dtype: str) -> str:
-    """Resolves ``model.layer_spec``: "transformer_engine" or "torch"; ConfigError where the one asked for cannot be built.
+    """Resolves ``model.layer_spec``: "transformer_engine" or "torch"; ConfigError where the one asked for cannot be
+    built.
 
-    ``auto`` takes torch for float32: Transformer Engine's attention has kernels for packed sequences in half precision only.
+    ``auto`` takes torch for float32: Transformer Engine's attention has kernels for packed sequences in half precision
+    only.
     """
     if asked == "torch" or (asked == "auto" and dtype == "float32"):
         return "torch"
@@ -45,7 +48,8 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
         return "transformer_engine"
     if asked == "transformer_engine":
         raise ConfigError(
-            "model.layer_spec=transformer_engine, but Transformer Engine cannot be used here (not installed, half-installed, or no GPU); "
+            "model.layer_spec=transformer_engine, but Transformer Engine cannot be used here (not installed, "
+            "half-installed, or no GPU); "
             "run python -m megatron_rl.doctor, or use model.layer_spec=auto"
         )
     return "torch"
@@ -54,7 +58,8 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
 def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> TransformerBlockSubmodules:
     """Submodules of this stage's block of ``num_layers`` layers, all dense or all mixtures of experts.
 
-    Transformer Engine's experts are grouped linears, its norm before a mixture stands alone; neither has been run (no GPU here).
+    Transformer Engine's experts are grouped linears, its norm before a mixture stands alone; neither has been run (no
+    GPU here).
     """
     mixture = dict(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if kind == "transformer_engine":

@@ -4,9 +4,9 @@ With x = logits / temperature, Z = Σ_v e^{x_v} over all tensor ranks: logprob_t
 H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] − p_v, ∂H/∂x_v = −p_v (log p_v + H).
 Two all-reduces of floats per token (the maximum, then three sums); float32 throughout; tokens are taken in chunks.
 
-``vocab_parallel_logprob`` takes the logits: extra memory O(T · V/TP), of which the chunks bound all but logits and gradient.
-``linear_logprob`` takes what the output layer takes and makes the logits chunk by chunk, in forward and again in backward:
-extra memory O(chunk · V/TP) for one more matrix product, four instead of three.
+``vocab_parallel_logprob`` takes the logits: extra memory O(T · V/TP), of which the chunks bound all but logits and
+gradient. ``linear_logprob`` takes what the output layer takes and makes the logits chunk by chunk, in forward and again
+in backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
     num_valid = max(0, min(width, vocab_size - start))
     if num_valid == 0:
         raise ValueError(
-            f"tensor rank {tensor_rank} holds columns from {start} on, all past vocab_size={vocab_size}; lower parallel.tensor"
+            f"tensor rank {tensor_rank} holds columns from {start} on, all past vocab_size={vocab_size}; lower "
+            "parallel.tensor"
         )
     return start, num_valid
 
@@ -122,7 +123,8 @@ class _Head:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
 
     def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[chunk, num_valid], used by every chunk: fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential."""
+        """[chunk, num_valid], used by every chunk: fresh memory costs the CPU a page fault per 4 KiB, as much as the
+        exponential."""
         return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
 
     def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +136,8 @@ class _Head:
     def scaled_logits(
         self, hidden: torch.Tensor, weight: torch.Tensor, product: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """One chunk's logits over the temperature, in ``x``. The product is rounded to hidden's dtype, as the output layer's is."""
+        """One chunk's logits over the temperature, in ``x``. The product is rounded to hidden's dtype, as the output
+        layer's is."""
         logits = torch.mm(hidden, weight[: self.num_valid].t(), out=product[: hidden.shape[0]])
         x = logits if product is x else x[: hidden.shape[0]].copy_(logits)
         return x if self.temperature == 1.0 else x.div_(self.temperature)
@@ -207,7 +210,8 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 def _combine(peak: torch.Tensor, stats: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Statistics relative to this rank's maximum become, in place, those of all tensor ranks relative to the greatest."""
+    """Statistics relative to this rank's maximum become, in place, those of all tensor ranks relative to the
+    greatest."""
     own_peak = peak.clone()
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
     shift = own_peak - peak
@@ -238,23 +242,25 @@ def linear_logprob(
     reduce_hidden_grad: bool = True,
     chunk_tokens: int = LINEAR_CHUNK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``vocab_parallel_logprob`` of ``hidden @ weight.T`` without ever holding those logits: (log-probs, entropies), each [N].
+    """``vocab_parallel_logprob`` of ``hidden @ weight.T`` without ever holding those logits: (log-probs, entropies),
+    each [N].
 
-    hidden:     [N, H] what the output layer takes; under sequence parallelism already gathered. All N rows are the same on all
-                tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is float64 too).
-    weight:     [V/TP, H] this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up over the
-                chunks in float32 and cast at the end.
+    hidden:     [N, H] what the output layer takes; under sequence parallelism already gathered. All N rows are the same
+                on all tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is
+                float64 too).
+    weight:     [V/TP, H] this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
+                over the chunks in float32 and cast at the end.
     targets:    [N] int64, global token ids below ``vocab_size``.
     vocab_size: true size; rows of ``weight`` past it are pads, take no probability and get a gradient of exactly zero.
     train_entropy: whether the entropy carries gradient.
-    reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's ``allreduce_dgrad``
-                does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's gather of a sequence-parallel
-                hidden sums it by reduce-scatter.
-    chunk_tokens: rows of logits that exist at a time. Peak extra memory is two float32 [chunk_tokens, V/TP] (and one more in
-                hidden's dtype where that is not float32), beside the gradients themselves.
+    reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
+                ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's
+                gather of a sequence-parallel hidden sums it by reduce-scatter.
+    chunk_tokens: rows of logits that exist at a time. Peak extra memory is two float32 [chunk_tokens, V/TP] (and one
+                more in hidden's dtype where that is not float32), beside the gradients themselves.
 
-    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0, where all
-    tensor ranks, having the same N, skip them together.
+    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0,
+    where all tensor ranks, having the same N, skip them together.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")

@@ -1,7 +1,8 @@
 """Rotary angles of packed tokens, one row each, in place of Megatron-Core's table of positions.
 
-Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) cuts its table anew for every sequence, twice in every
-layer, and asks the device for the lengths to do so. Given no bounds it multiplies what it is given: angles [T, 1, d] beside q [T, h, d].
+Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) cuts its table anew for every
+sequence, twice in every layer, and asks the device for the lengths to do so. Given no bounds it multiplies what it is
+given: angles [T, 1, d] beside q [T, h, d].
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, transformer_config, packed: PackedSequences
     ):
-        """The positions of the tokens at hand, where Megatron-Core's own answers with a length: only ``forward`` reads it."""
+        """The positions of the tokens at hand, where Megatron-Core's own answers with a length: only ``forward`` reads
+        it."""
         return packed.position_ids
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:

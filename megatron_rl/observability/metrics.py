@@ -54,11 +54,12 @@ def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
 def divide(sums: Mapping[str, float]) -> dict[str, float]:
     """Reduced sums over loss tokens → ``train/*`` numbers.
 
-    ``loss`` is a token-sum with its weights already inside: it is passed on, never divided. Everything else is per token, in
-    nats or as a share, and ``logprob_gap_max`` is a maximum. An absent sum gives no metric; with ``tokens`` 0 there is no mean.
-    Raises ValueError where a sum comes without the ``tokens`` that it would be divided by.
+    ``loss`` is a token-sum with its weights already inside: it is passed on, never divided. Everything else is per
+    token, in nats or as a share, and ``logprob_gap_max`` is a maximum. An absent sum gives no metric; with ``tokens`` 0
+    there is no mean. Raises ValueError where a sum comes without the ``tokens`` that it would be divided by.
 
-    Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32, "train/clip_ratio": 0.05}``.
+    Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32, "train/clip_ratio":
+    0.05}``.
     """
     metrics = {"train/loss": float(sums["loss"])} if "loss" in sums else {}
     measured = [name for name in (*_PER_TOKEN, *MAXIMA) if name in sums]
@@ -77,7 +78,8 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def step_metrics(result: StepResult) -> dict[str, float]:
-    """``divide`` of the step's sums, with ``train/grad_norm``, ``train/lr`` and ``train/applied`` (0 where nothing moved)."""
+    """``divide`` of the step's sums, with ``train/grad_norm``, ``train/lr`` and ``train/applied`` (0 where nothing
+    moved)."""
     return {
         **divide(result.sums),
         "train/grad_norm": float(result.grad_norm),
@@ -89,15 +91,16 @@ def step_metrics(result: StepResult) -> dict[str, float]:
 def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) -> dict[str, float]:
     """What the skip saved in one optimizer step, as ``skip/*``.
 
-    signal_S: bool [S], True where a sample of the batch has signal, whatever was dropped: with ``skip.mode=off`` the ratio is
-              still that of the mini-batch's members without signal.
+    signal_S: bool [S], True where a sample of the batch has signal, whatever was dropped: with ``skip.mode=off`` the
+              ratio is still that of the mini-batch's members without signal.
 
-    Tokens are prompt and response without pads. ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is dense
-    over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
+    Tokens are prompt and response without pads. ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is
+    dense over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
         raise ValueError(
-            f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per sample"
+            f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per "
+            "sample"
         )
     tokens_S = facts.total_tokens
     members = mini_batch.members
@@ -132,7 +135,8 @@ def _plain(key: str, value: object) -> object:
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
     raise TypeError(
-        f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no value"
+        f"metric {key}={value!r} is a {type(value).__name__}; pass a number or a string, and leave out what has no "
+        "value"
     )
 
 
@@ -175,9 +179,9 @@ def _open_wandb(run_dir: pathlib.Path, project: str, total_steps: int):
 class MetricsWriter:
     """One row per optimizer step to ``<run_dir>/metrics.jsonl``, and to TensorBoard and W&B where the config has them.
 
-    On ranks with ``is_main`` False it opens and writes nothing. What an earlier run left in the folder is renamed, never
-    appended to, but where the run goes on from a checkpoint: ``resumed`` is then what ``state`` gave. Raises ConfigError where a
-    configured sink cannot be imported.
+    On ranks with ``is_main`` False it opens and writes nothing. What an earlier run left in the folder is renamed,
+    never appended to, but where the run goes on from a checkpoint: ``resumed`` is then what ``state`` gave. Raises
+    ConfigError where a configured sink cannot be imported.
     """
 
     def __init__(
@@ -285,8 +289,8 @@ def _parse_line(line: str) -> Row:
 def read_metrics(path: str | pathlib.Path) -> list[Row]:
     """The rows of a metrics.jsonl, with "nan" and "inf" as floats again.
 
-    Raises ValueError ``<file>:<line>: ...`` for a malformed line. A last line without its newline is what an interrupted
-    write leaves: it is left out, with a warning in the log.
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line. A last line without its newline is what an
+    interrupted write leaves: it is left out, with a warning in the log.
     """
     path = pathlib.Path(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")

@@ -1,4 +1,5 @@
-"""What a run says while it runs: a live bar on a terminal, one plain line every few seconds in a log, and a table at its end."""
+"""What a run says while it runs: a live bar on a terminal, one plain line every few seconds in a log, and a table at
+its end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ RECENT_STEPS = 20  # ETA follows the recent pace: responses grow and the skip's 
 
 
 class ProgressBar:
-    """Progress of a run of ``total_steps`` optimizer steps, the warm-up included; says nothing at all where not ``enabled``.
+    """Progress of a run of ``total_steps`` optimizer steps, the warm-up included; says nothing at all where not
+    ``enabled``.
 
     console: where to print, stdout by default; a live bar if it is a terminal, else plain lines at most every 5 s.
     clock:   seconds, monotonic.

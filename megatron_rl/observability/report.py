@@ -1,4 +1,5 @@
-"""A run's metrics → one HTML page with plots, readable offline, in light and dark: ``python -m megatron_rl.observability.report RUN_DIR``."""
+"""A run's metrics → one HTML page with plots, readable offline, in light and dark: ``python -m
+megatron_rl.observability.report RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -222,7 +223,8 @@ def _tile(name: str, value: str, note: str, *, before: str = "") -> str:
     """One headline figure; ``before`` is what it was at the run's start."""
     was = f"<span>{html.escape(before)} → </span>" if before else ""
     return (
-        f'<div class="tile"><div class="name">{html.escape(name)}</div><div class="value">{was}{html.escape(value)}</div>'
+        f'<div class="tile"><div class="name">{html.escape(name)}</div><div '
+        f'class="value">{was}{html.escape(value)}</div>'
         f'<div class="note">{html.escape(note)}</div></div>'
     )
 

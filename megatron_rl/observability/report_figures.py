@@ -1,4 +1,5 @@
-"""The figures of a run's report: which metrics each draws, and how. The drawing is observability/svg.py's, the page observability/report.py's."""
+"""The figures of a run's report: which metrics each draws, and how. The drawing is observability/svg.py's, the page
+observability/report.py's."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 class Figure:
     """A line plot to be: ``lines`` are (metrics key, legend label); ``real_only`` leaves ghost steps out.
 
-    They have no gradient and no trained token, so a zero there would be drawn for a value that does not exist. A ``required``
-    figure that the metrics cannot fill is named on the page; any other is left out in silence, as one that is 0 throughout is
-    where ``nonzero`` is set.
+    They have no gradient and no trained token, so a zero there would be drawn for a value that does not exist. A
+    ``required`` figure that the metrics cannot fill is named on the page; any other is left out in silence, as one that
+    is 0 throughout is where ``nonzero`` is set.
     """
 
     title: str

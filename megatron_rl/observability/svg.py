@@ -1,4 +1,5 @@
-"""Numbers → SVG: line plots and stacked areas over optimizer steps, drawn by hand so that a page needs no network and no script.
+"""Numbers → SVG: line plots and stacked areas over optimizer steps, drawn by hand so that a page needs no network and
+no script.
 
 Colours are CSS classes (``c1`` ... ``c7``, ``ghost``, ``shade`` ...), which the page defines for light and dark.
 """
@@ -34,7 +35,8 @@ class Series:
 class Frame:
     """What all plots of a page share.
 
-    first_step, last_step: the x axis. shaded: (first, last) steps of the warm-up phases. ghost_steps: [K] marked above the data.
+    first_step, last_step: the x axis. shaded: (first, last) steps of the warm-up phases. ghost_steps: [K] marked above
+    the data.
     phase_starts: first step of every phase; no running mean reaches across one.
     """
 
@@ -235,7 +237,8 @@ def line_plot(
     """Lines: the running mean over the faint raw values; with few points, the points themselves.
 
     share: the axis is 0 to 1. spiky: the axis is logarithmic where the largest value is above 20 medians.
-    filled: the area under each line is tinted. Raises ValueError where nothing is finite: such a series is to be left out.
+    filled: the area under each line is tinted. Raises ValueError where nothing is finite: such a series is to be left
+    out.
     """
     values = _all_finite(series)
     if not len(values):
@@ -278,8 +281,8 @@ def _area(frame: Frame, axis: Axis, steps: np.ndarray, low: np.ndarray, high: np
 def stacked_plot(title: str, series: Sequence[Series], total: Series, frame: Frame, *, unit: str) -> str:
     """Areas on top of each other, as running means over the same steps, with the raw total as a faint line over them.
 
-    series: first at the bottom, all on ``total.steps``. The axis ends at the 99th percentile of the total, so that one slow step
-    does not flatten the rest; what is above is drawn at the upper edge.
+    series: first at the bottom, all on ``total.steps``. The axis ends at the 99th percentile of the total, so that one
+    slow step does not flatten the rest; what is above is drawn at the upper edge.
     """
     layers = np.cumsum([_smooth(frame, s) for s in series], axis=0)
     finite = total.values[np.isfinite(total.values)]

@@ -1,4 +1,5 @@
-"""What one optimizer step took: executed FLOPs over the device's peak, and what a micro-batch was measured to take. Not collectives."""
+"""What one optimizer step took: executed FLOPs over the device's peak, and what a micro-batch was measured to take. Not
+collectives."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from megatron_rl.types import BatchFacts, StepKind, StepPlan
 
 
 def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, seconds: float) -> dict[str, float]:
-    """``perf/*`` and ``cost/*`` of one step that took so long: executed FLOPs only, and the tokens that the dense run would have
-    processed."""
+    """``perf/*`` and ``cost/*`` of one step that took so long: executed FLOPs only, and the tokens that the dense run
+    would have processed."""
     lengths = facts.total_tokens
     metrics = {
         "perf/dense_equivalent_tokens_per_second": float(lengths[mini_batch.members].sum() / seconds),
@@ -28,7 +29,8 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
 
 
 def _cost(model: TrainableModel, mini_batch: StepPlan, lengths: np.ndarray) -> dict[str, float]:
-    """``cost/*``: what a micro-batch was measured to take on its slowest stage, and what that predicts for this mini-batch."""
+    """``cost/*``: what a micro-batch was measured to take on its slowest stage, and what that predicts for this
+    mini-batch."""
     if not model.fit.is_fitted:
         return {}
     cost = model.fit.model()

@@ -1,1 +1,2 @@
-"""Plans: which samples run in which micro-batch of which rank, and their cost. Pure numpy; no process group, no device."""
+"""Plans: which samples run in which micro-batch of which rank, and their cost. Pure numpy; no process group, no
+device."""

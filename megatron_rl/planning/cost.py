@@ -4,17 +4,17 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
     t = overhead + token · T + square · Σ l²
 
-and a rank whose micro-batches take t_1 … t_m on its slowest stage takes Σ t_i there, and once, while the pipeline fills and drains or
-waits for it, its longest micro-batch on each other stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠ slowest} max(t) / v. For equal
-micro-batches that is 1F1B's own (Narayanan et al., arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p − 1 slots), for others a
-flow shop's whose jobs take equally long on every machine.
+and a rank whose micro-batches take t_1 … t_m on its slowest stage takes Σ t_i there, and once, while the pipeline fills
+and drains or waits for it, its longest micro-batch on each other stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠
+slowest} max(t) / v. For equal micro-batches that is 1F1B's own (Narayanan et al., arXiv:2104.04473, §2.2; the bubble is
+(p − 1) of m + p − 1 slots), for others a flow shop's whose jobs take equally long on every machine.
 
 Invariants (tests/unit/planning/test_cost.py):
 
 1. Coefficients are never negative, whatever was measured; without measurements they are the prior's.
 2. More tokens, longer sequences or a micro-batch more never predict less time on a stage.
-3. ``best_count`` is the count of least predicted time for equal micro-batches, one of them as long as the longest sample, against
-   brute force.
+3. ``best_count`` is the count of least predicted time for equal micro-batches, one of them as long as the longest
+   sample, against brute force.
 4. Equal measurements give equal coefficients: every rank derives the same plan.
 """
 
@@ -32,7 +32,8 @@ MOST_MICROBATCHES = 4096  # that the pipeline asks for; a token cap may ask for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Seconds (or any one unit) of a micro-batch, forward and backward, on one stage: per micro-batch, per token, per token²."""
+    """Seconds (or any one unit) of a micro-batch, forward and backward, on one stage: per micro-batch, per token, per
+    token²."""
 
     overhead: float
     token: float
@@ -51,19 +52,22 @@ class StageCost:
 class CostModel:
     """A stage's cost each, first to last; ``virtual``: chunks that each stage interleaves.
 
-    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and 1256 to fill and drain, 3268 in all.
+    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and 1256 to fill and drain,
+    3268 in all.
     """
 
     stages: tuple[StageCost, ...]
     virtual: int = 1
 
     def sample_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """float64 [S]: what each sample costs on the stage that costs most for all of them together; what balance is about."""
+        """float64 [S]: what each sample costs on the stage that costs most for all of them together; what balance is
+        about."""
         slowest = self._slowest(float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), 0)
         return slowest.token * lengths + slowest.square * lengths.astype(np.float64) ** 2
 
     def best_count(self, tokens: float, squares: float, longest: float = 0.0, most: int = MOST_MICROBATCHES) -> int:
-        """How many micro-batches a rank's share should be cut in: the count of least predicted time, of at most ``most``.
+        """How many micro-batches a rank's share should be cut in: the count of least predicted time, of at most
+        ``most``.
 
         longest: tokens of the longest sample, which no cut makes shorter. Without a pipeline 1; with equal stages about
         √((p − 1) · work / (v · overhead)), the bubble against the fixed costs.
@@ -80,7 +84,8 @@ class CostModel:
         )
 
     def count_seconds(self, counts: np.ndarray, tokens: float, squares: float, longest: float = 0.0) -> np.ndarray:
-        """[C] seconds of a rank that runs ``counts`` [C] equal micro-batches, but for one that holds the longest sample."""
+        """[C] seconds of a rank that runs ``counts`` [C] equal micro-batches, but for one that holds the longest
+        sample."""
         overheads = np.array([s.overhead for s in self.stages])[:, None]
         work = np.array([s.token * tokens + s.square * squares for s in self.stages])[:, None]
         least = np.array([s.token * longest + s.square * longest**2 for s in self.stages])[:, None]
@@ -102,7 +107,8 @@ class CostModel:
 
 
 def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> float:
-    """Predicted forward and backward of a mini-batch: the slowest data-parallel rank's. ``padded`` int64 [S], tokens with pads."""
+    """Predicted forward and backward of a mini-batch: the slowest data-parallel rank's. ``padded`` int64 [S], tokens
+    with pads."""
     if len(mini_batch.order) == 0:
         return 0.0
     lengths = padded[mini_batch.order].astype(np.float64)
@@ -123,8 +129,8 @@ def prior(
 ) -> CostModel:
     """What is assumed before anything was measured, in tokens of a stage without the LM head.
 
-    square_share: of a squared token, over a token (ModelShape.square_share). head_layers: the LM head's cost in layers, which the last
-    stage carries.
+    square_share: of a squared token, over a token (ModelShape.square_share). head_layers: the LM head's cost in layers,
+    which the last stage carries.
     """
     inner = StageCost(overhead=overhead_tokens, token=1.0, square=square_share)
     last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, square=square_share)
@@ -136,10 +142,11 @@ NUM_SUMS = 11  # of CostFit.sums, per stage
 
 @dataclass(slots=True)
 class CostFit:
-    """Least squares over every measured micro-batch, with forgetting: the sums that it needs, one row of NUM_SUMS per stage.
+    """Least squares over every measured micro-batch, with forgetting: the sums that it needs, one row of NUM_SUMS per
+    stage.
 
-    Row: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward seconds; X = (1, T, Σ l²), y = forward seconds. Rows of ranks
-    and steps add, so that an all-reduce of them is all that ranks exchange.
+    Row: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward seconds; X = (1, T, Σ l²), y = forward seconds.
+    Rows of ranks and steps add, so that an all-reduce of them is all that ranks exchange.
     """
 
     prior: CostModel
@@ -171,8 +178,8 @@ class CostFit:
         return CostModel(stages=stages, virtual=self.prior.virtual)
 
     def _stage(self, row: np.ndarray, shape: StageCost) -> StageCost:
-        """Least squares of one stage, drawn to the prior's proportions by a weight of one mean micro-batch; its fixed cost is worth no
-        fewer tokens than the prior's."""
+        """Least squares of one stage, drawn to the prior's proportions by a weight of one mean micro-batch; its fixed
+        cost is worth no fewer tokens than the prior's."""
         gram, moment = _unpack(row)
         count = gram[0, 0]
         direction = np.array([shape.overhead, shape.token, shape.square])
@@ -182,7 +189,8 @@ class CostFit:
         both = 1.0 + row[10] / max(row[9], 1e-300)
         overhead, token, square = (float(x) for x in forward * both)
         if token + square > 0:
-            # Laps hold neither the schedule's own time nor what tensors take between stages: of the fixed costs they are a lower bound.
+            # Laps hold neither the schedule's own time nor what tensors take between stages: of the fixed costs they
+            # are a lower bound.
             unseen = shape.overhead / shape.token * token if shape.token else 0.0
             return StageCost(overhead=max(overhead, unseen), token=token, square=square)
         least = max(scale * both, 1e-300)  # measured as nothing at all: the prior's proportions, in the measured unit
@@ -190,7 +198,8 @@ class CostFit:
 
 
 def measured(tokens: np.ndarray, squares: np.ndarray, forward_s: np.ndarray, backward_s: float) -> np.ndarray:
-    """float64 [NUM_SUMS] of one rank's step: micro-batches [M] with their forward seconds [M], and all their backward seconds."""
+    """float64 [NUM_SUMS] of one rank's step: micro-batches [M] with their forward seconds [M], and all their backward
+    seconds."""
     x = np.stack([np.ones(len(tokens)), tokens, squares]).astype(np.float64)
     gram = x @ x.T
     return np.concatenate([gram[np.triu_indices(3)], x @ forward_s, [forward_s.sum(), backward_s]])

@@ -1,19 +1,22 @@
-"""Survivors → BatchPlan: mini-batches, drop, pack, balance. Pure numpy; the same facts give the same plan on every rank.
+"""Survivors → BatchPlan: mini-batches, drop, pack, balance. Pure numpy; the same facts give the same plan on every
+rank.
 
 Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
 1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
 2. With ``drops``, only members without signal are dropped; without it none is.
 3. With ``repack``, no member without signal runs (unless nothing is dropped).
-4. A micro-batch holds at most ``max_tokens`` padded tokens, or one sample alone; or at most ``samples_per_microbatch`` samples.
+4. A micro-batch holds at most ``max_tokens`` padded tokens, or one sample alone; or at most ``samples_per_microbatch``
+   samples.
 5. No micro-batch is empty; a mini-batch is a GHOST iff nothing of it runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
 8. Data-parallel ranks are within one costliest sample of each other in cost (token cap, with ``repack``).
-9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the most that one of them has without fillers, rounded
-   up to a multiple of ``microbatch_multiple``. A block without samples stays silent.
-10. A filler holds one sample, the shortest that runs anyway; fillers come last on their rank and count neither as run in 1 and 3 nor
-    as dropped. Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no micro-batch left to cut in two.
+9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the most that one of them has without
+   fillers, rounded up to a multiple of ``microbatch_multiple``. A block without samples stays silent.
+10. A filler holds one sample, the shortest that runs anyway; fillers come last on their rank and count neither as run
+    in 1 and 3 nor as dropped. Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no
+    micro-batch left to cut in two.
 11. Under ``on_long_sample="fail"`` whether planning fails depends on the members' lengths, not on signal or ``drops``.
 12. On a pipeline under a token cap a rank's micro-batches, fillers apart, rise in cost and then fall.
 """
@@ -41,10 +44,11 @@ class PlanRules:
     """What binds a plan.
 
     cost: what a micro-batch takes on each pipeline stage; balance is in it, and so is the number of micro-batches.
-    pad_multiple: each sequence is padded to it (TP under sequence parallelism). microbatch_multiple: a rank that runs at all runs a
-    multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them). lockstep_ranks: so many
-    neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds an all-to-all among them, so they run
-    equally many micro-batches. on_long_sample: what becomes of a sample above ``max_tokens``, ``own_microbatch`` or ``fail``.
+    pad_multiple: each sequence is padded to it (TP under sequence parallelism). microbatch_multiple: a rank that runs
+    at all runs a multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them).
+    lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds
+    an all-to-all among them, so they run equally many micro-batches. on_long_sample: what becomes of a sample above
+    ``max_tokens``, ``own_microbatch`` or ``fail``.
     """
 
     data_size: int = 1
@@ -60,14 +64,16 @@ class PlanRules:
     def __post_init__(self) -> None:
         if self.data_size % self.lockstep_ranks:
             raise ValueError(
-                f"{self.data_size} data-parallel ranks do not divide into blocks of lockstep_ranks={self.lockstep_ranks}; "
+                f"{self.data_size} data-parallel ranks do not divide into blocks of "
+                f"lockstep_ranks={self.lockstep_ranks}; "
                 "lockstep_ranks is Topology.lockstep_replicas, a divisor of Topology.data_size"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Lengths:
-    """Of every sample: ``tokens`` int64 [S] with pads, what the cap counts; ``cost`` float64 [S], what balance is about."""
+    """Of every sample: ``tokens`` int64 [S] with pads, what the cap counts; ``cost`` float64 [S], what balance is
+    about."""
 
     tokens: np.ndarray
     cost: np.ndarray
@@ -95,8 +101,8 @@ class Sizes(Protocol):
 def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
     """The rules of a run: its settings, its degrees of parallelism, and the prior of what its micro-batches cost.
 
-    Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's tokens split over
-    tensor ranks; the interleaved schedule runs groups of PP micro-batches.
+    Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's
+    tokens split over tensor ranks; the interleaved schedule runs groups of PP micro-batches.
     """
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
     stages = degrees.pipeline_size
@@ -145,11 +151,11 @@ def plan_steps(
 ) -> BatchPlan:
     """Plans one optimizer step per mini-batch (one in all under ``merge``).
 
-    purpose: "train" or "logprob", part of the fingerprint · lengths [S] int64 tokens of prompt and response · signal [S] bool ·
-    sample_ids [S] for messages alone.
+    purpose: "train" or "logprob", part of the fingerprint · lengths [S] int64 tokens of prompt and response · signal
+    [S] bool · sample_ids [S] for messages alone.
 
-    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs [1], then a GHOST at its own
-    position.
+    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs [1], then a GHOST at
+    its own position.
     """
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
@@ -203,7 +209,8 @@ def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
 
 
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
-    """Lays the cut out, with fillers where a rank falls short of its block's count: the shortest sample that runs, without a loss."""
+    """Lays the cut out, with fillers where a rank falls short of its block's count: the shortest sample that runs,
+    without a loss."""
     true = [m for rank in per_rank for m in rank]
     run = np.concatenate(true) if true else np.empty(0, dtype=np.int64)
     shortest = run[[np.argmin(padded[run])]] if len(run) else run
@@ -251,9 +258,11 @@ def _balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarra
 
 
 def _pack_block(shares: list[np.ndarray], lengths: _Lengths, rules: PlanRules) -> Cut:
-    """Each rank's share in as many micro-batches as the block runs, where it has samples for them: a filler trains nothing.
+    """Each rank's share in as many micro-batches as the block runs, where it has samples for them: a filler trains
+    nothing.
 
-    A share that does not fit the cap in that many takes more, and the others follow: the count grows up to one sample each, no further.
+    A share that does not fit the cap in that many takes more, and the others follow: the count grows up to one sample
+    each, no further.
     """
     count = _rounded_up(max(_wanted_microbatches(share, lengths.tokens, rules) for share in shares), rules)
     packed = [_pack(share, lengths, rules, count) for share in shares]
@@ -269,7 +278,8 @@ def _pack_block(shares: list[np.ndarray], lengths: _Lengths, rules: PlanRules) -
 def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules) -> int:
     """How many the cap asks for, or the pipeline; a multiple where there are samples for it, 0 for an empty share.
 
-    Without the pipeline's wish fewer, larger micro-batches after a drop would give back to the bubble what the drop has won.
+    Without the pipeline's wish fewer, larger micro-batches after a drop would give back to the bubble what the drop has
+    won.
     """
     if len(share) == 0:
         return 0
@@ -280,7 +290,8 @@ def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules
 
 
 def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) -> list[np.ndarray]:
-    """One rank's samples in ``count`` micro-batches under the token cap, in more where they do not fit, at most one per sample."""
+    """One rank's samples in ``count`` micro-batches under the token cap, in more where they do not fit, at most one per
+    sample."""
     if len(share) == 0:
         return []
     count = min(count, len(share))
@@ -292,10 +303,11 @@ def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) ->
 
 
 def _in_order(bins: list[np.ndarray], cost: np.ndarray, rules: PlanRules) -> list[np.ndarray]:
-    """As their samples come; on a pipeline the costliest in the middle, where no stage fills, drains or waits for it in vain.
+    """As their samples come; on a pipeline the costliest in the middle, where no stage fills, drains or waits for it in
+    vain.
 
-    Against the order of the samples that saves a few percent of the makespan where micro-batches are nearly equal, 10 to 20 % where
-    single long samples make them ragged (on planning/timeline.py's clock).
+    Against the order of the samples that saves a few percent of the makespan where micro-batches are nearly equal, 10
+    to 20 % where single long samples make them ragged (on planning/timeline.py's clock).
     """
     bins = sorted(bins, key=lambda b: int(b[0]))
     if len(rules.cost.stages) == 1:

@@ -1,11 +1,14 @@
-"""When each stage runs each micro-batch under Megatron-Core's 1F1B and interleaved schedules: an exact event simulation. Pure numpy.
+"""When each stage runs each micro-batch under Megatron-Core's 1F1B and interleaved schedules: an exact event
+simulation. Pure numpy.
 
-The order on each pipeline rank is read from Megatron-Core 0.16.1, ``pipeline_parallel/schedules.py``: get_pp_rank_microbatches (how
-many forwards warm up), get_schedule_table (the interleaved order) and the loops of forward_backward_pipelining_with_interleaving and
-_without_interleaving. An operation starts when its rank has ended the one before it and the tensor that it needs has arrived,
-``transfer_s`` after the other stage ended. Sending costs the sender nothing; nothing else is modelled.
+The order on each pipeline rank is read from Megatron-Core 0.16.1, ``pipeline_parallel/schedules.py``:
+get_pp_rank_microbatches (how many forwards warm up), get_schedule_table (the interleaved order) and the loops of
+forward_backward_pipelining_with_interleaving and _without_interleaving. An operation starts when its rank has ended the
+one before it and the tensor that it needs has arrived, ``transfer_s`` after the other stage ended. Sending costs the
+sender nothing; nothing else is modelled.
 
-Stages are counted in the order of the layers: stage s is chunk s // P of pipeline rank s % P, of P ranks with V chunks each.
+Stages are counted in the order of the layers: stage s is chunk s // P of pipeline rank s % P, of P ranks with V chunks
+each.
 
 Invariants (tests/unit/planning/test_timeline.py):
 
@@ -13,7 +16,8 @@ Invariants (tests/unit/planning/test_timeline.py):
 2. No two operations overlap on a rank, and each rank runs them in Megatron-Core's order.
 3. A forward follows the forward of the stage before, a backward that of the stage after and its own forward.
 4. An operation starts at once when the last of what it waits for has ended: no rank idles without a reason.
-5. With equal times f and b of a stage, the makespan is (M·V + P − 1) · (f + b) (Narayanan et al., arXiv:2104.04473, §2.2).
+5. With equal times f and b of a stage, the makespan is (M·V + P − 1) · (f + b) (Narayanan et al., arXiv:2104.04473,
+   §2.2).
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ Operation = tuple[int, int, bool]
 class Timeline:
     """Seconds since the first forward began, float64 [stages, M] each; ``pipeline``: ranks that the stages lie on.
 
-    Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]], backward_start=[[1]], makespan=3``.
+    Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]], backward_start=[[1]],
+    makespan=3``.
     """
 
     pipeline: int
@@ -63,7 +68,8 @@ def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, g
 
 
 def schedule_table(microbatches: int, virtual: int, group: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of each forward of a rank: ``group`` micro-batches through a chunk, then through the next chunk."""
+    """(micro-batch, chunk) of each forward of a rank: ``group`` micro-batches through a chunk, then through the next
+    chunk."""
     groups = [range(first, min(first + group, microbatches)) for first in range(0, microbatches, group)]
     return [(microbatch, chunk) for members in groups for chunk in range(virtual) for microbatch in members]
 
@@ -88,12 +94,14 @@ def _check_group(pipeline: int, virtual: int, microbatches: int, group: int) -> 
         return
     if not pipeline <= group <= microbatches:
         raise ValueError(
-            f"{microbatches} micro-batches in groups of {group} over {pipeline} pipeline ranks: Megatron-Core's interleaved schedule "
+            f"{microbatches} micro-batches in groups of {group} over {pipeline} pipeline ranks: Megatron-Core's "
+            "interleaved schedule "
             f"wants a group of {pipeline} to {microbatches}; run a multiple of {pipeline} micro-batches"
         )
     if 0 < microbatches % group < pipeline:
         raise ValueError(
-            f"{microbatches} micro-batches leave {microbatches % group} after groups of {group}, fewer than the {pipeline} pipeline "
+            f"{microbatches} micro-batches leave {microbatches % group} after groups of {group}, fewer than the "
+            f"{pipeline} pipeline "
             f"ranks, and Megatron-Core's interleaved schedule refuses that; run a multiple of {group}"
         )
 
@@ -103,14 +111,15 @@ def simulate(
 ) -> Timeline:
     """Runs the schedule of one data-parallel rank on a clock of its own.
 
-    forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the order of the layers: predicted, or
-    measured where processes had no core of their own. transfer_s: between two stages.
+    forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the order of the layers:
+    predicted, or measured where processes had no core of their own. transfer_s: between two stages.
 
     Example: two stages, two micro-batches, forward 1 and backward 2 everywhere: (2 + 2 − 1) · 3 = 9.
     """
     if forward_s.shape != backward_s.shape or forward_s.ndim != 2 or forward_s.shape[0] % pipeline:
         raise ValueError(
-            f"forward seconds {forward_s.shape} and backward seconds {backward_s.shape} must both be [stages, micro-batches], with a "
+            f"forward seconds {forward_s.shape} and backward seconds {backward_s.shape} must both be [stages, "
+            "micro-batches], with a "
             f"multiple of pipeline={pipeline} stages"
         )
     stages, microbatches = forward_s.shape

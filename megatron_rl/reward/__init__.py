@@ -1,4 +1,5 @@
-"""Rewards: functions of completions and dataset columns, in this process or in workers, and the policy for those that fail."""
+"""Rewards: functions of completions and dataset columns, in this process or in workers, and the policy for those that
+fail."""
 
 from megatron_rl.reward.reward import Reward, RewardFailure
 

@@ -78,7 +78,8 @@ def check_signature(name: str, function: RewardFunction, columns: Sequence[str])
         signature.bind(**passed)
     except TypeError as error:
         raise ConfigError(
-            f"reward function {name!r} cannot be called: {error}. It is called by keyword with {', '.join(passed)}: take the "
+            f"reward function {name!r} cannot be called: {error}. It is called by keyword with {', '.join(passed)}: "
+            "take the "
             "columns you need by name and the rest by **columns"
         ) from None
 
@@ -111,7 +112,8 @@ def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # noqa: BLE001
-        # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code they interrupt. Nothing is
+        # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code they interrupt.
+        # Nothing is
         # lost: the traceback goes to the caller, which raises it or counts it.
         return [], formatted_traceback()
 

@@ -26,21 +26,25 @@ def math_verify(
     answer: Sequence[object],
     **_: object,
 ) -> list[float]:
-    """[S] 1.0 where the completion's answer equals the ``answer`` column mathematically (1/2 = 0.5, 1,000 = 1000), else 0.0.
+    """[S] 1.0 where the completion's answer equals the ``answer`` column mathematically (1/2 = 0.5, 1,000 = 1000), else
+    0.0.
 
-    Where a text has ``####`` in it, only what follows the last one is read (GSM8K). A gold answer is one expression, with or
-    without \\boxed{} or dollars around it. In a completion math-verify looks for the answer: \\boxed{}, LaTeX between
-    dollars, a plain number. A completion where nothing parses, or that cannot be compared with the gold answer, scores 0.0.
+    Where a text has ``####`` in it, only what follows the last one is read (GSM8K). A gold answer is one expression,
+    with or without \\boxed{} or dollars around it. In a completion math-verify looks for the answer: \\boxed{}, LaTeX
+    between dollars, a plain number. A completion where nothing parses, or that cannot be compared with the gold answer,
+    scores 0.0.
 
-    Raises ValueError for a gold answer that does not parse, TimeoutError where a parse or a comparison takes over 5 s (a
-    timeout is no verdict: ``reward.on_error`` decides), RuntimeError outside the main thread: the deadlines are SIGALRM,
-    which Python allows there only, and a completion such as 9**9**9**9 may not be left without one. The alarm interrupts
-    Python code; a single long operation inside a C extension ends first.
+    Raises ValueError for a gold answer that does not parse, TimeoutError where a parse or a comparison takes over 5 s
+    (a timeout is no verdict: ``reward.on_error`` decides), RuntimeError outside the main thread: the deadlines are
+    SIGALRM, which Python allows there only, and a completion such as 9**9**9**9 may not be left without one. The alarm
+    interrupts Python code; a single long operation inside a C extension ends first.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            f"math_verify was called from thread {threading.current_thread().name!r}: its deadlines need SIGALRM, which works in "
-            "a process's main thread only; score in the main thread, or use a reward function of your own that needs no signal"
+            f"math_verify was called from thread {threading.current_thread().name!r}: its deadlines need SIGALRM, "
+            "which works in "
+            "a process's main thread only; score in the main thread, or use a reward function of your own that needs "
+            "no signal"
         )
     return [_score(text, str(gold)) for text, gold in zip(completions, answer, strict=True)]
 

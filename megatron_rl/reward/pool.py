@@ -1,11 +1,13 @@
-"""Persistent reward workers: whole groups out, outcomes back, and a sample that hangs or kills its worker costs only itself.
+"""Persistent reward workers: whole groups out, outcomes back, and a sample that hangs or kills its worker costs only
+itself.
 
-1. Every task carries an id that no other ever has, and a killed worker's socket is closed: a late answer reaches nobody.
-2. A task has one sample's deadline, however many samples it has: one that is hung is known after that time, and what is only slow is
-   scored again a sample at a time (reward/task_queue.py), after which tasks are smaller.
+1. Every task carries an id that no other ever has, and a killed worker's socket is closed: a late answer reaches
+   nobody.
+2. A task has one sample's deadline, however many samples it has: one that is hung is known after that time, and what is
+   only slow is scored again a sample at a time (reward/task_queue.py), after which tasks are smaller.
 3. Every wait is one `select` on the workers' sockets, until something comes or the nearest deadline: nothing polls.
-4. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that may kill them,
-   and by STARTS in a row that do not get ready.
+4. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that
+   may kill them, and by STARTS in a row that do not get ready.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ STARTS = 3
 
 
 class Pool:
-    """functions: by name; the workers import them, this process does not. deadline_s: of one sample, and of a task of several.
+    """functions: by name; the workers import them, this process does not. deadline_s: of one sample, and of a task of
+    several.
 
     Raises ConfigError for a function that a worker cannot import. One thread at a time may use it.
     """
@@ -48,7 +51,8 @@ class Pool:
         self._ids = itertools.count()
         self._in_use = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        # A worker ends with the thread that started it (distributed/child_process.py): one that lives as long as the pool.
+        # A worker ends with the thread that started it (distributed/child_process.py): one that lives as long as the
+        # pool.
         self._starter: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
         try:
             while sum(worker.ready for worker in self._workers) < num_workers:
@@ -65,7 +69,8 @@ class Pool:
     def score(self, rollouts: Sequence[Rollout]) -> TaskQueue:
         """Every function on every sample; groups are neighbours with the same prompt.
 
-        Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no worker starts.
+        Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no
+        worker starts.
         """
         columns = columns_of(rollouts)
         _check_columns(rollouts)
@@ -84,7 +89,8 @@ class Pool:
         if slow is not None:
             self.most_samples = max(1, slow // 2)
             log.warning(
-                "%d samples together took over reward.deadline_s=%g and none of them did alone: tasks hold at most %d from here on; "
+                "%d samples together took over reward.deadline_s=%g and none of them did alone: tasks hold at most %d "
+                "from here on; "
                 "a longer deadline, or a faster function, keeps them whole",
                 slow,
                 self.deadline_s,
@@ -140,7 +146,8 @@ class Pool:
                 self._selector.modify(worker.socket, worker.events, worker)
 
     def _wait(self, work: TaskQueue | None, until: float | None = None) -> None:
-        """Until a worker has something to say, or a deadline. What was said in time counts, even where it is read late."""
+        """Until a worker has something to say, or a deadline. What was said in time counts, even where it is read
+        late."""
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
         nearest = min(deadlines) if until is None else until
         for key, events in self._selector.select(max(0.0, nearest - time.monotonic())):
@@ -216,7 +223,8 @@ def _check_columns(rollouts: Sequence[Rollout]) -> None:
         for key, value in prompt.columns.items():
             if not (type(key) is str and is_json(value)):
                 raise ConfigError(
-                    f"column {key!r} of prompt {prompt.prompt_id} is {value!r:.80}, which would reach a reward worker as something else: "
+                    f"column {key!r} of prompt {prompt.prompt_id} is {value!r:.80}, which would reach a reward worker "
+                    "as something else: "
                     "JSON travels; name the function that takes it in reward.in_process"
                 )
 

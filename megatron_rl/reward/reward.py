@@ -33,7 +33,8 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answers:
-    """One function's. outcomes: [S]. unexplained: (samples, traceback) of calls that failed as a whole and on none of them alone."""
+    """One function's. outcomes: [S]. unexplained: (samples, traceback) of calls that failed as a whole and on none of
+    them alone."""
 
     outcomes: Sequence[Outcome]
     unexplained: Sequence[tuple[Sequence[Rollout], str]]
@@ -42,21 +43,23 @@ class _Answers:
 class Reward:
     """The configured reward functions as one.
 
-    A reward function is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or ``async``,
-    called by keyword with lists of equal length: prompt texts, completion texts, completion token ids, and every column of the dataset
-    as a list (None where a row lacks it; a column with the name of one of the first three is not passed). It returns one number per
-    sample, or None where it does not apply.
+    A reward function is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``,
+    plain or ``async``, called by keyword with lists of equal length: prompt texts, completion texts, completion token
+    ids, and every column of the dataset as a list (None where a row lacks it; a column with the name of one of the
+    first three is not passed). It returns one number per sample, or None where it does not apply.
 
-    With ``reward.num_workers`` functions are called in worker processes, on a group at a time, unless ``reward.in_process`` names
-    them; else here, on the whole batch. Only a worker can be interrupted: ``reward.deadline_s`` is of functions that run there.
+    With ``reward.num_workers`` functions are called in worker processes, on a group at a time, unless
+    ``reward.in_process`` names them; else here, on the whole batch. Only a worker can be interrupted:
+    ``reward.deadline_s`` is of functions that run there.
 
-    A function **fails on a sample** when it raises there, gives a value that is not a finite number or None, or (in a worker) takes
-    too long or kills its process. When a call on several samples fails whole, nobody knows whose fault it was: the function is called
-    again **one sample at a time**, and only those that fail alone are guilty. So a function must not depend on which samples it is
-    called with, and may be called more than once on the same one. If none raises alone, the first call itself is the error.
+    A function **fails on a sample** when it raises there, gives a value that is not a finite number or None, or (in a
+    worker) takes too long or kills its process. When a call on several samples fails whole, nobody knows whose fault it
+    was: the function is called again **one sample at a time**, and only those that fail alone are guilty. So a function
+    must not depend on which samples it is called with, and may be called more than once on the same one. If none raises
+    alone, the first call itself is the error.
 
-    The name ``environment`` is no function: it is the sum of what the sample's environment gave. A sample that its environment gave up
-    (``Rollout.excluded``) has no total, and no function is called on it.
+    The name ``environment`` is no function: it is the sum of what the sample's environment gave. A sample that its
+    environment gave up (``Rollout.excluded``) has no total, and no function is called on it.
 
     ``last_errors``: the failures of the last `score`, for metrics and the log.
     """
@@ -65,7 +68,8 @@ class Reward:
         """Raises ConfigError for no function, a repeated one, or one that does not resolve where it is to run."""
         if not config.functions:
             raise ConfigError(
-                f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own module:function"
+                f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own "
+                "module:function"
             )
         repeated = sorted({name for name in config.functions if config.functions.count(name) > 1})
         if repeated:
@@ -83,7 +87,8 @@ class Reward:
 
     @property
     def runs_apart(self) -> bool:
-        """Whether workers call every function that is called, so that ``score`` may be called in a thread of its own."""
+        """Whether workers call every function that is called, so that ``score`` may be called in a thread of its
+        own."""
         return self.pool is not None and not self._functions
 
     def close(self) -> None:
@@ -94,9 +99,9 @@ class Reward:
     def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """[S] one Score per rollout, in order.
 
-        ``total`` is the weighted sum over the functions that applied, None if none did. A sample on which any function failed
-        meets ``reward.on_error``: ``fail`` raises RewardError with its id and the traceback, ``drop`` gives a total of None,
-        ``zero`` a total of 0.0. Raises ConfigError where a function cannot take the dataset's columns.
+        ``total`` is the weighted sum over the functions that applied, None if none did. A sample on which any function
+        failed meets ``reward.on_error``: ``fail`` raises RewardError with its id and the traceback, ``drop`` gives a
+        total of None, ``zero`` a total of 0.0. Raises ConfigError where a function cannot take the dataset's columns.
         """
         self.last_errors = ()
         whole = iter(self._score([rollout for rollout in rollouts if rollout.excluded is None]))
@@ -126,7 +131,8 @@ class Reward:
         without = [rollout.sample_id for rollout in rollouts if rollout.environment_reward is None]
         if without:
             raise RewardError(
-                f"reward.functions names {ENVIRONMENT!r} and sample {without[0]} comes from no environment; name one by environment.name, "
+                f"reward.functions names {ENVIRONMENT!r} and sample {without[0]} comes from no environment; name one "
+                "by environment.name, "
                 "or a function"
             )
         return _Answers(outcomes=[Outcome(value=rollout.environment_reward) for rollout in rollouts], unexplained=())

@@ -1,8 +1,8 @@
 """What a batch still asks of the workers: whole groups first, and who is guilty when a task fails. No processes here.
 
-A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples, each a task of its own. Alone, a sample
-that raises or runs out of time is guilty; one whose worker dies is tried once more, since the machine may have been at fault. So a task
-of n samples costs at most 1 + 2n workers.
+A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples, each a task of its
+own. Alone, a sample that raises or runs out of time is guilty; one whose worker dies is tried once more, since the
+machine may have been at fault. So a task of n samples costs at most 1 + 2n workers.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class TaskQueue:
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in found if s.task.function == function]
 
     def slow_samples(self) -> int | None:
-        """The fewest samples that ran out of time together and not alone: a sample's deadline is too short for as many."""
+        """The fewest samples that ran out of time together and not alone: a sample's deadline is too short for as
+        many."""
         slow = [s for s in self.splits if s.failure is Failure.OVERDUE and not s.found_guilty]
         return min((len(s.task.samples) for s in slow), default=None)

@@ -1,4 +1,5 @@
-"""Messages between a rank and its reward workers: JSON behind its length, over a socket pair. Nothing is ever unpickled."""
+"""Messages between a rank and its reward workers: JSON behind its length, over a socket pair. Nothing is ever
+unpickled."""
 
 from __future__ import annotations
 

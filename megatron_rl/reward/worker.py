@@ -1,9 +1,11 @@
-"""A reward worker: its own process and main thread (math-verify's deadlines are SIGALRM), without torch unless a function imports it.
+"""A reward worker: its own process and main thread (math-verify's deadlines are SIGALRM), without torch unless a
+function imports it.
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-The first message names the functions; then one task at a time arrives and its answer leaves. What interrupts a task is the pool, which
-kills this process: a call that takes a whole list cannot be interrupted otherwise. Shortly before, the stacks go to STACK_FD.
+The first message names the functions; then one task at a time arrives and its answer leaves. What interrupts a task is
+the pool, which kills this process: a call that takes a whole list cannot be interrupted otherwise. Shortly before, the
+stacks go to STACK_FD.
 """
 
 from __future__ import annotations
@@ -56,12 +58,14 @@ def resolve_all(names: list[str]) -> dict[str, RewardFunction]:
             functions[name] = resolve(name)
         except ConfigError as error:
             raise ConfigError(
-                f"{error} (met in a reward worker, a process of its own; a function that only the rank's main process has is named in "
+                f"{error} (met in a reward worker, a process of its own; a function that only the rank's main process "
+                "has is named in "
                 "reward.in_process)"
             ) from error
         except BaseException as error:  # a module may exit
             raise ConfigError(
-                f"reward function {name!r}: importing it in a reward worker ended with {type(error).__name__}: {error}; mend the module, "
+                f"reward function {name!r}: importing it in a reward worker ended with {type(error).__name__}: "
+                f"{error}; mend the module, "
                 "or name the function in reward.in_process"
             ) from error
     return functions

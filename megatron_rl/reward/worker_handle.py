@@ -1,4 +1,5 @@
-"""One reward worker as its rank holds it: the process, its socket, what it is doing and until when. No call here waits for an answer."""
+"""One reward worker as its rank holds it: the process, its socket, what it is doing and until when. No call here waits
+for an answer."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Gone(ConnectionError):
 
 
 class WorkerProcess:
-    """deadline: on time.monotonic, of its start or its task; None while it has neither. task_id: what its answer must carry."""
+    """deadline: on time.monotonic, of its start or its task; None while it has neither. task_id: what its answer must
+    carry."""
 
     def __init__(self, functions: Sequence[str], deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -50,7 +52,8 @@ class WorkerProcess:
                 env=environment(os.environ),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first; and its children are killed with it
+                # a terminal's Ctrl-C is for the ranks, which save first; and its children are killed with it
+                start_new_session=True,
             )
         ours.setblocking(False)
         self.socket = ours

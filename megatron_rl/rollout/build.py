@@ -35,7 +35,8 @@ class RankLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRole:
-    """A rank's part in the rollouts. ``share``: see RolloutWorker. ``starts``: it starts an engine of its own. ``drives``: it sends weights."""
+    """A rank's part in the rollouts. ``share``: see RolloutWorker. ``starts``: it starts an engine of its own.
+    ``drives``: it sends weights."""
 
     share: tuple[int, int] | None
     starts: bool
@@ -53,19 +54,22 @@ def role_of(config: Config, seat: RankLocation) -> EngineRole:
     engines = rollout.num_engines or seat.world_size // width
     if engines * width > seat.world_size or engines < 1:
         raise ConfigError(
-            f"rollout.num_engines={rollout.num_engines} engines of rollout.tensor_parallel={width} need {max(1, engines) * width} ranks "
+            f"rollout.num_engines={rollout.num_engines} engines of rollout.tensor_parallel={width} need "
+            f"{max(1, engines) * width} ranks "
             f"and there are {seat.world_size}; lower one of the two, or start more ranks"
         )
     if width > seat.local_world_size:
         raise ConfigError(
-            f"rollout.tensor_parallel={width} is more than the {seat.local_world_size} ranks of a node; an engine stays on one"
+            f"rollout.tensor_parallel={width} is more than the {seat.local_world_size} ranks of a node; an engine "
+            "stays on one"
         )
     number, rest = divmod(seat.rank, seat.world_size // engines)
     for engine in range(engines):
         first = engine * (seat.world_size // engines) % seat.local_world_size
         if first + width > seat.local_world_size:
             raise ConfigError(
-                f"engine {engine} of rollout.tensor_parallel={width} would begin at rank {first} of a node's {seat.local_world_size} "
+                f"engine {engine} of rollout.tensor_parallel={width} would begin at rank {first} of a node's "
+                f"{seat.local_world_size} "
                 "and reach beyond it; take a width that divides a node's ranks, or fewer rollout.num_engines"
             )
     owns = rest == 0 and number < engines
@@ -73,7 +77,8 @@ def role_of(config: Config, seat: RankLocation) -> EngineRole:
 
 
 def shares_device(config: Config, device: torch.device) -> bool:
-    """Whether trainer and engine take turns on one GPU. Raises ConfigError where they are asked to and there is none."""
+    """Whether trainer and engine take turns on one GPU. Raises ConfigError where they are asked to and there is
+    none."""
     rollout = config.rollout
     own_engines = rollout.engine == "vllm" and not rollout.servers
     if rollout.sleep == "always" and not (own_engines and device.type == "cuda"):
@@ -84,12 +89,14 @@ def shares_device(config: Config, device: torch.device) -> bool:
 
 
 def refuse_sharing(config: Config, shared: bool) -> None:
-    """Raises ConfigError where rollouts are to be made while the trainer works, on the device that both take turns on."""
+    """Raises ConfigError where rollouts are to be made while the trainer works, on the device that both take turns
+    on."""
     given = config.rollout.producer
     if shared and (given.ahead or given.mode == "streaming"):
         raise ConfigError(
             f"rollout.producer.mode={given.mode} generates while the trainer trains, and the engines share its GPUs "
-            f"(rollout.sleep={config.rollout.sleep}); name engines on other GPUs by rollout.servers, keep both in memory at once by "
+            f"(rollout.sleep={config.rollout.sleep}); name engines on other GPUs by rollout.servers, keep both in "
+            "memory at once by "
             "rollout.sleep=never, or set rollout.producer.mode=sync"
         )
 
@@ -139,7 +146,8 @@ def _longest(config: Config) -> int:
 
 
 def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
-    """Fields of vllm.EngineArgs (0.32.0) for an engine of the run's own; ``rollout.vllm`` adds to them and may change the last group."""
+    """Fields of vllm.EngineArgs (0.32.0) for an engine of the run's own; ``rollout.vllm`` adds to them and may change
+    the last group."""
     on_gpu = device.type == "cuda"
     owned: dict[str, object] = {
         "model": config.model.hf_path,
@@ -167,20 +175,22 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
 
 
 def _on_cpu(config: Config) -> dict[str, object]:
-    """A prompt cut in chunks makes vLLM (0.32.0) wind a sample's random numbers back, which torch's CPU generator cannot: the engine dies.
-    Its default block of 128 tokens would keep short prompts out of the prefix cache."""
+    """A prompt cut in chunks makes vLLM (0.32.0) wind a sample's random numbers back, which torch's CPU generator
+    cannot: the engine dies. Its default block of 128 tokens would keep short prompts out of the prefix cache."""
     return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, _longest(config))}
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on: a scheduler or a container may have left it a part of the host's."""
+    """Count the cores that this process may run on: a scheduler or a container may have left it a part of the
+    host's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _process(config: Config, seat: RankLocation, device: torch.device) -> ProcessReplica:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install 'megatron_rl[vllm]' (on a CPU "
+            "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install "
+            "'megatron_rl[vllm]' (on a CPU "
             "make test-vllm makes .venv-vllm), or name running servers by rollout.servers"
         )
     devices, threads = None, None
@@ -209,7 +219,8 @@ def _channel(config: Config, device: torch.device) -> str:
     asked = config.weight_sync.channel
     if asked == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
         raise ConfigError(
-            f"weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on {device.type} with "
+            "weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on "
+            f"{device.type} with "
             f"rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
         )
     if asked != "auto":

@@ -4,7 +4,8 @@ trainer ── offload the trainer's state, wake the engine's weights ──▶ 
    ▲                                                                     │                                  │
    └──────────────────────── engine sleeps, then the trainer's state returns ◀──────────────────────────────┘
 
-Weights are sent in ``weights`` (or ``engine``), rollouts are made in ``engine``; the trainer's own weights stay throughout.
+Weights are sent in ``weights`` (or ``engine``), rollouts are made in ``engine``; the trainer's own weights stay
+throughout.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class DeviceOwner(Enum):
 
 
 class ColocatedDevice:
-    """offload, restore: the trainer's gradients and optimizer state off the device and back; both None where nothing is shared.
+    """offload, restore: the trainer's gradients and optimizer state off the device and back; both None where nothing is
+    shared.
 
     enter: told of every change of turn, after it, with the turn that ended (for the memory that it held at most).
     """

@@ -22,7 +22,8 @@ NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_wei
 class SyncReport:
     """What one sync did on this rank.
 
-    num_bytes: of the weights · failed: engine → why; empty where all hold the version now · lost: those of them that are gone or hang.
+    num_bytes: of the weights · failed: engine → why; empty where all hold the version now · lost: those of them that
+    are gone or hang.
     """
 
     version: int
@@ -34,7 +35,8 @@ class SyncReport:
 
 
 class EngineLost(RuntimeError):
-    """No engine is left for the rest of a call. ``finished``: rollouts by the prompt's position in it; the others are asked for again."""
+    """No engine is left for the rest of a call. ``finished``: rollouts by the prompt's position in it; the others are
+    asked for again."""
 
     def __init__(self, message: str, *, finished: Mapping[int, list[Rollout]]) -> None:
         super().__init__(message)
@@ -42,16 +44,18 @@ class EngineLost(RuntimeError):
 
 
 class Engine(Protocol):
-    """Samples completions from the trainer's weights. One owner, one call at a time; but under ``weight_sync.in_flight`` one thread may
-    generate while another one goes on with the rest, ``load_weights`` among it: tokens sampled before it keep their version, and later
-    ones, from keys and values that are computed again, carry the new one."""
+    """Samples completions from the trainer's weights. One owner, one call at a time; but under
+    ``weight_sync.in_flight`` one thread may generate while another one goes on with the rest, ``load_weights`` among
+    it: tokens sampled before it keep their version, and later ones, from keys and values that are computed again, carry
+    the new one."""
 
     weight_version: int
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Waits until it serves, after its start or a loss. ``lost``: what any rank knows to be gone. Raises EngineError where it will not
-        come back; weights are to be loaded after it. Returns the names of what the run can do without for now."""
+        """Waits until it serves, after its start or a loss. ``lost``: what any rank knows to be gone. Raises
+        EngineError where it will not come back; weights are to be loaded after it. Returns the names of what the run
+        can do without for now."""
         ...
 
     def leave_out(self, names: Collection[str]) -> None:
@@ -63,7 +67,8 @@ class Engine(Protocol):
 
         Every parameter arrives exactly once; a tied alias (``lm_head.weight`` under tied embeddings) may be absent.
         Missing, doubled or unknown names and wrong shapes raise ValueError naming them; the engine then holds no
-        usable weights until a later call succeeds. An engine in another process raises nothing of its own: the report says it.
+        usable weights until a later call succeeds. An engine in another process raises nothing of its own: the report
+        says it.
         """
         ...
 
@@ -84,14 +89,15 @@ class Engine(Protocol):
 
         temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's samples are all the same.
 
-        max_tokens: of each prompt's samples, at most, one number per prompt, each from 1 to ``rollout.max_response_tokens``; None: that.
-        Tokens below the bound are those of a call without it.
+        max_tokens: of each prompt's samples, at most, one number per prompt, each from 1 to
+        ``rollout.max_response_tokens``; None: that. Tokens below the bound are those of a call without it.
 
-        ``on_finished`` is called in this thread, once for each prompt whose group is whole, in the order in which they become so; before
-        an EngineLost exactly for those that it holds as finished. What it raises ends the call, with nothing left under way.
+        ``on_finished`` is called in this thread, once for each prompt whose group is whole, in the order in which they
+        become so; before an EngineLost exactly for those that it holds as finished. What it raises ends the call, with
+        nothing left under way.
 
-        ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for a
-        prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
+        ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for
+        a prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
         """
         ...
 
@@ -125,17 +131,19 @@ def token_bounds(
     max_response_tokens: int,
     longest: int,
 ) -> list[int]:
-    """[len(prompts)] the most tokens that each prompt's samples may have: ``max_tokens``, or ``rollout.max_response_tokens`` each.
+    """[len(prompts)] the most tokens that each prompt's samples may have: ``max_tokens``, or
+    ``rollout.max_response_tokens`` each.
 
-    longest: the positions that the model, or the engine, has. Raises ConfigError for what no engine can sample, ValueError for
-    ``max_tokens`` that is not one number from 1 to ``rollout.max_response_tokens`` for each prompt.
+    longest: the positions that the model, or the engine, has. Raises ConfigError for what no engine can sample,
+    ValueError for ``max_tokens`` that is not one number from 1 to ``rollout.max_response_tokens`` for each prompt.
     """
     if samples_per_prompt < 1:
         raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
     bounds = [max_response_tokens] * len(prompts) if max_tokens is None else [int(bound) for bound in max_tokens]
     if len(bounds) != len(prompts) or not all(1 <= bound <= max_response_tokens for bound in bounds):
         raise ValueError(
-            f"max_tokens={bounds[:8]} for {len(prompts)} prompts; give each one number from 1 to rollout.max_response_tokens="
+            f"max_tokens={bounds[:8]} for {len(prompts)} prompts; give each one number from 1 to "
+            "rollout.max_response_tokens="
             f"{max_response_tokens}"
         )
     for prompt, bound in zip(prompts, bounds, strict=True):

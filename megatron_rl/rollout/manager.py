@@ -1,7 +1,9 @@
-"""Rollouts as all ranks see them: weights to the engines, prompts to rollouts, and an engine's failure met by every rank together.
+"""Rollouts as all ranks see them: weights to the engines, prompts to rollouts, and an engine's failure met by every
+rank together.
 
-A device that trainer and engine share changes hands around both: the trainer's gradients and optimizer state leave it, the engine's
-weights wake, weights are sent, the engine's keys and values wake, rollouts are made, the engine sleeps, the trainer's state returns.
+A device that trainer and engine share changes hands around both: the trainer's gradients and optimizer state leave it,
+the engine's weights wake, weights are sent, the engine's keys and values wake, rollouts are made, the engine sleeps,
+the trainer's state returns.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ WARN_GAP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectDurations:
-    """Seconds of one ``collect`` on this rank: waited for engines and reward workers, and scored in its own main thread."""
+    """Seconds of one ``collect`` on this rank: waited for engines and reward workers, and scored in its own main
+    thread."""
 
     waited_s: float
     scored_s: float
@@ -41,8 +44,9 @@ class CollectDurations:
 class RolloutManager:
     """Methods are collectives unless they say otherwise.
 
-    export:  the trainer's weights under their Hugging Face names (``MegatronBackend.export``), and ``version`` their version.
-    offload, restore: the trainer's way off a shared device and back; None where the engine has a device of its own.
+    export:  the trainer's weights under their Hugging Face names (``MegatronBackend.export``), and ``version`` their
+    version. offload, restore: the trainer's way off a shared device and back; None where the engine has a device of its
+    own.
     share:   (this rank's number among the ranks with prompts, how many these are); None for a rank without an engine.
     score_apart: whether ``score`` may be called in another thread than the main one.
     """
@@ -88,9 +92,9 @@ class RolloutManager:
     def sync_weights(self) -> None:
         """Hands the engines the current weights, unless they all have them: a step that moved nothing sends nothing.
 
-        A sync that fails anywhere is sent again whole, to engines that are started again where they were lost; EngineError, on every
-        rank, after ``weight_sync.attempts``. What is under way ends first, unless the engines take weights in between
-        (``weight_sync.in_flight``).
+        A sync that fails anywhere is sent again whole, to engines that are started again where they were lost;
+        EngineError, on every rank, after ``weight_sync.attempts``. What is under way ends first, unless the engines
+        take weights in between (``weight_sync.in_flight``).
         """
         version, attempts = self._version(), self.config.weight_sync.attempts
         if not self.config.weight_sync.in_flight:
@@ -152,7 +156,8 @@ class RolloutManager:
     def job(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
     ) -> RolloutJob:
-        """This rank's share of prompts that are named by place on every rank. Not a collective, and nothing is generated yet."""
+        """This rank's share of prompts that are named by place on every rank. Not a collective, and nothing is
+        generated yet."""
         places = sorted(prompts)
         mine = [places[k] for k in self.producer.places(len(places))]
         return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
@@ -162,8 +167,8 @@ class RolloutManager:
         return RolloutJob(prompts, (), self.config.rollout.samples_per_prompt)
 
     def start(self, job: RolloutJob) -> None:
-        """From here on it is generated while the caller does something else, where engines have a device of their own; else by
-        ``collect``. Weights must have been sent. Not a collective."""
+        """From here on it is generated while the caller does something else, where engines have a device of their own;
+        else by ``collect``. Weights must have been sent. Not a collective."""
         self.jobs.append(job)
         if self.in_background:
             self.producer.start(job)
@@ -171,8 +176,8 @@ class RolloutManager:
     def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
         """Wait until every rank's share of the places is there, scored; return where the time went.
 
-        Samples that an engine owes when it is lost are asked for again once it has weights again. An error of one rank is raised
-        on every rank.
+        Samples that an engine owes when it is lost are asked for again once it has weights again. An error of one rank
+        is raised on every rank.
         """
         started, scored_s = time.perf_counter(), self.producer.scored_here_s
         mine = [place for place in places if place in job.mine]
@@ -198,8 +203,8 @@ class RolloutManager:
             self._mend(lost)
 
     def finish(self, job: RolloutJob) -> None:
-        """To be called once a job was collected whole: its measures, and nothing is owed of it any more. Several jobs before one
-        ``take_metrics`` add up."""
+        """To be called once a job was collected whole: its measures, and nothing is owed of it any more. Several jobs
+        before one ``take_metrics`` add up."""
         self.jobs = [x for x in self.jobs if x is not job]
         parts = collectives.gather_json([job.num_tokens(), job.generation_s, job.num_turns(), job.num_samples()])
         tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
@@ -254,7 +259,8 @@ class RolloutManager:
     ) -> RolloutJob:
         """This rank's share of scored rollouts by the current weights, at once; what is under way ends before.
 
-        temperature: an evaluation's (0: greedy), which stands in no rollout's measures; None: of rollouts, ``rollout.temperature``.
+        temperature: an evaluation's (0: greedy), which stands in no rollout's measures; None: of rollouts,
+        ``rollout.temperature``.
         """
         waited_s = self.waited_s
         self.settle()
@@ -289,7 +295,8 @@ class RolloutManager:
         return (
             f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['generation_s'], 1e-9):,.0f} a second; "
             f"weights sent {t['syncs']} times, "
-            f"{t['sync_s'] / max(t['syncs'], 1):.3f} s and {t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s each; "
+            f"{t['sync_s'] / max(t['syncs'], 1):.3f} s and {t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s "
+            "each; "
             f"{(t['waited_s'] + t['sync_s']) / max(run_s, 1e-9):.0%} of {run_s:,.0f} s waited for the two"
         )
 
@@ -299,11 +306,13 @@ class RolloutManager:
 
 
 def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
-    """Warns, or raises EngineError, where trainer and engine give other log-probs to the same tokens (in the mean, nats per token).
+    """Warns, or raises EngineError, where trainer and engine give other log-probs to the same tokens (in the mean, nats
+    per token).
 
-    sums: of a log-prob pass, over all ranks; see MegatronBackend.forward. A pass of no token says nothing. dtype: model.dtype.
-    fresh: whether both had the same weights. Where they had not, a gap is what training did: only ``warn_logprob_gap``, where it is set,
-    says something then.
+    sums: of a log-prob pass, over all ranks; see MegatronBackend.forward. A pass of no token says nothing. dtype:
+    model.dtype.
+    fresh: whether both had the same weights. Where they had not, a gap is what training did: only ``warn_logprob_gap``,
+    where it is set, says something then.
     """
     if not sums.get("tokens"):
         return
@@ -313,7 +322,8 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     )
     if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
-            f"{found}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, another tokenizer, dtype or "
+            f"{found}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, "
+            "another tokenizer, dtype or "
             "temperature. Compare them on one prompt (docs/vllm.md), or raise the setting if the difference is meant"
         )
     default = WARN_GAP[dtype] if fresh else math.inf

@@ -1,14 +1,18 @@
 """Episodes: an engine around an engine, whose samples are conversations of the policy with an environment.
 
-All samples' first turn is one call of the engine, with a prompt's samples together; then environments step, and what is not over goes on as
-prompts of one sample each, turn after turn. A sample's response is everything behind its prompt; the environment's tokens carry no loss.
+All samples' first turn is one call of the engine, with a prompt's samples together; then environments step, and what is
+not over goes on as prompts of one sample each, turn after turn. A sample's response is everything behind its prompt;
+the environment's tokens carry no loss.
 
 An episode ends
 - where the environment says so, or after ``environment.max_turns`` turns: finish_reason "stop";
-- where ``rollout.max_response_tokens``, which bounds the whole response, is reached within a turn, or leaves no token behind an
-  observation: "length". A turn that was cut off is not told to the environment, an observation that does not fit is not appended.
+- where ``rollout.max_response_tokens``, which bounds the whole response, is reached within a turn, or leaves no token
+  behind an
+  observation: "length". A turn that was cut off is not told to the environment, an observation that does not fit is not
+  appended.
 
-1. Who draws is named by prompt, sample and turn, never by a rank or a place in a call: any layout, and a resumed run, draws the same.
+1. Who draws is named by prompt, sample and turn, never by a rank or a place in a call: any layout, and a resumed run,
+   draws the same.
 2. What the policy sampled stays as it was sampled; only what the environment says is tokenized.
 3. A prompt's group is reported once, whole; where the engine is lost, all that was not reported begins again.
 """
@@ -38,7 +42,8 @@ MAX_TRACEBACK = 20_000  # characters
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Episode:
-    """One sample under way. room: tokens that its response may have. said: what the environment owes. why_excluded: it failed."""
+    """One sample under way. room: tokens that its response may have. said: what the environment owes. why_excluded: it
+    failed."""
 
     prompt: Prompt
     sample_index: int
@@ -107,7 +112,8 @@ class _Episode:
 class MultiTurnEngine:
     """See the module. ``Engine`` for whoever calls it; everything but ``generate`` is the inner engine's.
 
-    make: a sample's environment. observations: the tokenizer's way to write what it says. max_response_tokens: of the whole response.
+    make: a sample's environment. observations: the tokenizer's way to write what it says. max_response_tokens: of the
+    whole response.
     """
 
     def __init__(
@@ -167,8 +173,8 @@ class MultiTurnEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """See ``Engine.generate``; ``max_tokens`` is of whole responses. Raises EpisodeError, with the sample's id and the turn, where an
-        environment fails or takes too long under ``environment.on_error=fail``."""
+        """See ``Engine.generate``; ``max_tokens`` is of whole responses. Raises EpisodeError, with the sample's id and
+        the turn, where an environment fails or takes too long under ``environment.on_error=fail``."""
         room = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         groups = [
             [_Episode(prompt=prompt, sample_index=index, room=room[place]) for index in range(samples_per_prompt)]
@@ -241,7 +247,8 @@ class MultiTurnEngine:
             episode.add_observation(token_ids)
 
     def _result(self, episode: _Episode, call: str) -> Step | None:
-        """What the environment's call gave. Where it failed, EpisodeError, or the episode is over and its sample excluded."""
+        """What the environment's call gave. Where it failed, EpisodeError, or the episode is over and its sample
+        excluded."""
         why = None
         try:
             said = self._pool.result(episode.said)
@@ -278,7 +285,8 @@ class MultiTurnEngine:
 
 
 def with_environment(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The engine itself where ``environment.name`` is null. Raises ConfigError for what cannot work, before anything is sampled."""
+    """The engine itself where ``environment.name`` is null. Raises ConfigError for what cannot work, before anything is
+    sampled."""
     given = config.environment
     if given.name is None:
         return engine

@@ -1,8 +1,9 @@
-"""Rollouts in their order, as all ranks see them: which are started when, with which weights, and which groups of them are trained.
+"""Rollouts in their order, as all ranks see them: which are started when, with which weights, and which groups of them
+are trained.
 
-Every decision is made from what every rank holds (prompts, facts, rewards, versions, the buffers' entries), never from a clock: a run
-that generates ahead repeats to the bit, and so does one that goes on from a checkpoint. Only ``weight_sync.in_flight`` lets time decide
-where in a completion the weights change.
+Every decision is made from what every rank holds (prompts, facts, rewards, versions, the buffers' entries), never from
+a clock: a run that generates ahead repeats to the bit, and so does one that goes on from a checkpoint. Only
+``weight_sync.in_flight`` lets time decide where in a completion the weights change.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class RolloutQueue:
-    """Starts rollouts, collects them, and chooses the groups of each that are trained. Methods are collectives unless they say otherwise.
+    """Starts rollouts, collects them, and chooses the groups of each that are trained. Methods are collectives unless
+    they say otherwise.
 
     passes_parts: whether parts of a rollout are passed for log-probs as soon as they are there.
     passes_all:   whether such a pass takes every sample of a part; else those that may have signal.
@@ -122,9 +124,10 @@ class RolloutQueue:
     def take(self, index: int) -> TrainingBatch:
         """Wait for rollout ``index``, which is started where it was not, and return the groups that are trained.
 
-        Groups that are too old are dropped and their prompts come again; groups without signal may give way to those of further
-        prompts (``rollout.dynamic_sampling``) or to replayed ones. Raises NoSignalError where dynamic sampling does not help and
-        is to end the run. Call ``start_ahead`` after it, and ``remember`` once the advantages are known.
+        Groups that are too old are dropped and their prompts come again; groups without signal may give way to those of
+        further prompts (``rollout.dynamic_sampling``) or to replayed ones. Raises NoSignalError where dynamic sampling
+        does not help and is to end the run. Call ``start_ahead`` after it, and ``remember`` once the advantages are
+        known.
         """
         self.timer.add("weight_sync", 0.0)  # a row has its time where nothing has to be sent, too
         self.start_ahead(index)
@@ -142,7 +145,8 @@ class RolloutQueue:
         live = {place for scored, _ in parts for place in scored.live_places()}
         selection = Selection.of_job(job, fresh, live)
         num_dropped += self._drop_stale(index, fresh)
-        # Score what is left as one batch; its metrics are those of what was generated, before anything stands in for a group.
+        # Score what is left as one batch; its metrics are those of what was generated, before anything stands in for a
+        # group.
         scored = parts[0][0]
         if len(parts) > 1 or fresh != set(scored.facts.groups.tolist()):
             scored = score_groups(self.config, self.backend, selection.groups)
@@ -203,7 +207,8 @@ class RolloutQueue:
         return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))
 
     def _drop_stale(self, index: int, kept: set[int]) -> int:
-        """End a rollout's job, put the prompts of all but the kept places back, and return how many these are. Not a collective."""
+        """End a rollout's job, put the prompts of all but the kept places back, and return how many these are. Not a
+        collective."""
         dropped = [prompt for place, prompt in sorted(self.jobs.pop(index).prompts.items()) if place not in kept]
         if dropped:
             log.warning(
@@ -244,8 +249,10 @@ class RolloutQueue:
         num_dead, num_places = len(selection.dead), len(selection.prompts)
         if num_dead and settings.on_exhausted == "fail":
             raise NoSignalError(
-                f"{num_dead} of {num_places} groups have no signal after {num_rounds} rounds (rollout.dynamic_sampling.max_rounds="
-                f"{settings.max_rounds}); raise it, set rollout.dynamic_sampling.on_exhausted=skip, or take harder prompts"
+                f"{num_dead} of {num_places} groups have no signal after {num_rounds} rounds "
+                "(rollout.dynamic_sampling.max_rounds="
+                f"{settings.max_rounds}); raise it, set rollout.dynamic_sampling.on_exhausted=skip, or take harder "
+                "prompts"
             )
         return selection, {"dynamic_sampling/rounds": float(num_rounds), "dynamic_sampling/left": float(num_dead)}
 
@@ -265,7 +272,8 @@ class RolloutQueue:
         return selection.replay(placed, groups), metrics
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
-        """Keep groups with signal for replay, let go of those that were replayed often enough, and return the buffers' metrics.
+        """Keep groups with signal for replay, let go of those that were replayed often enough, and return the buffers'
+        metrics.
 
         advantages: [S], by rewards alone and without noise. Not a collective.
         """
@@ -303,8 +311,9 @@ class RolloutQueue:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self) -> tuple[dict, bytes]:
-        """(what every rank holds, JSON; what this rank alone holds), of a moment between rollouts. What is generated is waited for, since
-        the weights that it comes from are gone after a checkpoint. The next rollout that is started has the weights of now."""
+        """(what every rank holds, JSON; what this rank alone holds), of a moment between rollouts. What is generated is
+        waited for, since the weights that it comes from are gone after a checkpoint. The next rollout that is started
+        has the weights of now."""
         self.manager.settle()
         self.resend_weights = True
         groups = {
@@ -332,8 +341,8 @@ class RolloutQueue:
         return state, pack_groups(groups)
 
     def restore(self, state: Mapping, rows: Sequence[bytes]) -> None:
-        """rows: what ``save`` gave of some ranks of then; every one is given to exactly one rank of now. The prompts' cursor is restored
-        before it. Not a collective."""
+        """rows: what ``save`` gave of some ranks of then; every one is given to exactly one rank of now. The prompts'
+        cursor is restored before it. Not a collective."""
         self.next_rollout, self.resend_weights = state["next_rollout"], True
         gone = self.replay.load_state(state["replay"])
         self.reroll.load_state(state["reroll"])

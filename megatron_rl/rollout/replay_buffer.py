@@ -1,18 +1,22 @@
-"""Groups that are trained again, those with the most signal first: what is kept, drawn and let go. Pure: numbers in, decisions out.
+"""Groups that are trained again, those with the most signal first: what is kept, drawn and let go. Pure: numbers in,
+decisions out.
 
-Every rank holds the same buffer of facts and takes the same decisions; the rows (tokens) are held elsewhere, by key, and go where this
-says that a key left. Scores are compared, added and divided, no more: no library's logarithm decides what a rank draws.
+Every rank holds the same buffer of facts and takes the same decisions; the rows (tokens) are held elsewhere, by key,
+and go where this says that a key left. Scores are compared, added and divided, no more: no library's logarithm decides
+what a rank draws.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
-1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, every score finite and above 0, the best first: the higher score, then
-   the newer weights, then the smaller key. What is kept of a call of ``add`` is the best of all it had and was given.
+1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, every score finite and above 0, the best
+   first: the higher score, then the newer weights, then the smaller key. What is kept of a call of ``add`` is the best
+   of all it had and was given.
 2. No key is lost or doubled: what was held or came in is held afterwards or told of as gone, once, and never both.
-3. A draw gives distinct keys that are held, not excluded and not used up, as many as were asked for or all there are, and counts each as
-   used once more; it changes nothing else.
-4. A draw depends on (seed, rollout, what is held) alone. The chance of each next key is its score over the scores still to be drawn.
-5. Age is counted in weight versions: after ``expire(v)`` no entry is older than ``replay.max_age_versions`` at version v; after ``retire`` none
-   is used up.
+3. A draw gives distinct keys that are held, not excluded and not used up, as many as were asked for or all there are,
+   and counts each as used once more; it changes nothing else.
+4. A draw depends on (seed, rollout, what is held) alone. The chance of each next key is its score over the scores still
+   to be drawn.
+5. Age is counted in weight versions: after ``expire(v)`` no entry is older than ``replay.max_age_versions`` at version
+   v; after ``retire`` none is used up.
 6. A state that went through JSON and back has the same future.
 """
 
@@ -60,11 +64,13 @@ def group_scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The signal of each group: (group numbers [P] int64, sorted; scores [P] float64).
 
-    score = Σ over its samples of |A| · Σ_f std_f, the unbiased standard deviation (n − 1) of reward function f over the group's included
-    samples where f applied; 0 where those are fewer than two, and exactly 0 where they are equal as numbers.
+    score = Σ over its samples of |A| · Σ_f std_f, the unbiased standard deviation (n − 1) of reward function f over the
+    group's included samples where f applied; 0 where those are fewer than two, and exactly 0 where they are equal as
+    numbers.
 
-    advantages [S] · groups [S] int64 · included [S] bool · rewards_by_function [S, F], NaN where a function did not apply. Nothing of a
-    sample that is not included counts. A score is not finite where an advantage or a reward is not; `Entry` refuses it by its key.
+    advantages [S] · groups [S] int64 · included [S] bool · rewards_by_function [S, F], NaN where a function did not
+    apply. Nothing of a sample that is not included counts. A score is not finite where an advantage or a reward is not;
+    `Entry` refuses it by its key.
 
     Example: a group with rewards (1, 0) and advantages (0.5, −0.5): 1.0 · 0.7071 = 0.7071; one with rewards (1, 1): 0.
     """
@@ -79,7 +85,8 @@ def group_scores(
 
 
 def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: int) -> np.ndarray:
-    """[P] the unbiased standard deviation of each group's ``applied`` values; the rounding of a mean gives equal values no spread."""
+    """[P] the unbiased standard deviation of each group's ``applied`` values; the rounding of a mean gives equal values
+    no spread."""
     index, values = index[applied], values[applied]
     count = np.bincount(index, minlength=size)
     mean = np.bincount(index, weights=values, minlength=size) / np.maximum(count, 1)
@@ -96,8 +103,8 @@ class ReplayBuffer:
 
     seed: of the run; draws derive from it and the rollout's number.
 
-    Example: ``size=2``; adding a (score 1), b (3) and c (2) returns ``["a"]``; ``draw(1, rollout=5)`` returns ``["b"]`` three times out of
-    five over the seeds, else ``["c"]``; with ``max_uses=1``, ``retire()`` then returns the same key.
+    Example: ``size=2``; adding a (score 1), b (3) and c (2) returns ``["a"]``; ``draw(1, rollout=5)`` returns ``["b"]``
+    three times out of five over the seeds, else ``["c"]``; with ``max_uses=1``, ``retire()`` then returns the same key.
     """
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
@@ -114,9 +121,11 @@ class ReplayBuffer:
         return tuple(self._entries)
 
     def add(self, entries: Iterable[Entry]) -> list[str]:
-        """Keeps the ``replay.capacity_groups`` best of what is held and what comes; the keys that are not held (any more), whose rows may go.
+        """Keeps the ``replay.capacity_groups`` best of what is held and what comes; the keys that are not held (any
+        more), whose rows may go.
 
-        A key that is held already, or comes twice, is replaced by the later entry, as its rows are. A score of 0 is never kept.
+        A key that is held already, or comes twice, is replaced by the later entry, as its rows are. A score of 0 is
+        never kept.
         """
         latest = {entry.key: entry for entry in (*self._entries, *entries)}
         ranked = sorted(latest.values(), key=lambda entry: (-entry.score, -entry.version, entry.key))
@@ -125,10 +134,12 @@ class ReplayBuffer:
         return [entry.key for entry in ranked[len(kept) :]]
 
     def draw(self, count: int, *, rollout: int, exclude: Collection[str] = ()) -> list[str]:
-        """Up to ``count`` distinct keys, without replacement, in proportion to score; fewer where there are no more. Each counts as used.
+        """Up to ``count`` distinct keys, without replacement, in proportion to score; fewer where there are no more.
+        Each counts as used.
 
-        exclude: keys of groups that the batch has itself. rollout: the batch's number; the same one draws the same, so a second draw for
-        a batch must exclude what the first one gave. An entry that was used ``replay.max_uses`` times is not drawn, retired or not.
+        exclude: keys of groups that the batch has itself. rollout: the batch's number; the same one draws the same, so
+        a second draw for a batch must exclude what the first one gave. An entry that was used ``replay.max_uses`` times
+        is not drawn, retired or not.
         """
         assert count >= 0, f"count={count} groups to draw"
         barred = set(exclude)
@@ -136,7 +147,8 @@ class ReplayBuffer:
         scores = np.array([entry.score for entry in left], dtype=np.float64)
         drawn: list[str] = []
         for uniform in _uniforms(self._seed, rollout, min(count, len(left))):
-            # Over the largest, so that no sum overflows; one that underflows beside it has its turn when the larger ones are gone.
+            # Over the largest, so that no sum overflows; one that underflows beside it has its turn when the larger
+            # ones are gone.
             ends = np.cumsum(scores / scores.max())
             place = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
             drawn.append(left.pop(place).key)
@@ -169,7 +181,8 @@ class ReplayBuffer:
         }
 
     def load_state(self, state: Mapping) -> list[str]:
-        """Takes the place of what is held; the saved keys that a smaller ``replay.capacity_groups`` than before has no room for."""
+        """Takes the place of what is held; the saved keys that a smaller ``replay.capacity_groups`` than before has no
+        room for."""
         loaded = [Entry(**entry) for entry in state["entries"]]
         assert len({entry.key for entry in loaded}) == len(loaded), "a key stands twice in the saved replay buffer"
         self._entries = []
@@ -177,7 +190,8 @@ class ReplayBuffer:
 
 
 def _uniforms(seed: int, rollout: int, count: int) -> list[float]:
-    """``count`` numbers in [0, 1). random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions (NEP 19)."""
+    """``count`` numbers in [0, 1). random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across
+    versions (NEP 19)."""
     key = np.array([seed % 2**64, rollout], dtype=np.uint64)
     counter = np.array([0, 0, 0, 1], dtype=np.uint64)  # the prompts' order has the same keys, from 0 on
     return ((np.random.Philox(key=key, counter=counter).random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()

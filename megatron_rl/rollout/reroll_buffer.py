@@ -1,4 +1,5 @@
-"""Prompts whose whole group failed, asked again later: which ones failed, which wait, which are due. Pure: numbers in, decisions out.
+"""Prompts whose whole group failed, asked again later: which ones failed, which wait, which are due. Pure: numbers in,
+decisions out.
 
 Every rank holds the same buffer of (prompt_id, attempt) and takes the same decisions.
 
@@ -6,10 +7,10 @@ Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 
 1. At most ``reroll.capacity_prompts`` prompts wait, each once; the longest-waiting leaves for a newer one.
 2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an attempt above it.
-3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most the room there is, and none before
-   ``reroll.start_fraction``; what it gives no longer waits.
-4. One that is told of again while it waits keeps its place and the later of its attempts: while no failure is told of twice, no
-   attempt is asked for twice.
+3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most the room there is, and none
+   before ``reroll.start_fraction``; what it gives no longer waits.
+4. One that is told of again while it waits keeps its place and the later of its attempts: while no failure is told of
+   twice, no attempt is asked for twice.
 5. ``num_buffered`` counts what began to wait, ``num_issued`` what was given.
 6. A state that went through JSON and back has the same future.
 """
@@ -28,7 +29,8 @@ def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> n
 
     totals [S] float64, NaN where a sample is excluded · groups [S] int64.
 
-    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4): group 7 has a reward of 1, group 9 has none.
+    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4): group 7 has a reward of 1, group
+    9 has none.
     """
     included = ~np.isnan(totals)
     above = groups[included & (totals > threshold)]
@@ -55,8 +57,8 @@ class RerollBuffer:
     def note(self, asked: Sequence[tuple[str, int]]) -> None:
         """(prompt_id, attempt) of groups that failed just now.
 
-        One that waits already keeps its place and the later of its attempts. A prompt whose last attempt has failed does not wait (any
-        more); where ``reroll.capacity_prompts`` prompts wait, the one that waited longest leaves.
+        One that waits already keeps its place and the later of its attempts. A prompt whose last attempt has failed
+        does not wait (any more); where ``reroll.capacity_prompts`` prompts wait, the one that waited longest leaves.
         """
         for prompt_id, attempt in asked:
             latest = max(attempt, self._waiting.get(prompt_id, attempt))
@@ -87,8 +89,8 @@ class RerollBuffer:
         return {"waiting": waiting, "num_buffered": self.num_buffered, "num_issued": self.num_issued}
 
     def load_state(self, state: Mapping) -> None:
-        """Takes the place of what waits. Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a smaller
-        ``reroll.max_attempts`` those that have reached it."""
+        """Takes the place of what waits. Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a
+        smaller ``reroll.max_attempts`` those that have reached it."""
         self._waiting = {}
         self.note([(prompt_id, attempt) for prompt_id, attempt in state["waiting"]])
         self.num_buffered, self.num_issued = state["num_buffered"], state["num_issued"]

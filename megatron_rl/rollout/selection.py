@@ -1,4 +1,5 @@
-"""The groups of a rollout that are to be trained, by their place in it. Filters return a new selection and leave theirs as it is."""
+"""The groups of a rollout that are to be trained, by their place in it. Filters return a new selection and leave theirs
+as it is."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from megatron_rl.types import Prompt
 class Selection:
     """One group for each place of a batch.
 
-    prompts:  of every rank's places, the prompt that the batch's group answers; of a replayed one, the prompt that it stands in for.
+    prompts:  of every rank's places, the prompt that the batch's group answers; of a replayed one, the prompt that it
+              stands in for.
     groups:   of this rank's places, the group.
     live:     places whose group may have signal.
-    replaced: places that have another group than the rollout had; replayed: those whose group an earlier rollout has trained.
+    replaced: places that have another group than the rollout had; replayed: those whose group an earlier rollout has
+    trained.
 
-    Example: places 0 and 1, of which 1 has no signal: ``refill({1: prompt}, {1: group}, {1})`` leaves no place dead, and
-    ``replaced == {1}``.
+    Example: places 0 and 1, of which 1 has no signal: ``refill({1: prompt}, {1: group}, {1})`` leaves no place dead,
+    and ``replaced == {1}``.
     """
 
     prompts: Mapping[int, Prompt]
@@ -58,7 +61,8 @@ class Selection:
         )
 
     def replay(self, places: Collection[int], groups: Mapping[int, Group]) -> Selection:
-        """Put replayed groups in some places, whose prompts stay. groups: of such places, those that are this rank's."""
+        """Put replayed groups in some places, whose prompts stay. groups: of such places, those that are this
+        rank's."""
         return replace(
             self,
             groups=self._with_groups(places, groups),

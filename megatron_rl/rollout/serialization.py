@@ -1,7 +1,8 @@
-"""Finished groups as bytes and back: what a checkpoint keeps of rollouts that are not trained yet, and of replayed ones.
+"""Finished groups as bytes and back: what a checkpoint keeps of rollouts that are not trained yet, and of replayed
+ones.
 
-An .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and ``loss_mask`` bool (True throughout
-where a rollout has none), flat over all samples in the header's order.
+An .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and ``loss_mask`` bool
+(True throughout where a rollout has none), flat over all samples in the header's order.
 Files of before rollouts had masks hold none, and are read as what they were.
 """
 

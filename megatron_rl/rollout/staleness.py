@@ -7,8 +7,8 @@ Invariants (``assert_invariants`` in tests/unit/rollout/test_staleness.py):
 
 1. What is started is trained at most ``max_staleness_steps`` versions after the weights that it is started with.
 2. The rollout whose turn it is (``between`` 0) may always be started.
-3. Weights are sent only where they are ``interval`` behind, where the engine has none, where a checkpoint was just taken (``renew``), or
-   where nothing could be started without.
+3. Weights are sent only where they are ``interval`` behind, where the engine has none, where a checkpoint was just
+   taken (``renew``), or where nothing could be started without.
 4. What may be started later in line, may be started earlier in line.
 """
 
@@ -37,8 +37,8 @@ def may_start(
 ) -> Start:
     """trained: the trainer's weight version · engine: that of the engines · max_staleness_steps: None for no bound.
 
-    Example: one step per rollout, ``max_staleness_steps`` 1, both at version 5: the next rollout but one (``between`` 1) may start now, that
-    after it (2) may not; at engine version 4 the first may start after a sync.
+    Example: one step per rollout, ``max_staleness_steps`` 1, both at version 5: the next rollout but one (``between``
+    1) may start now, that after it (2) may not; at engine version 4 the first may start after a sync.
     """
     ahead = between * steps_per_rollout
 

@@ -1,4 +1,5 @@
-"""The batch that a rollout becomes: facts and rewards of all ranks' groups, and the log-probs that are known before the training plan."""
+"""The batch that a rollout becomes: facts and rewards of all ranks' groups, and the log-probs that are known before the
+training plan."""
 
 from __future__ import annotations
 

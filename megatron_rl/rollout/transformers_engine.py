@@ -35,7 +35,8 @@ class TransformersEngine:
     A row's draws come from a generator of its own (``sample_seed``), so its tokens do not depend on which rows share
     its batch, beyond float rounding of the logits.
 
-    Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32, device=torch.device("cpu"))``
+    Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32,
+    device=torch.device("cpu"))``
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class TransformersEngine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``seed``: the run's seed. Raises ConfigError: no such directory, a model too large, an impossible stop token."""
+        """``seed``: the run's seed. Raises ConfigError: no such directory, a model too large, an impossible stop
+        token."""
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
         self._model: PreTrainedModel | None = _build_model(hf_path, rollout, dtype, device)
@@ -75,7 +77,8 @@ class TransformersEngine:
         """Nothing, as ``sleep``."""
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """See ``Engine.load_weights``: names are those of checkpoint files, which a mixture's fused experts take in part by part.
+        """See ``Engine.load_weights``: names are those of checkpoint files, which a mixture's fused experts take in
+        part by part.
 
         ``version`` >= 0 is the trainer's; rollouts carry it.
         """
@@ -102,12 +105,14 @@ class TransformersEngine:
                 target = targets[name]
                 if tensor.shape != target.shape:
                     raise ValueError(
-                        f"load_weights: weight {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(target.shape)}; "
+                        f"load_weights: weight {name!r} has shape {tuple(tensor.shape)}, the model needs "
+                        f"{tuple(target.shape)}; "
                         "export full tensors (gathered over tensor parallel ranks, vocabulary padding removed)"
                     )
                 if id(target) in filled and not torch.equal(target, tensor.to(target)):
                     raise ValueError(
-                        f"load_weights: {name!r} is tied to {owners[id(target)]!r} in the model and arrived with other values; "
+                        f"load_weights: {name!r} is tied to {owners[id(target)]!r} in the model and arrived with "
+                        "other values; "
                         "set tie_word_embeddings=false in the model's config, or tie them in the trainer"
                     )
                 target.copy_(tensor)
@@ -133,7 +138,8 @@ class TransformersEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """See ``Engine.generate``. Log-probs are at the temperature of the call; greedy ones at ``rollout.temperature``."""
+        """See ``Engine.generate``. Log-probs are at the temperature of the call; greedy ones at
+        ``rollout.temperature``."""
         bounds = self._check(prompts, samples_per_prompt, max_tokens)
         greedy, at = temperature == 0.0, temperature or self._rollout.temperature
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
@@ -195,9 +201,11 @@ class TransformersEngine:
         temperature: float,
         limits: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps, rows].
+        """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps,
+        rows].
 
-        limits: [rows] the most tokens of each. What stands after them, or after a row's first stop token, is meaningless.
+        limits: [rows] the most tokens of each. What stands after them, or after a row's first stop token, is
+        meaningless.
         """
         model, max_steps = self._open_model(), int(limits.max())
         num_rows = len(prompts) * repeats
@@ -264,7 +272,8 @@ class TransformersEngine:
         if not np.isfinite(logprobs[within]).all():
             prompt, sample = rows[int(np.argmin((np.isfinite(logprobs) | ~within).all(axis=0)))]
             raise RuntimeError(
-                f"sample {prompt.prompt_id}#{sample} has a log-prob that is not finite at weight version {self.weight_version}; "
+                f"sample {prompt.prompt_id}#{sample} has a log-prob that is not finite at weight version "
+                f"{self.weight_version}; "
                 "the weights are broken (a step with a non-finite gradient?) or overflow in this dtype"
             )
         texts: dict[tuple[int, ...], str] = {}  # short answers repeat within a group, and decoding is slow
@@ -302,7 +311,8 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
             if num_parameters > MAX_EMBEDDED_PARAMETERS:
                 raise ConfigError(
                     f"rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
-                    f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a smaller model, "
+                    f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a "
+                    "smaller model, "
                     "or set rollout.allow_large_embedded_model=true if the memory is there"
                 )
         with torch.device(device):
@@ -311,7 +321,8 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
 
 
 def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
-    """The tokenizer's stop token and those of generation_config.json, ascending. Raises ConfigError beyond the vocabulary."""
+    """The tokenizer's stop token and those of generation_config.json, ascending. Raises ConfigError beyond the
+    vocabulary."""
     # A model built from its config alone has not read the directory's generation_config.json, where chat models
     # list their second stop token.
     if (pathlib.Path(hf_path) / "generation_config.json").is_file():
@@ -324,7 +335,8 @@ def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: in
     outside = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < vocab_size)
     if outside:
         raise ConfigError(
-            f"stop token ids {outside} of the tokenizer or of {hf_path!r} lie outside the model's vocab_size={vocab_size}; "
+            f"stop token ids {outside} of the tokenizer or of {hf_path!r} lie outside the model's "
+            f"vocab_size={vocab_size}; "
             "check model.tokenizer_path and eos_token_id in generation_config.json"
         )
     return sorted(stop_ids)

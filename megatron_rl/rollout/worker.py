@@ -1,10 +1,13 @@
-"""Prompts → scored groups, on one rank: at once, in a thread while the trainer trains, or scored in parts while the rest is generated.
+"""Prompts → scored groups, on one rank: at once, in a thread while the trainer trains, or scored in parts while the
+rest is generated.
 
-A rollout's prompts are named on every rank and each takes every n-th; groups stay whole on one rank. One thread generates, job after job;
-with reward workers another one scores. Functions of the rank's own process are called in its main thread, where signals work.
+A rollout's prompts are named on every rank and each takes every n-th; groups stay whole on one rank. One thread
+generates, job after job; with reward workers another one scores. Functions of the rank's own process are called in its
+main thread, where signals work.
 
 1. Every place of a job ends in ``found`` and then in ``scores`` exactly once, whatever engines are lost in between.
-2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the last call.
+2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the
+   last call.
 3. ``wait`` ends: by its places, by what a thread met, by a lost engine once nothing is under way, or by its deadline.
 4. Nothing runs ahead of what was started: memory is bounded by the jobs that the caller starts.
 """
@@ -39,8 +42,9 @@ class Group:
         return self.rollouts[0].prompt
 
     def samples(self, *, mask_truncated: bool = False) -> list[Sample]:
-        """Rows to train on. A sample that was taken out of its group (no total) carries no loss token; nor does one that was cut off, with
-        ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4), whose reward stays in its group's statistics."""
+        """Rows to train on. A sample that was taken out of its group (no total) carries no loss token; nor does one
+        that was cut off, with ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4), whose
+        reward stays in its group's statistics."""
         return [
             to_sample(
                 rollout, included=score.total is not None and not (mask_truncated and rollout.finish_reason == "length")
@@ -50,13 +54,14 @@ class Group:
 
 
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:
-    """One row; included: whether its response carries loss, where ``Rollout.loss_mask`` says so. Raises ValueError for a mask of another
-    length than the response's."""
+    """One row; included: whether its response carries loss, where ``Rollout.loss_mask`` says so. Raises ValueError for
+    a mask of another length than the response's."""
     tokens = len(rollout.response_ids)
     mask = np.ones(tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
     if len(mask) != tokens:
         raise ValueError(
-            f"sample {rollout.sample_id} has {tokens} response tokens and a loss_mask of {len(mask)}; give each token its own"
+            f"sample {rollout.sample_id} has {tokens} response tokens and a loss_mask of {len(mask)}; give each token "
+            "its own"
         )
     return Sample(
         sample_id=rollout.sample_id,
@@ -71,8 +76,9 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
 class RolloutJob:
     """One rollout's share of a rank. Its fields are read and written under ``change``.
 
-    prompts: of all ranks, by place · mine: this rank's places · found, scores: place → what there is already · lost: why the engine was
-    lost in the middle of it · error: what a thread met, for the main thread to raise · temperature: see ``Engine.generate``.
+    prompts: of all ranks, by place · mine: this rank's places · found, scores: place → what there is already · lost:
+    why the engine was lost in the middle of it · error: what a thread met, for the main thread to raise · temperature:
+    see ``Engine.generate``.
     """
 
     def __init__(
@@ -129,7 +135,8 @@ class RolloutJob:
 
 
 class RolloutWorker:
-    """score: rewards of rollouts, None where there are none · apart: whether it may be called in another thread than the main one.
+    """score: rewards of rollouts, None where there are none · apart: whether it may be called in another thread than
+    the main one.
 
     share: (this rank's number among the ranks that take prompts, how many these are); None for one that takes none.
     """
@@ -215,7 +222,8 @@ class RolloutWorker:
             self._score_ready(job)
 
     def _score_ready(self, job: RolloutJob) -> bool:
-        """Scores what is finished, where that is enough for a call; whether there was something to do. One thread at a time per job."""
+        """Scores what is finished, where that is enough for a call; whether there was something to do. One thread at a
+        time per job."""
         with job.change:
             ready = [] if job.error else job.unscored
             streams = self.config.mode == "streaming"
@@ -240,8 +248,8 @@ class RolloutWorker:
         return True
 
     def wait(self, job: RolloutJob, places: Sequence[int]) -> None:
-        """Until the places, all of them this rank's, are scored; or its engine is lost, which ``job.lost`` says. Raises what the job met,
-        and EngineError at ``run.deadline_s``."""
+        """Until the places, all of them this rank's, are scored; or its engine is lost, which ``job.lost`` says. Raises
+        what the job met, and EngineError at ``run.deadline_s``."""
         ends_at = time.monotonic() + self.deadline_s
         while True:
             if not self._apart and self._score_ready(job):
@@ -256,7 +264,8 @@ class RolloutWorker:
                     raise EngineError(self._late(job, "scored" if generated else "generated"))
 
     def drain(self, job: RolloutJob) -> None:
-        """Until nothing of a job is generated any more, whatever became of it. Raises EngineError at ``run.deadline_s``."""
+        """Until nothing of a job is generated any more, whatever became of it. Raises EngineError at
+        ``run.deadline_s``."""
         with job.change:
             if not job.change.wait_for(lambda: not job.generating, self.deadline_s):
                 raise EngineError(self._late(job, "generated"))

@@ -1,4 +1,5 @@
-"""The command lines: ``tools/simulate_cluster.py`` and ``python -m megatron_rl.train --dry-run`` read the same arguments and print this."""
+"""The command lines: ``tools/simulate_cluster.py`` and ``python -m megatron_rl.train --dry-run`` read the same
+arguments and print this."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
 
 
 def simulate_job(config: Config, given: argparse.Namespace) -> None:
-    """Forecasts the configuration's update, prints it, and writes what was asked for. ConfigError as training would raise it."""
+    """Forecasts the configuration's update, prints it, and writes what was asked for. ConfigError as training would
+    raise it."""
     from megatron_rl.simulator.degrees import degrees_of, world_size
     from megatron_rl.simulator.forecast import Job, forecast
     from megatron_rl.simulator.picture import picture
@@ -87,11 +89,13 @@ def _from_run(given: argparse.Namespace) -> argparse.Namespace:
     ]
     if twice:
         raise ConfigError(
-            f"--from-run {given.from_run} stands for --trace and --coefficients, and {' and '.join(twice)} is given too; drop one"
+            f"--from-run {given.from_run} stands for --trace and --coefficients, and {' and '.join(twice)} is given "
+            "too; drop one"
         )
     if not os.path.isdir(given.from_run):
         raise ConfigError(
-            f"--from-run {given.from_run} is no folder; give the one that holds the run's trace.jsonl and coefficients.json"
+            f"--from-run {given.from_run} is no folder; give the one that holds the run's trace.jsonl and "
+            "coefficients.json"
         )
     return argparse.Namespace(**vars(given) | {"trace": given.from_run, "coefficients": given.from_run})
 
@@ -100,7 +104,8 @@ def read_shape(config: Config, degrees):
     """ModelShape of ``model.hf_path``'s config.json; weights are not read."""
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(
-            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights are not read)"
+            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights "
+            "are not read)"
         )
     from transformers import AutoConfig
 

@@ -1,4 +1,5 @@
-"""The real planner's plans, dense and with the skip, run on planning/timeline.py's clock: update time, bubble, balance, memory, and what binds."""
+"""The real planner's plans, dense and with the skip, run on planning/timeline.py's clock: update time, bubble, balance,
+memory, and what binds."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class Drawn:
 class Outcome:
     """One way to run a rollout's update. Seconds and counts over all its optimizer steps.
 
-    bubble_share: [P] of the slowest replica, over all mini-batches. imbalance: the busiest replica's work over the mean, less 1.
-    busiest_s, mean_s: what the busiest stage of the slowest replica computes, and its stages on average.
+    bubble_share: [P] of the slowest replica, over all mini-batches. imbalance: the busiest replica's work over the
+    mean, less 1. busiest_s, mean_s: what the busiest stage of the slowest replica computes, and its stages on average.
     microbatches: (fewest, most) of a replica in one mini-batch.
     """
 
@@ -78,7 +79,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forecast:
-    """``ideal``: dense over surviving tokens, None where nothing survives; ``gain``: predicted dense over skip update time."""
+    """``ideal``: dense over surviving tokens, None where nothing survives; ``gain``: predicted dense over skip update
+    time."""
 
     dense: Outcome
     skip: Outcome
@@ -147,7 +149,8 @@ def forecast(job: Job) -> Forecast:
 
 
 def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:
-    """Plans and puts every mini-batch on the clock. A ghost step takes the optimizer step's local part, at most; it counts as one.
+    """Plans and puts every mini-batch on the clock. A ghost step takes the optimizer step's local part, at most; it
+    counts as one.
 
     plan: what ``job.plan`` made of the same arguments before, whose costs do not depend on the job's.
     """
@@ -201,7 +204,8 @@ def _largest(mini_batch: StepPlan, padded: np.ndarray, loss_tokens: np.ndarray) 
 def _slowest(job: Job, rules: PlanRules, mini_batch: StepPlan, padded: np.ndarray) -> tuple[int, Timeline, np.ndarray]:
     """The data-parallel rank whose pipeline ends last, its timeline, and [D] each rank's own work on its busiest stage.
 
-    Ranks that share experts wait for one another in every layer: each micro-batch takes as long as the longest of its block.
+    Ranks that share experts wait for one another in every layer: each micro-batch takes as long as the longest of its
+    block.
     """
     forward_s, backward_s = job.costs.chunk_seconds(_sums(mini_batch, padded), _sums(mini_batch, padded**2))
     starts, pipeline = mini_batch.rank_offsets, job.degrees.pipeline_size
@@ -227,7 +231,8 @@ def _slowest(job: Job, rules: PlanRules, mini_batch: StepPlan, padded: np.ndarra
 
 
 def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
-    """Micro-batches that take no time up to a multiple of the pipeline, for what-if plans that the interleaved schedule would refuse."""
+    """Micro-batches that take no time up to a multiple of the pipeline, for what-if plans that the interleaved schedule
+    would refuse."""
     short = -forward_s.shape[1] % degrees.pipeline_size if degrees.virtual_size > 1 else 0
     return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))
 

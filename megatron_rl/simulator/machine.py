@@ -1,7 +1,8 @@
 """Seconds: what a GPU does per second, stated or fitted, and a run's own coefficients → the costs that a forecast uses.
 
-FLOPs of a token, forward and backward: 6 per element of each matrix it passes (8 under full recompute; 8 in the LM head, whose logits
-are made twice, and only at loss positions), and 6 · heads · head_dim per layer and Σ l² for causal attention.
+FLOPs of a token, forward and backward: 6 per element of each matrix it passes (8 under full recompute; 8 in the LM
+head, whose logits are made twice, and only at loss positions), and 6 · heads · head_dim per layer and Σ l² for causal
+attention.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.memory import full_recompute, stage_parameters
 
-# Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16 weights back)
+# Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16
+# weights back)
 # over 100 GB/s per GPU.
 ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
 
@@ -30,8 +32,9 @@ ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
 class Machine:
     """One GPU's (or process's) rates.
 
-    flops_per_s: in matrix products. attention_flops_per_s: in attention scores. layer_overhead_s: per micro-batch and layer, forward and
-    backward. adam_s: per parameter whose optimizer state the rank holds. reduce_s: per parameter held, where gradients are reduced.
+    flops_per_s: in matrix products. attention_flops_per_s: in attention scores. layer_overhead_s: per micro-batch and
+    layer, forward and backward. adam_s: per parameter whose optimizer state the rank holds. reduce_s: per parameter
+    held, where gradients are reduced.
     update_overhead_s: per update.
     """
 
@@ -45,7 +48,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a forecast counts with. forward_share: of a micro-batch's time. optimizer_s: reduction, norm, AdamW, gather. source: words.
+    """What a forecast counts with. forward_share: of a micro-batch's time. optimizer_s: reduction, norm, AdamW, gather.
+    source: words.
 
     from_run: the model is what a run of these stages has fitted, so that a calibrated planner would plan by it.
     """
@@ -59,7 +63,8 @@ class Costs:
     def chunk_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds [stages x virtual, M], in the order of the layers.
 
-        A stage's time lies evenly on its chunks; what the last stage takes beyond the one before it (the LM head) on the last chunk.
+        A stage's time lies evenly on its chunks; what the last stage takes beyond the one before it (the LM head) on
+        the last chunk.
         """
         virtual = self.model.virtual
         each = np.array([stage.seconds(tokens, squares) for stage in self.model.stages]).reshape(
@@ -118,7 +123,8 @@ def optimizer_seconds(machine: Machine, shape: ModelShape, config: Config, degre
 
 
 def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degrees: Degrees) -> Machine:
-    """Stated FLOP/s, and the planner's own ``plan.microbatch_overhead_tokens`` for what a micro-batch costs besides its tokens."""
+    """Stated FLOP/s, and the planner's own ``plan.microbatch_overhead_tokens`` for what a micro-batch costs besides its
+    tokens."""
     token = layer_flops(shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
     return Machine(
         flops_per_s=flops_per_s,
@@ -143,17 +149,19 @@ def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) 
 def load_coefficients(
     path: str | pathlib.Path, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float
 ) -> Costs:
-    """A JSON file with a ``machine`` (Machine's fields) or with a run's ``stages``, or a run's folder with such a coefficients.json.
+    """A JSON file with a ``machine`` (Machine's fields) or with a run's ``stages``, or a run's folder with such a
+    coefficients.json.
 
-    ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on": "..."}``, one per
-    pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see there), which then must be this configuration's;
-    ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
+    ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on":
+    "..."}``, one per pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see there), which then must
+    be this configuration's; ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
     """
     path = pathlib.Path(path)
     path = path / "coefficients.json" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"--coefficients {path} does not exist; give a file, or the folder of a run that has taken an optimizer step"
+            f"--coefficients {path} does not exist; give a file, or the folder of a run that has taken an optimizer "
+            "step"
         )
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -175,7 +183,8 @@ def load_coefficients(
         fitted = dict(given.get("fitted_with", {}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"--coefficients {path} cannot be read ({type(error).__name__}: {error}); it holds JSON with stages, virtual and optimizer_s, "
+            f"--coefficients {path} cannot be read ({type(error).__name__}: {error}); it holds JSON with stages, "
+            "virtual and optimizer_s, "
             "or with machine (see docs/simulate-cluster.md)"
         ) from error
     _check_fitted(path, costs.model, fitted, degrees, fitted_with(shape, config, degrees))
@@ -186,7 +195,8 @@ def _check_fitted(path: pathlib.Path, model: CostModel, fitted: dict, degrees: D
     way = "give a file fitted there, one with machine rates, or --flops (with --trace for a run's samples alone)"
     if (len(model.stages), model.virtual) != (degrees.pipeline_size, degrees.virtual_size):
         raise ConfigError(
-            f"--coefficients {path} was fitted with {len(model.stages)} pipeline stages of {model.virtual} chunks and this configuration "
+            f"--coefficients {path} was fitted with {len(model.stages)} pipeline stages of {model.virtual} chunks and "
+            "this configuration "
             f"has {degrees.pipeline_size} of {degrees.virtual_size}; {way}"
         )
     odd = {name: (fitted[name], value) for name, value in wanted.items() if name in fitted and fitted[name] != value}

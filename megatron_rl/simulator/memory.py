@@ -1,10 +1,12 @@
-"""Bytes on one GPU of each pipeline stage: weights, the reference policy's, gradients, optimizer state, activations, logits.
+"""Bytes on one GPU of each pipeline stage: weights, the reference policy's, gradients, optimizer state, activations,
+logits.
 
-Weights are counted from the shape and equal those of the built model (tests/tools/test_simulate_cluster.py). Gradients lie in one buffer per
-rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per parameter and, for bfloat16 weights,
-a float32 master, which ``optimizer.distributed`` shards over data and context parallel ranks. Beside adapters (``lora.rank``) the rest
-of the weights has neither. Activations are what autograd saves per
-token and layer with an attention that keeps no scores; not in the sum: allocator fragments, communication buffers, CUDA itself.
+Weights are counted from the shape and equal those of the built model (tests/tools/test_simulate_cluster.py). Gradients
+lie in one buffer per rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per
+parameter and, for bfloat16 weights, a float32 master, which ``optimizer.distributed`` shards over data and context
+parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. Activations are what autograd saves
+per token and layer with an attention that keeps no scores; not in the sum: allocator fragments, communication buffers,
+CUDA itself.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 class StageMemory:
     """Bytes on a GPU of one pipeline stage.
 
-    optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``. activations: as the config
-    recomputes; the two after it without and with full recompute. reference: weights again where a KL is measured under
-    ``reference.placement=device``.
+    optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``. activations: as the
+    config recomputes; the two after it without and with full recompute. reference: weights again where a KL is measured
+    under ``reference.placement=device``.
     """
 
     stage: int
@@ -63,7 +65,8 @@ def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
 
 
 def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
-    """(dense, experts') parameters that a rank of the pipeline stage holds; a tied embedding lies on both ends of a pipeline."""
+    """(dense, experts') parameters that a rank of the pipeline stage holds; a tied embedding lies on both ends of a
+    pipeline."""
     dense, experts = (n * shape.num_layers // degrees.pipeline_size for n in layer_parameters(shape, degrees))
     vocabulary = shape.padded_vocab_size // degrees.tensor_size * shape.hidden_size
     last = stage == degrees.pipeline_size - 1
@@ -89,11 +92,12 @@ def full_recompute(config: Config) -> bool:
 
 
 def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
-    """Elements that autograd saves per token of a rank and layer, with torch's layers; Transformer Engine's fuse some and keep less.
+    """Elements that autograd saves per token of a rank and layer, with torch's layers; Transformer Engine's fuse some
+    and keep less.
 
-    Of both norms input, normalised and output (6 h, split by sequence parallelism); q, k, v and the attention's output twice, and the
-    cosines and sines; under q/k norms their inputs and the normalised too; of the MLP gate and up, the activated gate, up, their product.
-    An expert's tokens lie in memory before and after it, once per choice.
+    Of both norms input, normalised and output (6 h, split by sequence parallelism); q, k, v and the attention's output
+    twice, and the cosines and sines; under q/k norms their inputs and the normalised too; of the MLP gate and up, the
+    activated gate, up, their product. An expert's tokens lie in memory before and after it, once per choice.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     attention = (3 * heads + 2 * kv_heads) / tensor + 4 + (3 * (heads + kv_heads) / tensor if shape.qk_norm else 0)

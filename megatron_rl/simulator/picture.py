@@ -1,7 +1,7 @@
 """A forecast → SVG: the pipeline's clock with the dense run above and the skip run below, on one axis of seconds.
 
-Colours are those of the run report (observability/report.py), light and dark. In the dense run the part of a micro-batch without signal is grey: it is
-what the skip run lacks.
+Colours are those of the run report (observability/report.py), light and dark. In the dense run the part of a
+micro-batch without signal is grey: it is what the skip run lacks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def picture(forecast: Forecast, title: str) -> str:
         parts.append(f'<text class="soft" x="{LEFT}" y="{34 + panel + 24}">{text}</text>')
     parts.append(_axis(34 + 2 * panel + 4, seconds))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}"><title>{name}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{name}"><title>{name}</title>'
         f"<style>{CSS}</style>{''.join(parts)}</svg>\n"
     )
 
@@ -104,7 +105,8 @@ def _boxes(drawn: Drawn, rank: int, y: int, seconds: float, limit: int) -> str:
                 dead = ROW * float(drawn.dead[m])
                 if dead > 0.2:
                     parts.append(
-                        f'<rect class="dead" x="{left:.2f}" y="{y + ROW - dead:.1f}" width="{wide:.2f}" height="{dead:.1f}"/>'
+                        f'<rect class="dead" x="{left:.2f}" y="{y + ROW - dead:.1f}" width="{wide:.2f}" '
+                        f'height="{dead:.1f}"/>'
                     )
     return "".join(parts)
 

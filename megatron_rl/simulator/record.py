@@ -1,6 +1,8 @@
-"""What a run leaves for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the fit after its last optimizer step.
+"""What a run leaves for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the fit after its last
+optimizer step.
 
-Both lie in the run's folder and are written by the main rank alone. ``tools/simulate_cluster.py --from-run FOLDER`` reads them.
+Both lie in the run's folder and are written by the main rank alone. ``tools/simulate_cluster.py --from-run FOLDER``
+reads them.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from megatron_rl.types import BatchFacts
 
 
 class Recorder:
-    """Writes both files; on ranks that are not the main one it writes nothing. What an earlier run left in the folder is renamed,
-    unless this run goes on from a checkpoint (``resumed``)."""
+    """Writes both files; on ranks that are not the main one it writes nothing. What an earlier run left in the folder
+    is renamed, unless this run goes on from a checkpoint (``resumed``)."""
 
     def __init__(self, config: Config, backend: MegatronBackend, *, resumed: bool = False) -> None:
         self.config = config
@@ -41,7 +43,8 @@ class Recorder:
                     set_aside(path)
 
     def rollout(self, facts: BatchFacts, rewards: np.ndarray, by_function: np.ndarray) -> None:
-        """One line of the trace, numbered as ``rollout`` in the metrics. rewards [S], by_function [S, F]: NaN where there is none."""
+        """One line of the trace, numbered as ``rollout`` in the metrics. rewards [S], by_function [S, F]: NaN where
+        there is none."""
         self.num_rollouts += 1
         if not self.is_main:
             return

@@ -1,12 +1,16 @@
-"""What a simulated job trains on: lengths and rewards per sample, recorded by a run or drawn from a stated distribution.
+"""What a simulated job trains on: lengths and rewards per sample, recorded by a run or drawn from a stated
+distribution.
 
-A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder`` in simulator/record.py):
+A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder`` in
+simulator/record.py):
 
-    {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97], "loss_tokens": [41, 97], "reward": [1, null]}
+    {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97], "loss_tokens": [41, 97],
+    "reward": [1, null]}
 
-A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch without it). ``loss_tokens`` (response tokens
-with loss) may be left out: all. ``reward: null`` is a sample that was taken out of its group. ``reward_functions``, a list for each
-function by name, is what ``advantage.estimator=gdpo`` needs where there are several. Other keys are ignored.
+A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch without it).
+``loss_tokens`` (response tokens with loss) may be left out: all. ``reward: null`` is a sample that was taken out of its
+group. ``reward_functions``, a list for each function by name, is what ``advantage.estimator=gdpo`` needs where there
+are several. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -34,9 +38,11 @@ TOKENS = ("group", "prompt_tokens", "response_tokens", "loss_tokens")
 class Workload:
     """One rollout's samples, struct of arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
 
-    by_function: float64 [S] of each reward function by name, NaN where it did not apply; {} where only their weighted sum is known.
+    by_function: float64 [S] of each reward function by name, NaN where it did not apply; {} where only their weighted
+    sum is known.
 
-    Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12], rewards=[1, 0], groups=[0, 0]``.
+    Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12], rewards=[1, 0],
+    groups=[0, 0]``.
     """
 
     prompt_tokens: np.ndarray
@@ -52,7 +58,8 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def signal(self, config: Config) -> np.ndarray:
-        """[S] bool, by the run's own advantages and rule; every sample with a loss token where these hang on values or log-probs."""
+        """[S] bool, by the run's own advantages and rule; every sample with a loss token where these hang on values or
+        log-probs."""
         given, rewards = config.advantage, self.rewards
         if given.estimator == "gae" or config.kl_in_reward:
             return self.loss_tokens > 0
@@ -62,7 +69,8 @@ class Workload:
             unknown = [name for name in names if name not in self.by_function]
             if unknown or not names:
                 raise ConfigError(
-                    f"advantage.estimator=gdpo needs each function's rewards: reward.functions={list(names)} and the trace has those of "
+                    f"advantage.estimator=gdpo needs each function's rewards: reward.functions={list(names)} and the "
+                    "trace has those of "
                     f"{list(self.by_function)}; name these in reward.functions, or choose another estimator"
                 )
             columns = np.stack([self.by_function[name] for name in names], axis=1)
@@ -79,7 +87,8 @@ class Workload:
 
 
 def read_trace(path: str | pathlib.Path) -> list[Workload]:
-    """One Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder. ConfigError ``<file>:<line>: ...``.
+    """One Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder. ConfigError ``<file>:<line>:
+    ...``.
 
     A last line without its newline is what an interrupted write leaves: it is left out, with a warning in the log.
     """
@@ -87,7 +96,8 @@ def read_trace(path: str | pathlib.Path) -> list[Workload]:
     file = path / "trace.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
-            f"--trace {file} does not exist; give a file of JSON lines, or the folder of a run that has trained a rollout"
+            f"--trace {file} does not exist; give a file of JSON lines, or the folder of a run that has trained a "
+            "rollout"
         )
     rollouts: dict[int, list[dict]] = {}
     *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -121,13 +131,15 @@ def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
         rollout = int(given.get("rollout", 0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{where}: {line[:80]!r} is no sample of a trace ({type(error).__name__}: {error}); each line needs prompt_tokens, "
+            f"{where}: {line[:80]!r} is no sample of a trace ({type(error).__name__}: {error}); each line needs "
+            "prompt_tokens, "
             "response_tokens, reward and group, a number or a list over a rollout's samples each"
         ) from error
     parts = rollouts.setdefault(rollout, [])
     if parts and (whole or columns.keys() != parts[0].keys()):
         raise ConfigError(
-            f"{where}: rollout {rollout} came before, and its groups would mix with these; number rollouts over the whole file"
+            f"{where}: rollout {rollout} came before, and its groups would mix with these; number rollouts over the "
+            "whole file"
         )
     parts.append(columns)
 
@@ -145,7 +157,8 @@ def _workload(parts: list[dict]) -> Workload:
 
 
 def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompts: Sequence[str] = ()) -> None:
-    """Adds one rollout to a trace, in one write; ``read_trace`` reads it back. With several functions the reward is their weighted sum.
+    """Adds one rollout to a trace, in one write; ``read_trace`` reads it back. With several functions the reward is
+    their weighted sum.
 
     prompts: the name of each group's prompt, in the order of the groups; for people, and for whoever counts them.
     """
@@ -177,7 +190,8 @@ def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, floa
         first = second = -1.0
     if name != kind or first <= 0 or second < 0:
         raise ConfigError(
-            f"{option} {text!r} is not of the form {kind}:{names}, as in {option} {kind}:0.5,0.5; numbers must be positive"
+            f"{option} {text!r} is not of the form {kind}:{names}, as in {option} {kind}:0.5,0.5; numbers must be "
+            "positive"
         )
     return first, second
 
@@ -209,5 +223,6 @@ def draw(
     )
     return (
         workload,
-        f"drawn: prompts of {prompt_tokens} tokens, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed {seed}",
+        f"drawn: prompts of {prompt_tokens} tokens, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed "
+        f"{seed}",
     )

@@ -1,7 +1,8 @@
-"""The advantages of a rollout: the one place where rewards, the critic's values and a KL in the reward become advantages.
+"""The advantages of a rollout: the one place where rewards, the critic's values and a KL in the reward become
+advantages.
 
-Every rank computes them from the same numbers. Where exp or log took part, rank 0's are everyone's, so that no rounding of another
-CPU can cut another plan.
+Every rank computes them from the same numbers. Where exp or log took part, rank 0's are everyone's, so that no rounding
+of another CPU can cut another plan.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class AdvantageResult:
     """Advantages of a rollout, and all that was computed for them.
 
     advantages: the policy trains on them.
-    plain:      float64 [S], by rewards alone and without noise; the replay buffer ranks groups by them. 0 where advantages hang on a
-                critic's values or on a KL in the reward.
+    plain:      float64 [S], by rewards alone and without noise; the replay buffer ranks groups by them. 0 where
+                advantages hang on a critic's values or on a KL in the reward.
     values, returns: float32 and float64 [T] flat, the critic trains on them; None without one.
     penalty:    None where no KL is in the reward.
     """

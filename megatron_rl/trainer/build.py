@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -> Iterator[Trainer]:
     """Build everything a run holds, where the newest checkpoint left it, and take it down in order.
 
-    The report is written however the run ends, from the metrics that are there. critic_link: to the ranks of a separate critic.
+    The report is written however the run ends, from the metrics that are there. critic_link: to the ranks of a separate
+    critic.
     """
     from transformers import AutoConfig
 
@@ -194,7 +195,8 @@ def _build_manager(
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
-    """Return a function that scores in the main thread or in one of its own; the watchdog tells of the main one's stages alone."""
+    """Return a function that scores in the main thread or in one of its own; the watchdog tells of the main one's
+    stages alone."""
 
     def score(rollouts: Sequence[Rollout]) -> list[Score]:
         if threading.current_thread() is not threading.main_thread():
@@ -221,13 +223,15 @@ def announce(trainer: Trainer) -> None:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
     if trainer.rule.kl_in_reward and trainer.rule.drops and config.skip.logprob_passes:
         log.warning(
-            "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample is passed"
+            "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample "
+            "is passed"
         )
     if config.correction.old_logprobs == "rollout":
         log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
     if config.rollout.producer.ahead or config.weight_sync.interval_steps > 1:
         log.info(
-            "rollouts may come from older weights: rollout.max_logprob_gap guards those of the trainer's own, the first among them"
+            "rollouts may come from older weights: rollout.max_logprob_gap guards those of the trainer's own, the "
+            "first among them"
         )
     if config.advantage.whiten == "center_and_scale" and config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
         log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")

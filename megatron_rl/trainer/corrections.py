@@ -1,7 +1,8 @@
-"""What needs log-probs to be decided: importance weights, and which samples they leave with signal. Semantics §5 and §7.
+"""What needs log-probs to be decided: importance weights, and which samples they leave with signal. Semantics §5 and
+§7.
 
-After the log-prob pass, before the training plan. Every rank holds the same log-probs, advantages and masks; rank 0's weights are
-everyone's all the same, so that no rounding of another CPU can cut another plan.
+After the log-prob pass, before the training plan. Every rank holds the same log-probs, advantages and masks; rank 0's
+weights are everyone's all the same, so that no rounding of another CPU can cut another plan.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CorrectedSignal:
-    """weights: [T] float64, flat over response tokens, None where no correction is asked for (all 1) · signal: bool [S], what is left
-    to train on · metrics: ``correction/*``."""
+    """weights: [T] float64, flat over response tokens, None where no correction is asked for (all 1) · signal: bool
+    [S], what is left to train on · metrics: ``correction/*``."""
 
     weights: np.ndarray | None
     signal: np.ndarray
@@ -43,7 +44,8 @@ def apply_corrections(
 ) -> CorrectedSignal:
     """Once per rollout, for all its mini-batches and epochs. A collective where a correction is asked for.
 
-    signal bool [S]: of those by advantage alone, what is to be trained · passed bool [S]: the samples whose old_logprobs [T] are known.
+    signal bool [S]: of those by advantage alone, what is to be trained · passed bool [S]: the samples whose
+    old_logprobs [T] are known.
     """
     if not config.is_on:
         return CorrectedSignal(weights=None, signal=signal)

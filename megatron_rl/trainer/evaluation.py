@@ -1,7 +1,9 @@
-"""Held-out prompts under the current weights: named sets, and mean@k and pass@k of each. Nothing that is trained depends on it.
+"""Held-out prompts under the current weights: named sets, and mean@k and pass@k of each. Nothing that is trained
+depends on it.
 
-A set's prompts are called ``eval/<set>/<row>@0``, as no training prompt is. The seed of a sample derives from that, its index and the
-weight version (rollout/engine.py): the same weights give the same samples, on any layout and whatever was drawn for training.
+A set's prompts are called ``eval/<set>/<row>@0``, as no training prompt is. The seed of a sample derives from that, its
+index and the weight version (rollout/engine.py): the same weights give the same samples, on any layout and whatever was
+drawn for training.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class Outcomes:
     by_function: float64 [P, k, F], of each reward function; NaN where it did not apply.
     response_tokens: of all samples together.
 
-    Example: two prompts of one sample each, the second of which broke its reward function under ``reward.on_error=drop``:
-    ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9``.
+    Example: two prompts of one sample each, the second of which broke its reward function under
+    ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9``.
     """
 
     totals: np.ndarray
@@ -49,13 +51,15 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
         pass@k = 1 − C(n − c, k) / C(n, k)
 
-    Chen et al. 2021 (arXiv:2107.03374), equation 1: unbiased for k independent samples, n ≥ k. Computed in integers, rounded once.
+    Chen et al. 2021 (arXiv:2107.03374), equation 1: unbiased for k independent samples, n ≥ k. Computed in integers,
+    rounded once.
 
     Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the one that passed: pass@2 = 1 − 3/6 = 0.5.
     """
     if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
         raise ValueError(
-            f"pass@{k} of {num_samples} samples of which {num_passed} passed; 1 <= k <= samples and 0 <= passed <= samples"
+            f"pass@{k} of {num_samples} samples of which {num_passed} passed; 1 <= k <= samples and 0 <= passed <= "
+            "samples"
         )
     draws = math.comb(num_samples, k)
     return (draws - math.comb(num_samples - num_passed, k)) / draws
@@ -67,7 +71,8 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, threshold: float) -> dict[str, float]:
-    """``eval/<name>/*`` of one set. An excluded sample has not passed and stands in no mean; where all are, there is no mean.
+    """``eval/<name>/*`` of one set. An excluded sample has not passed and stands in no mean; where all are, there is no
+    mean.
 
     functions: [F] names. threshold: of the total reward that a sample must have to count as passed.
     """
@@ -88,8 +93,8 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
 
 
 class Evaluation:
-    """The held-out sets of ``eval.sets`` and ``eval.path``; their prompts are tokenized at once, so that a bad row ends the run at its
-    start. Raises ConfigError, with the set's key. context_tokens: the model's."""
+    """The held-out sets of ``eval.sets`` and ``eval.path``; their prompts are tokenized at once, so that a bad row ends
+    the run at its start. Raises ConfigError, with the set's key. context_tokens: the model's."""
 
     def __init__(self, config: Config, tokenizer, context_tokens: int) -> None:
         self.config = config

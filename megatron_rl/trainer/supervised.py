@@ -14,7 +14,8 @@ from megatron_rl.types import LossInputs, Rollout
 
 
 def supervised_start(trainer: Trainer) -> None:
-    """Take ``sft.steps`` optimizer steps on the data set's solutions, then start a fresh optimizer for RL. A collective."""
+    """Take ``sft.steps`` optimizer steps on the data set's solutions, then start a fresh optimizer for RL. A
+    collective."""
     settings, backend = trainer.config.sft, trainer.backend
     if not settings.steps:
         return

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Everything a run holds (``trainer.build.build_trainer`` makes it). Methods are collectives unless they say otherwise.
+    """Everything a run holds (``trainer.build.build_trainer`` makes it). Methods are collectives unless they say
+    otherwise.
 
     rollouts_done: rollouts that a checkpoint has trained; None where the run starts anew.
     total_steps:   optimizer steps of RL that may move the policy, where its learning rate's schedule ends.
@@ -96,7 +97,8 @@ class Trainer:
         return taken
 
     def compute_advantages(self, taken: TrainingBatch, index: int) -> AdvantageResult:
-        """Return the advantages of a rollout: an estimator's or GAE's, less the KL in the reward, with noise where asked for."""
+        """Return the advantages of a rollout: an estimator's or GAE's, less the KL in the reward, with noise where
+        asked for."""
         penalty, mask = None, None
         if self.critic is not None or self.config.kl_in_reward:
             mask = self.backend.gather_loss_mask(taken.batch)
@@ -168,7 +170,8 @@ class Trainer:
             self.next_row |= self.evaluate(suffix="_before")
 
     def export_if_due(self, num_rollouts: int) -> None:
-        """Write the policy as a Hugging Face directory, checkpoints/step_<n>/hf, where the configuration asks for it."""
+        """Write the policy as a Hugging Face directory, checkpoints/step_<n>/hf, where the configuration asks for
+        it."""
         train, last = self.config.train, not self.rollouts.has(num_rollouts)
         every = train.export_every_rollouts
         if (last and train.export_last) or (every and num_rollouts % every == 0):
@@ -196,7 +199,8 @@ class Trainer:
     # ---- records ----------------------------------------------------------------------------------------------------
 
     def log_step(self, index: int, update: Update, number: int, result: StepResult) -> None:
-        """Write the row of one optimizer step, the ``number``-th of its rollout; evaluate after the last where that is due."""
+        """Write the row of one optimizer step, the ``number``-th of its rollout; evaluate after the last where that is
+        due."""
         step, _ = update.steps[number]
         self.reference.measure(result)
         facts = update.batch.facts

@@ -1,7 +1,9 @@
-"""The update of a rollout: the one place where signal, log-probs, importance weights and the plan of its optimizer steps are decided.
+"""The update of a rollout: the one place where signal, log-probs, importance weights and the plan of its optimizer
+steps are decided.
 
-The order is fixed. Signal by advantage alone plans the log-prob pass; its log-probs give importance weights, which may take signal
-away (never give it), and the samples that are left are planned anew. Every rank decides from the same numbers.
+The order is fixed. Signal by advantage alone plans the log-prob pass; its log-probs give importance weights, which may
+take signal away (never give it), and the samples that are left are planned anew. Every rank decides from the same
+numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Update:
 
     batch:      with the rows that this rank's micro-batches need.
     steps:      each optimizer step's plan and fingerprint: mini-batches in order, epoch after epoch.
-    signal:     bool [S], by advantages and importance weights; in a critic's warm-up too, where nothing of it is trained.
+    signal:     bool [S], by advantages and importance weights; in a critic's warm-up too, where nothing of it is
+                trained.
     trained:    bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy is held.
     old, reference: float32 [T] flat, log π_old and log π_ref; None where the loss does not read them.
     importance: float64 [T] flat, the correction's weights; None: all are 1.
@@ -131,12 +134,13 @@ class UpdatePlanner:
     def old_logprobs(
         self, taken: TrainingBatch, trained: np.ndarray, index: int
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """Return log π_old, float32 [T] flat, and metrics, after a pass over the samples whose log-probs are not known yet.
+        """Return log π_old, float32 [T] flat, and metrics, after a pass over the samples whose log-probs are not known
+        yet.
 
-        trained: bool [S], the samples that the training plan runs. All samples are passed where the skip does not cover these
-            passes. Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the metrics alone.
-        Under ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own; so it is for replayed
-        groups without ``replay.recompute_logprobs``.
+        trained: bool [S], the samples that the training plan runs. All samples are passed where the skip does not cover
+            these passes. Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the
+        metrics alone. Under ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own;
+        so it is for replayed groups without ``replay.recompute_logprobs``.
         """
         config, batch, known = self.config, taken.batch, taken.known
         from_engine = np.full_like(trained, config.correction.old_logprobs == "rollout")
@@ -167,8 +171,8 @@ class UpdatePlanner:
 def runs_S(plan: BatchPlan, num_samples: int) -> np.ndarray:
     """Return [S] bool: the samples that a plan runs.
 
-    Without ``plan.repack`` these include samples without signal that share a micro-batch with one that has it; their KL term
-    needs true log-probs.
+    Without ``plan.repack`` these include samples without signal that share a micro-batch with one that has it; their KL
+    term needs true log-probs.
     """
     runs = np.zeros(num_samples, dtype=bool)
     for step in plan.mini_batches:

@@ -1,11 +1,14 @@
-"""Whether tensors arrived to the bit: a checksum of raw bytes, computed where the tensor is, the same on a CPU and a GPU.
+"""Whether tensors arrived to the bit: a checksum of raw bytes, computed where the tensor is, the same on a CPU and a
+GPU.
 
-The bytes are read as int64 words in a grid of ROW_WORDS columns, zeros after the last. Each row is summed and each column, modulo 2⁶⁴;
-the checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums, row sums and the number of bytes, with splitmix64 as mix. Sums run at the
-memory's speed and take no memory of the tensor's size; a word's value shows in its row and its column and thereby its place does.
+The bytes are read as int64 words in a grid of ROW_WORDS columns, zeros after the last. Each row is summed and each
+column, modulo 2⁶⁴; the checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums, row sums and the number of bytes,
+with splitmix64 as mix. Sums run at the memory's speed and take no memory of the tensor's size; a word's value shows in
+its row and its column and thereby its place does.
 
-It sees every change of one word, every swap of two words that differ, and any other change but one whose differences cancel in each row
-and in each column (four words at the corners of a rectangle, say), or a collision of mix (2⁻⁶⁴). It is no defence against an adversary.
+It sees every change of one word, every swap of two words that differ, and any other change but one whose differences
+cancel in each row and in each column (four words at the corners of a rectangle, say), or a collision of mix (2⁻⁶⁴). It
+is no defence against an adversary.
 
 Imports torch alone: an engine's process, which has no Megatron-Core, computes it too. Needs a little-endian host.
 """
@@ -24,7 +27,8 @@ SLAB_BYTES = {"cpu": 2**22, "cuda": 2**25}  # multiples of ROW_BYTES; no checksu
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """0 ≤ checksum < 2⁶⁴ of a tensor's bytes in the order of its elements, whatever its strides; not of its dtype or shape.
+    """0 ≤ checksum < 2⁶⁴ of a tensor's bytes in the order of its elements, whatever its strides; not of its dtype or
+    shape.
 
     Waits for the device. Takes at most a slab or two of memory, and that only of a tensor that is not contiguous.
     """
@@ -50,7 +54,8 @@ class Checksum:
         self._parts.append((repr((name, str(tensor.dtype), tuple(tensor.shape))).encode(), _digest(tensor)))
 
     def extend(self, other: Checksum) -> None:
-        """Takes what ``other`` has taken, in that order, without reading it again: a bucket's tensors into those of all buckets."""
+        """Takes what ``other`` has taken, in that order, without reading it again: a bucket's tensors into those of all
+        buckets."""
         self._parts.extend(other._parts)
 
     def value(self) -> str:
@@ -104,7 +109,8 @@ def _signed(word: int) -> int:
 
 
 def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
-    """The bytes in order, uint8, each slab of slab_bytes but the last, and at an address that words can be read from."""
+    """The bytes in order, uint8, each slab of slab_bytes but the last, and at an address that words can be read
+    from."""
     if tensor.is_contiguous():
         flat = _bytes_of(tensor)
         if flat.storage_offset() % 8 == 0:

@@ -1,4 +1,5 @@
-"""Weights in from Hugging Face files, each rank its own shard; and out under Hugging Face names, from any TP, PP and EP."""
+"""Weights in from Hugging Face files, each rank its own shard; and out under Hugging Face names, from any TP, PP and
+EP."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class MemoryReader:
     def size(self, name: str) -> tuple[int, ...]:
         if name not in self.tensors:
             raise ConfigError(
-                f"the weights given hold no tensor named {name}; names are those of checkpoint files, and a mixture's state_dict becomes "
+                f"the weights given hold no tensor named {name}; names are those of checkpoint files, and a mixture's "
+                "state_dict becomes "
                 "them by megatron_rl.weights.fused.file_tensors"
             )
         return tuple(self.tensors[name].shape)
@@ -154,9 +156,10 @@ def _load_chunk(chunk: torch.nn.Module, stage: int, shape: Shape, topology: Topo
 class Bucket:
     """Entries of one stage that are gathered together, and what that takes; sizes are of one rank's shards.
 
-    ranks: tensor ranks (of an expert, expert tensor ranks) that one entry is split over; holders: those times the expert-parallel ranks.
-    gathered_elements: all holders' shards, 0 where nothing has to travel. copied_elements: the largest Hugging Face tensor whose elements
-    do not lie in order among them.
+    ranks: tensor ranks (of an expert, expert tensor ranks) that one entry is split over; holders: those times the
+    expert-parallel ranks.
+    gathered_elements: all holders' shards, 0 where nothing has to travel. copied_elements: the largest Hugging Face
+    tensor whose elements do not lie in order among them.
 
     Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered and 4096 copied.
     """
@@ -178,7 +181,8 @@ class Bucket:
         return self.gathered_elements + self.copied_elements
 
     def takes(self, other: Bucket) -> bool:
-        """Whether the two can travel together. A table of the vocabulary goes alone: then its shards are the tensor, uncopied."""
+        """Whether the two can travel together. A table of the vocabulary goes alone: then its shards are the tensor,
+        uncopied."""
         alone = any(entry.layout is Layout.ROWS for entry in self.entries + other.entries)
         return self.stage == other.stage and self.of_experts == other.of_experts and not alone
 
@@ -213,7 +217,8 @@ def _bucket_of(stage: int, entry: Entry, shape: Shape, topology: Topology) -> Bu
 def cut_buckets(
     shape: Shape, topology: Topology, most_elements: int, entries: StageEntries = stage_entries
 ) -> list[Bucket]:
-    """Every entry of every stage in one bucket, in the order of the stages; from the config alone, so alike on all ranks.
+    """Every entry of every stage in one bucket, in the order of the stages; from the config alone, so alike on all
+    ranks.
 
     A bucket takes neighbours as long as it stays within ``most_elements``; an entry above that has one of its own.
     """
@@ -240,20 +245,22 @@ def export_weights(
     bucket_bytes: int = BUCKET_BYTES,
     entries: StageEntries = stage_entries,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under its Hugging Face name, whole, on every rank, in one order that ``bucket_bytes`` does not change.
+    """Every tensor under its Hugging Face name, whole, on every rank, in one order that ``bucket_bytes`` does not
+    change.
 
-    A collective over the model-parallel group and the experts': bucket after bucket is handed over the pipeline and gathered over the
-    ranks that hold its shards. The iterator must be run to its end on all ranks, with the same bucket_bytes.
+    A collective over the model-parallel group and the experts': bucket after bucket is handed over the pipeline and
+    gathered over the ranks that hold its shards. The iterator must be run to its end on all ranks, with the same
+    bucket_bytes.
 
-    A tensor is valid until the next is asked for: copy it out before (and do not write to it). It is a view of the export's memory,
-    which the next tensor overwrites, or of the parameter itself where nothing is gathered.
+    A tensor is valid until the next is asked for: copy it out before (and do not write to it). It is a view of the
+    export's memory, which the next tensor overwrites, or of the parameter itself where nothing is gathered.
 
-    chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients). Parameters must be gathered
-            before (backend.export does).
-    bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one tensor laid out from them, allocated
-            once. Only a parameter that needs more by itself (a vocabulary's table: its size; another: its size and that of its largest
-            Hugging Face tensor) takes more: it has a bucket of its own. A mapping that makes a tensor when it is asked for one takes
-            that beside it.
+    chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients).
+            Parameters must be gathered before (backend.export does).
+    bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one tensor laid out from
+            them, allocated once. Only a parameter that needs more by itself (a vocabulary's table: its size; another:
+            its size and that of its largest Hugging Face tensor) takes more: it has a bucket of its own. A mapping that
+            makes a tensor when it is asked for one takes that beside it.
     entries: what is exported: the model's parameters, or its adapters (``mapping.adapter_entries``).
     """
     if bucket_bytes < 1:
@@ -265,7 +272,8 @@ def export_weights(
         shards = _gather(bucket, chunks, memory, topology)
         spare = memory[bucket.gathered_elements :]
         for entry, of_all in zip(bucket.entries, shards, strict=True):
-            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel rank e's
+            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel
+            # rank e's
             for expert_rank, of_rank in enumerate(of_all.split(bucket.ranks)):
                 for name, part in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, of_rank):
                     if not part.is_contiguous():
@@ -276,7 +284,8 @@ def export_weights(
 def _gather(
     bucket: Bucket, chunks: Sequence[Mapping[str, torch.Tensor]], memory: torch.Tensor, topology: Topology
 ) -> Iterator[torch.Tensor]:
-    """Entry by entry the shards of all holders [holders, *shard], in ``memory``; a parameter itself where it is whole and at hand."""
+    """Entry by entry the shards of all holders [holders, *shard], in ``memory``; a parameter itself where it is whole
+    and at hand."""
     chunk, owner = divmod(bucket.stage, topology.pipeline_size)
     if not bucket.gathered_elements:
         return (chunks[chunk][entry.megatron].detach()[None] for entry in bucket.entries)
@@ -289,12 +298,14 @@ def _gather(
         for entry, size, shard in zip(bucket.entries, bucket.sizes, shards, strict=True):
             parameter = chunks[chunk][entry.megatron]
             assert (parameter.dtype, tuple(parameter.shape)) == (memory.dtype, size), (
-                f"{entry.megatron} is {parameter.dtype} {tuple(parameter.shape)}, and all ranks await {memory.dtype} {size}"
+                f"{entry.megatron} is {parameter.dtype} {tuple(parameter.shape)}, and all ranks await {memory.dtype} "
+                f"{size}"
             )
             shard[mine].copy_(parameter)
     if topology.pipeline_size > 1:  # before the gather, so that one shard crosses the pipeline and not all of them
         dist.broadcast(rows[mine], dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group)
-    # A broadcast per holder moves the bytes of an all-gather; gloo's all-gather holds a second buffer of the whole output
+    # A broadcast per holder moves the bytes of an all-gather; gloo's all-gather holds a second buffer of the whole
+    # output
     # (measured, torch 2.13: 130 MB more for one of 128 MB, broadcasts 0.2 MB).
     if bucket.holders > 1:
         sent = [

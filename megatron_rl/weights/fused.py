@@ -1,8 +1,10 @@
-"""Experts fused in memory ↔ one tensor per expert in files: transformers 5 does the former, checkpoints hold the latter.
+"""Experts fused in memory ↔ one tensor per expert in files: transformers 5 does the former, checkpoints hold the
+latter.
 
-In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's) and ``…mlp.experts.down_proj``
-[experts, hidden, ffn]; transformers converts while it loads and saves (5.19 ``conversion_mapping.py``, "mixtral" and "qwen2_moe"). Its
-own ``revert_weight_conversion`` hands out copies; here they are views, so that an engine fills its parameters through them.
+In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's) and
+``…mlp.experts.down_proj`` [experts, hidden, ffn]; transformers converts while it loads and saves (5.19
+``conversion_mapping.py``, "mixtral" and "qwen2_moe"). Its own ``revert_weight_conversion`` hands out copies; here they
+are views, so that an engine fills its parameters through them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
 
     family: the config's ``model_type``. Any other than a mixture of ``EXPERT_NAMES`` has the same names in both places.
 
-    Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral → ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.
+    Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
+    ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.
     """
     if family not in EXPERT_NAMES:
         return dict(tensors)

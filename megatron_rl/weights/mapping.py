@@ -5,11 +5,14 @@ An entry is a Megatron parameter of one layer, the Hugging Face tensors that it 
 - ``REPLICATED``: the same on every tensor rank (norms).
 - ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary are zeros.
 - ``COLUMNS``:    split by columns (o_proj, down_proj).
-- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over ranks
-                  (read, megatron-core 0.16.1 ``transformer/attention.py`` SelfAttention.get_query_key_value_tensors).
-- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of one tensor alone: its rows.
+- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over
+                  ranks (read, megatron-core 0.16.1 ``transformer/attention.py``
+                  SelfAttention.get_query_key_value_tensors).
+- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of one tensor alone:
+  its rows.
 
-Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory (weights/fused.py).
+Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory
+(weights/fused.py).
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ class Layout(Enum):
 class Entry:
     """One Megatron parameter and its Hugging Face tensors, in the order of the layout.
 
-    expert: of an expert's parameter its number among this rank's experts; ``{expert}`` in its Hugging Face names stands for the
-            number among all, which ``held_by`` fills in. Such a parameter is split over expert tensor ranks, any other over tensor
-            ranks.
+    expert: of an expert's parameter its number among this rank's experts; ``{expert}`` in its Hugging Face names stands
+            for the number among all, which ``held_by`` fills in. Such a parameter is split over expert tensor ranks,
+            any other over tensor ranks.
     """
 
     megatron: str
@@ -47,7 +50,8 @@ class Entry:
     expert: int | None = None
 
     def held_by(self, expert_rank: int, shape: Shape, expert_size: int) -> Entry:
-        """The entry as one expert-parallel rank holds it: rank e has experts e·E/size to (e + 1)·E/size (``moe/moe_layer.py``)."""
+        """The entry as one expert-parallel rank holds it: rank e has experts e·E/size to (e + 1)·E/size
+        (``moe/moe_layer.py``)."""
         if self.expert is None:
             return self
         number = expert_rank * (shape.num_experts // expert_size) + self.expert
@@ -102,10 +106,12 @@ FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.we
 
 
 def layer_entries(shape: Shape) -> tuple[Entry, ...]:
-    """The table of one decoder layer; Megatron names are relative to ``decoder.layers.<local>.``, HF's to ``model.layers.<layer>.``."""
+    """The table of one decoder layer; Megatron names are relative to ``decoder.layers.<local>.``, HF's to
+    ``model.layers.<layer>.``."""
     fused = shape.layer_spec == "transformer_engine"
     attention_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-    # a router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1 gpt_layer_specs.py)
+    # a router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1
+    # gpt_layer_specs.py)
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused and not shape.num_experts else "pre_mlp_layernorm.weight"
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     entries = [
@@ -140,8 +146,8 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
 def expert_entries(shape: Shape, expert: int) -> tuple[Entry, ...]:
     """The table of one of this rank's experts, names as in ``layer_entries``.
 
-    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's one grouped linear of
-    all, with a weight per expert (TEGroupedMLP; read, not run: there is no GPU in the tests).
+    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's one
+    grouped linear of all, with a weight per expert (TEGroupedMLP; read, not run: there is no GPU in the tests).
     """
     names = EXPERT_NAMES[shape.family]
     within = f"{names.block}.experts.{{expert}}"
@@ -160,10 +166,11 @@ def expert_entries(shape: Shape, expert: int) -> tuple[Entry, ...]:
 def stage_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
     """The parameters of one model chunk under full names, in an order that every rank derives alike.
 
-    Of a layer's experts, an entry is the i-th of every expert-parallel rank. stage counts chunks in the order of the layers: chunk c of
-    pipeline rank r is stage c · PP + r of PP · VPP.
+    Of a layer's experts, an entry is the i-th of every expert-parallel rank. stage counts chunks in the order of the
+    layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
 
-    A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice (``export`` skips it).
+    A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice
+    (``export`` skips it).
     """
     if stage == 0:
         yield EMBEDDING
@@ -197,15 +204,16 @@ def target_entries(shape: Shape) -> tuple[Entry, ...]:
 
 
 def adapter_name(linear: str) -> str:
-    """Where the adapters of a linear layer lie: a module beside it. Example: mlp.linear_fc1 → mlp.linear_fc1_adapter."""
+    """Where the adapters of a linear layer lie: a module beside it. Example: mlp.linear_fc1 →
+    mlp.linear_fc1_adapter."""
     return f"{linear}_adapter"
 
 
 def pair_entries(weight: Entry) -> Iterator[Entry]:
     """A and B of each Hugging Face tensor that a target's weight is made of, under PEFT's names.
 
-    Of a layer that is split by rows A is whole on every tensor rank and B split by rows, in the order of its own tensor; of one that is
-    split by columns A is split by columns and B whole.
+    Of a layer that is split by rows A is whole on every tensor rank and B split by rows, in the order of its own
+    tensor; of one that is split by columns A is split by columns and B whole.
     """
     linear = adapter_name(weight.megatron.removesuffix(".weight"))
     in_rows = weight.layout is not Layout.COLUMNS
@@ -231,7 +239,8 @@ def adapter_entries(shape: Shape, stage: int, num_stages: int, expert_size: int)
 
 
 def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
-    """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without asking."""
+    """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without
+    asking."""
     if ".lora_" in name:
         projection, _, side = name.removesuffix(".weight").rpartition(".lora_")
         rows, columns = hf_size(shape, f"{projection}.weight")
@@ -318,10 +327,12 @@ def load_shard(entry: Entry, shape: Shape, read: ReadRows, rank: int, ranks: int
 
 
 def hf_parts(entry: Entry, shape: Shape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensor ranks' shards [ranks, *shard] of a Megatron parameter → its Hugging Face tensors; the inverse of ``load_shard``.
+    """All tensor ranks' shards [ranks, *shard] of a Megatron parameter → its Hugging Face tensors; the inverse of
+    ``load_shard``.
 
-    Nothing is copied: each part is a view that has a tensor's elements in order, under more dimensions where ranks or groups cut it
-    (``part.reshape(hf_size(shape, name))`` is the tensor). The shards may be rows of a wider buffer, but for ``ROWS``.
+    Nothing is copied: each part is a view that has a tensor's elements in order, under more dimensions where ranks or
+    groups cut it (``part.reshape(hf_size(shape, name))`` is the tensor). The shards may be rows of a wider buffer, but
+    for ``ROWS``.
     """
     match entry.layout:
         case Layout.REPLICATED:
@@ -339,6 +350,7 @@ def hf_parts(entry: Entry, shape: Shape, shards: torch.Tensor) -> Iterator[tuple
 
 
 def merge_shards(entry: Entry, shape: Shape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """``hf_parts`` of separate shards, each laid out as its Hugging Face tensor; a copy where the layout asks for one."""
+    """``hf_parts`` of separate shards, each laid out as its Hugging Face tensor; a copy where the layout asks for
+    one."""
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(shards)
     return [(name, part.reshape(hf_size(shape, name))) for name, part in hf_parts(entry, shape, stacked)]

@@ -1,4 +1,5 @@
-"""Adapters as PEFT's directory (adapter_config.json, adapter_model.safetensors): PeftModel.from_pretrained reads it as it is."""
+"""Adapters as PEFT's directory (adapter_config.json, adapter_model.safetensors): PeftModel.from_pretrained reads it as
+it is."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def adapter_config(shape: Shape, hf_path: str) -> dict[str, object]:
 
 
 def save_peft(tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object], path: pathlib.Path) -> None:
-    """Writes a directory that appears whole or not at all. tensors: by PEFT's names without PREFIX, valid one at a time."""
+    """Writes a directory that appears whole or not at all. tensors: by PEFT's names without PREFIX, valid one at a
+    time."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,8 +1,9 @@
 """safetensors files written a tensor at a time, in shards under an index, as ``save_pretrained`` lays them out.
 
-The format (safetensors 0.4 and later): 8 bytes little-endian with the header's length, a JSON header with dtype, shape and place of each
-tensor, then the tensors' bytes. All names, shapes and dtypes are known from the config before the first tensor is, so the header comes
-first and tensors follow; safetensors' own ``save_file`` wants a whole file's tensors at once.
+The format (safetensors 0.4 and later): 8 bytes little-endian with the header's length, a JSON header with dtype, shape
+and place of each tensor, then the tensors' bytes. All names, shapes and dtypes are known from the config before the
+first tensor is, so the header comes first and tensors follow; safetensors' own ``save_file`` wants a whole file's
+tensors at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A tensor to come. Example: ``Planned(name="model.norm.weight", shape=(64,), dtype=torch.bfloat16)``: 128 bytes."""
+    """A tensor to come. Example: ``Planned(name="model.norm.weight", shape=(64,), dtype=torch.bfloat16)``: 128
+    bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,8 +38,8 @@ class Planned:
 
 
 class ShardWriter:
-    """Writes ``planned`` tensors, handed in in that order, to ``folder``: model.safetensors, or shards of at most ``shard_bytes`` each
-    (a larger tensor has a shard of its own) and their index.
+    """Writes ``planned`` tensors, handed in in that order, to ``folder``: model.safetensors, or shards of at most
+    ``shard_bytes`` each (a larger tensor has a shard of its own) and their index.
 
     Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
     """
@@ -47,7 +49,8 @@ class ShardWriter:
         for each in planned:
             if each.dtype not in DTYPE_NAMES:
                 raise ConfigError(
-                    f"{each.name} is {each.dtype}; only {', '.join(map(str, DTYPE_NAMES))} are written: choose one with --dtype"
+                    f"{each.name} is {each.dtype}; only {', '.join(map(str, DTYPE_NAMES))} are written: choose one "
+                    "with --dtype"
                 )
         self._shards: list[list[Planned]] = [[]]
         room = shard_bytes

@@ -1,4 +1,5 @@
-"""train.py's loop over one rollout that is given: real plans, passes, schedules and steps; no engine, no reward, no file."""
+"""train.py's loop over one rollout that is given: real plans, passes, schedules and steps; no engine, no reward, no
+file."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.equality.rig import DEFAULTS, Rig
 
 
 class GivenRun(Trainer):
-    """A trainer over a rig's batch. ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs."""
+    """A trainer over a rig's batch. ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for
+    old log-probs."""
 
     def __init__(self, rig: Rig, config: Config, advantages: np.ndarray) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)

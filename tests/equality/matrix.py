@@ -1,8 +1,9 @@
-"""The equality matrix: every topology against the plain loop of tests/reference.py. test_matrix.py asserts it, matrix_table.py prints it.
+"""The equality matrix: every topology against the plain loop of tests/reference.py. test_matrix.py asserts it,
+matrix_table.py prints it.
 
-Per cell and model: log-probs and gradient, dense and skip, packed (token cap) and padded (a fixed number of samples, each padded to
-the longest); the gradient norm of the first step; and all weights after three AdamW steps of mini-batches of 4 of 11 samples, dense
-over padded and skip over packed micro-batches, with the distributed optimizer.
+Per cell and model: log-probs and gradient, dense and skip, packed (token cap) and padded (a fixed number of samples,
+each padded to the longest); the gradient norm of the first step; and all weights after three AdamW steps of
+mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-batches, with the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Wanted:
 
 @functools.cache
 def wanted(family: str, layers: int) -> Wanted:
-    """Plain loops over the Hugging Face model, one sample at a time, and torch's AdamW. Kept, as a pool's worker outlives its tasks.
+    """Plain loops over the Hugging Face model, one sample at a time, and torch's AdamW. Kept, as a pool's worker
+    outlives its tasks.
 
     Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
     """

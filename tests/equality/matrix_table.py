@@ -1,4 +1,5 @@
-"""Measures the equality matrix and writes it as a table: python -m tests.equality.matrix_table [--only NAME ...] [--markdown FILE]"""
+"""Measures the equality matrix and writes it as a table: python -m tests.equality.matrix_table [--only NAME ...]
+[--markdown FILE]"""
 
 from __future__ import annotations
 

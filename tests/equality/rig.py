@@ -1,4 +1,5 @@
-"""What the distributed equality tests stand on: a backend over a tiny model, a batch spread over its ranks, and one step's inputs."""
+"""What the distributed equality tests stand on: a backend over a tiny model, a batch spread over its ranks, and one
+step's inputs."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Rig:
         old: np.ndarray | None = None,
         **more,
     ):
-        """LossInputs with the weights of ``members`` folded in; ``old`` defaults to the samples' own log-probs. more: other fields."""
+        """LossInputs with the weights of ``members`` folded in; ``old`` defaults to the samples' own log-probs. more:
+        other fields."""
         weights = reduction_weights(reduction, self.batch.facts, members, max_response_tokens=MAX_RESPONSE_TOKENS)
         flat = np.concatenate([s.logprobs for s in self.samples]) if old is None else old
         return LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=flat, **more)
@@ -143,7 +145,8 @@ def layers_of(config: Config) -> int:
 
 @functools.cache
 def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) -> tuple[Sample, ...]:
-    """Samples whose log-probs an engine of slightly other weights would have reported: one plain forward each, once per process."""
+    """Samples whose log-probs an engine of slightly other weights would have reported: one plain forward each, once per
+    process."""
     return tuple(near_policy(tiny_model(family, layers=layers)[1], make_samples(count, unique_lengths=unique_lengths)))
 
 
@@ -189,7 +192,8 @@ def equal_by_name(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 class ForwardedLengths:
-    """Sequence lengths that this stage's first layer was given, by torch's own hook, from the packed sequences that attention reads."""
+    """Sequence lengths that this stage's first layer was given, by torch's own hook, from the packed sequences that
+    attention reads."""
 
     def __init__(self, rig: Rig):
         self.lengths: list[int] = []

@@ -1,4 +1,5 @@
-"""Adapters: gradient, norm, steps, export and checkpoints at every topology = a plain loop over a Hugging Face model that has them."""
+"""Adapters: gradient, norm, steps, export and checkpoints at every topology = a plain loop over a Hugging Face model
+that has them."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def replicas_agree(rig: Rig) -> bool:
 def three_steps(
     rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
 ) -> dict[str, object]:
-    """Against torch's AdamW: the first norm, what the adapters moved by, and the merged weights; and whether W is still what it was."""
+    """Against torch's AdamW: the first norm, what the adapters moved by, and the merged weights; and whether W is still
+    what it was."""
     advantages = ragged_advantages(NUM_SAMPLES)
     with open_adapted(family, parallel, (*STEPS, *extra)) as rig:
         before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])
@@ -327,7 +329,8 @@ def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[i
 
 @pytest.mark.parametrize("parallel", [(), (TP2,), (PP2,)], ids=["1 process", "TP2", "PP2"])
 def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple[str, ...]) -> None:
-    """The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks and the whole tensor where one is made of it."""
+    """The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks and the whole tensor where one
+    is made of it."""
     for found in pool.run(2 if parallel else 1, memory_of_export, parallel, timeout_s=60):
         print(parallel, found)
         one = 192 * 64 * 4

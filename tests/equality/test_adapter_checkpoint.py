@@ -1,4 +1,5 @@
-"""Adapters in a checkpoint: the same layout goes on to the bit, another one from the same bits; the frozen weights come from the model."""
+"""Adapters in a checkpoint: the same layout goes on to the bit, another one from the same bits; the frozen weights come
+from the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A checkpoint loaded by another backend, of the same topology or another: the same weights to the bit, the same next steps."""
+"""A checkpoint loaded by another backend, of the same topology or another: the same weights to the bit, the same next
+steps."""
 
 from __future__ import annotations
 

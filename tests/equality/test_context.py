@@ -1,4 +1,5 @@
-"""Packed sequences, whole and split: a neighbour changes nothing, and what needs a whole sequence gets it from all context ranks."""
+"""Packed sequences, whole and split: a neighbour changes nothing, and what needs a whole sequence gets it from all
+context ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_every_policy_equals_the_unsplit_run(pool: Pool, policy: str) -> None:
 
 
 def gaps(rank: int, world: int, extra: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, float]]:
-    """A log-prob pass over sequences of two to four tokens: most are shorter than their 2·CP chunks, some ranks hold pads alone."""
+    """A log-prob pass over sequences of two to four tokens: most are shorter than their 2·CP chunks, some ranks hold
+    pads alone."""
     with open_rig("qwen3", *extra) as rig:
         samples = [s for s in make_samples(60) if s.prompt_tokens + len(s.loss_mask) <= 4][:3] + make_samples(4, seed=1)
         assert min(len(s.token_ids) for s in samples) < 8

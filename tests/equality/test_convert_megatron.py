@@ -1,7 +1,8 @@
 """Checkpoints that Megatron-Core's own code saved, exported; and imported ones loaded by it, under tensor parallelism.
 
-The model here is Megatron-Core's alone: its layer spec, its attention and rotary embedding over padded rows, its sharded state dict, its
-save and load. Nothing of megatron_rl stands between it and the files but the conversion, so that two mistakes cannot cancel.
+The model here is Megatron-Core's alone: its layer spec, its attention and rotary embedding over padded rows, its
+sharded state dict, its save and load. Nothing of megatron_rl stands between it and the files but the conversion, so
+that two mistakes cannot cancel.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(
 def test_an_imported_checkpoint_loads_in_megatron_core_under_another_topology(
     pool: Pool, tmp_path: pathlib.Path, family: str, cut: int
 ) -> None:
-    """Cut for TP1 or TP2, loaded by TP2 (a mixture by TP1: tensor ranks with experts want sequence parallelism), with more pads."""
+    """Cut for TP1 or TP2, loaded by TP2 (a mixture by TP1: tensor ranks with experts want sequence parallelism), with
+    more pads."""
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path / "hf")
     shape = read_shape(model.config, layer_spec="torch", vocab_multiple=cut)

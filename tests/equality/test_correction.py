@@ -1,4 +1,5 @@
-"""Importance corrections on real schedules: the naive loop's gradient, unchanged denominators, and no forward of what is masked."""
+"""Importance corrections on real schedules: the naive loop's gradient, unchanged denominators, and no forward of what
+is masked."""
 
 from __future__ import annotations
 
@@ -44,14 +45,16 @@ NEVER = CorrectionConfig(mode="sequence_mask", cap=1.0, floor=1.0)  # no noisy s
 
 @functools.cache
 def drawn() -> tuple[torch.nn.Module, list]:
-    """The model, and samples whose engine is 0.4 nats of noise away from it at each token; no two of the same length."""
+    """The model, and samples whose engine is 0.4 nats of noise away from it at each token; no two of the same
+    length."""
     _, model = tiny_model(FAMILY)
     return model, near_policy(model, make_samples(NUM_SAMPLES, unique_lengths=True), spread=0.4)
 
 
 @functools.cache
 def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The reference's gradient at π_θ = π_old, each token's advantage times the naive loop's weight; and those weights."""
+    """The reference's gradient at π_θ = π_old, each token's advantage times the naive loop's weight; and those
+    weights."""
     model, samples = drawn()
     with torch.no_grad():
         old = [reference_logprobs(model, s)[0] for s in samples]
@@ -137,7 +140,8 @@ def test_corrected_gradient_equals_the_naive_loops(
     masked = {name.removesuffix(" masked"): count for name, count in found.items() if name.endswith(" masked")}
     errors = {name: error for name, error in found.items() if not name.endswith(" masked")}
     print(f"worst {max(errors.values()):.1e}", masked)
-    # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight, so that sequence modes show 2e-6 and not 4e-7
+    # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight, so that sequence modes show 2e-6 and not
+    # 4e-7
     assert max(errors.values()) < TOLERANCE, errors
     assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), (
         masked
@@ -161,7 +165,8 @@ def test_a_batch_that_is_masked_whole_is_a_ghost(pool: Pool) -> None:
 
 @contextlib.contextmanager
 def noisy_engine():
-    """The embedded engine, whose log-probs come 0.3 nats of noise away from its own; the noise hangs on the sample alone."""
+    """The embedded engine, whose log-probs come 0.3 nats of noise away from its own; the noise hangs on the sample
+    alone."""
     true = TransformersEngine.generate
 
     def generate(self, *args, on_finished, **kwargs):
@@ -191,7 +196,8 @@ def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, st
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.pipeline=1"])
 def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:
-    """Skip against dense with masked tokens and samples, nothing repacked: bitwise, and another run than without corrections."""
+    """Skip against dense with masked tokens and samples, nothing repacked: bitwise, and another run than without
+    corrections."""
     weights, rows = {}, {}
     masked = (
         "correction.mode=token_mask",
@@ -224,7 +230,8 @@ def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_pa
 
 
 def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path) -> None:
-    """Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each rollout."""
+    """Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each
+    rollout."""
     weights = []
     for extra in ((), ("correction.off_policy_delta=0.01",)):
         given = arguments(arithmetic, tmp_path / str(len(extra)), "train.epochs_per_rollout=2", *extra)

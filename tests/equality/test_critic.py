@@ -1,4 +1,5 @@
-"""The critic: values and the gradient of their loss = a Hugging Face reward model's, one sample at a time, on every grid of ranks."""
+"""The critic: values and the gradient of their loss = a Hugging Face reward model's, one sample at a time, on every
+grid of ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def naive(model, samples: list[Sample], groups: list[int], reduction: str) -> tu
 
 @dataclass(kw_only=True)
 class Pair:
-    """A policy and its critic on this rank, the Hugging Face models of both, and the batch that every rank agrees on."""
+    """A policy and its critic on this rank, the Hugging Face models of both, and the batch that every rank agrees
+    on."""
 
     backend: MegatronBackend
     critic: Critic
@@ -181,7 +183,8 @@ GRIDS = [
 def test_values_and_gradient_equal_a_reward_models(
     pool: Pool, world: int, family: str, overrides: tuple[str, ...]
 ) -> None:
-    """On the policy's grid and on others: TP, SP, PP, VPP, CP, DP, of the critic alone, of the policy alone, of both."""
+    """On the policy's grid and on others: TP, SP, PP, VPP, CP, DP, of the critic alone, of the policy alone, of
+    both."""
     for found in pool.run(world, against_reward_model, family, overrides, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
 
@@ -190,7 +193,8 @@ GAMMA, LAM, BETA = 0.98, 0.9, 0.1
 
 
 def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """The policy's gradient of one step, token by token: values, GAE over loss tokens, the clipped surrogate, token mean."""
+    """The policy's gradient of one step, token by token: values, GAE over loss tokens, the clipped surrogate, token
+    mean."""
     pair.policy_model.zero_grad()
     count = sum(int(s.loss_mask.sum()) for s in pair.samples)
     for sample, total, penalty in zip(pair.samples, totals, penalties, strict=True):
@@ -209,7 +213,8 @@ def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> d
 
 
 def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> float:
-    """Relative error of the policy's gradient: values from the critic's ranks, advantages and weights by the run's own stages."""
+    """Relative error of the policy's gradient: values from the critic's ranks, advantages and weights by the run's own
+    stages."""
     given = (f"advantage.gamma={GAMMA}", f"advantage.lam={LAM}", "advantage.whiten=none", *overrides)
     with open_critic(family, *given) as pair:
         backend, batch, facts = pair.backend, pair.batch, pair.batch.facts

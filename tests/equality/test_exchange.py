@@ -41,7 +41,8 @@ def same(a: Sample, b: Sample) -> bool:
 
 
 def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
-    """``mode`` none, mixed (every third sample without, the others of two shapes), all. Odd and even counts of int16, any bits."""
+    """``mode`` none, mixed (every third sample without, the others of two shapes), all. Odd and even counts of int16,
+    any bits."""
     random = np.random.default_rng(5)
     found = []
     for i, sample in enumerate(samples):
@@ -173,6 +174,6 @@ def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
 def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool: Pool, routed: np.ndarray) -> None:
     for said in pool.run(2, with_misfit_routing, routed, timeout_s=30):
         assert (
-            f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, top_k]"
-            in said
+            f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, "
+            "top_k]" in said
         )

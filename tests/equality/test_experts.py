@@ -1,4 +1,5 @@
-"""Mixtures of experts under expert, tensor, pipeline and data parallelism: log-probs, gradients, norms and steps of the reference."""
+"""Mixtures of experts under expert, tensor, pipeline and data parallelism: log-probs, gradients, norms and steps of the
+reference."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ LAYERS, LR = (
     2,
     0.0003,
 )  # so small that the later steps do not clip every token, which would leave no gradient to compare
-# Float32 and another order of summation: seen 3e-7 to 1e-6. A token sent to another expert, an expert's gradient lost, averaged or
+# Float32 and another order of summation: seen 3e-7 to 1e-6. A token sent to another expert, an expert's gradient lost,
+# averaged or
 # added twice shows at 1e-2 and above.
 TOLERANCE = 1e-5
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5")
@@ -99,7 +101,8 @@ CELLS = [
 def wanted(
     family: str, layers: int
 ) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
-    """Log-probs (flat, 0 where masked), the first gradient, and the weights and norms of three steps: one sample at a time, AdamW.
+    """Log-probs (flat, 0 where masked), the first gradient, and the weights and norms of three steps: one sample at a
+    time, AdamW.
 
     Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
     """
@@ -161,7 +164,8 @@ def against_reference(rank: int, world: int, family: str, overrides: tuple[str, 
 
 @pytest.mark.parametrize(("world", "overrides", "family"), CELLS)
 def test_mixtures_equal_reference(pool: Pool, world: int, overrides: tuple[str, ...], family: str) -> None:
-    """11 samples, 7 with an advantage: neither divides over the ranks, so that where replicas share experts some run fillers."""
+    """11 samples, 7 with an advantage: neither divides over the ranks, so that where replicas share experts some run
+    fillers."""
     for found, fillers in pool.run(world, against_reference, family, overrides, timeout_s=60):
         print({k: f"{v:.1e}" for k, v in found.items()}, fillers, "fillers")
         later = {k: found.pop(k) for k in list(found) if k.startswith("later norms")}
@@ -172,7 +176,8 @@ def test_mixtures_equal_reference(pool: Pool, world: int, overrides: tuple[str, 
 
 
 def one_sample_with_signal(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, object]:
-    """The rest of its replica's expert group runs fillers, any other group is silent, and all of them reduce the same experts."""
+    """The rest of its replica's expert group runs fillers, any other group is silent, and all of them reduce the same
+    experts."""
     advantages = np.zeros(NUM_SAMPLES)
     advantages[4] = -0.7
     with open_rig("mixtral", *overrides, samples=NUM_SAMPLES) as rig:
@@ -210,7 +215,8 @@ def overlapped_steps(rank: int, world: int, overrides: tuple[str, ...]) -> dict[
 
 
 def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
-    """The largest gap between the log-probs that the engine sampled with and the trainer's, both of the exported weights."""
+    """The largest gap between the log-probs that the engine sampled with and the trainer's, both of the exported
+    weights."""
     prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7 + i, 11), columns={}) for i in range(4)]
     rollout = RolloutConfig(max_response_tokens=8)
     with open_rig(family, *layout(expert=world)) as rig:
@@ -236,7 +242,8 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_engine_samples_from_the_trainers_policy(pool: Pool, tmp_path: pathlib.Path, family: str) -> None:
-    """The exported experts under the names of files are the embedded engine's model, whose own experts are one fused tensor."""
+    """The exported experts under the names of files are the embedded engine's model, whose own experts are one fused
+    tensor."""
     tiny_model(family)[0].save_pretrained(tmp_path)
     for gap in pool.run(2, engine_and_trainer, family, str(tmp_path), timeout_s=60):
         assert gap < TOLERANCE, gap

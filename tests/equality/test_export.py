@@ -1,4 +1,5 @@
-"""Weights out, a bucket at a time: whole, once each, in one order, in no more memory than asked for, whatever holds them."""
+"""Weights out, a bucket at a time: whole, once each, in one order, in no more memory than asked for, whatever holds
+them."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("bucket_bytes", [2, 64 * 2**20, export.BUCKET_BYTES])
 def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_bytes: int) -> None:
-    """Of real models in bfloat16: no bucket above the bound but of one entry, and none that its neighbour had room for."""
+    """Of real models in bfloat16: no bucket above the bound but of one entry, and none that its neighbour had room
+    for."""
     shape, place = LARGE[name]
     buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
     stages = place.pipeline_size * place.virtual_size

@@ -16,7 +16,8 @@ ROUNDS = 300  # gloo's own coalesced all-gather corrupts the heap about once in 
 
 
 def collectives_together(rank: int, world: int) -> list[bool]:
-    """Whole buckets gathered, summed and scattered under the manager, asynchronously and not, against what each rank holds."""
+    """Whole buckets gathered, summed and scattered under the manager, asynchronously and not, against what each rank
+    holds."""
     manager = dist._coalescing_manager
     equal = []
     for turn in range(ROUNDS):

@@ -1,4 +1,5 @@
-"""The gradient of the run that skips = of the dense run = of a plain loop over a Hugging Face model, at every topology and cut."""
+"""The gradient of the run that skips = of the dense run = of a plain loop over a Hugging Face model, at every topology
+and cut."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def name(topology: tuple) -> str:
 def wanted(
     family: str, layers: int, reduction: str, first: int, last: int, count: int
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """The reference's gradient and loss over samples first..last of ``count``; kept, as a pool worker outlives its tasks."""
+    """The reference's gradient and loss over samples first..last of ``count``; kept, as a pool worker outlives its
+    tasks."""
     _, model = tiny_model(family, layers=layers)
     advantages = ragged_advantages(count)[first:last]
     groups = [i // 2 for i in range(first, last)]
@@ -133,7 +135,8 @@ def test_every_cut_into_microbatches_gives_the_reference_gradient(pool: Pool, to
 
 
 def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) -> dict[str, float]:
-    """Three forward_backward calls, one reduction; then the same through optim_step, whose norm and loss are the union's."""
+    """Three forward_backward calls, one reduction; then the same through optim_step, whose norm and loss are the
+    union's."""
     (tensor, pipeline, _), family, extra = topology
     split = f"train.samples_per_mini_batch={PER_MINI_BATCH}"
     with open_rig(family, *sizes(tensor, pipeline), split, *ddp, *extra, samples=NUM_SAMPLES) as rig:
@@ -179,7 +182,8 @@ def test_several_calls_before_one_step_add(pool: Pool, topology: tuple, ddp: tup
 
 
 def with_a_sample_without_loss_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
-    """Every sample alone in its micro-batch, one of them masked throughout: it passes the dense run and adds nothing."""
+    """Every sample alone in its micro-batch, one of them masked throughout: it passes the dense run and adds
+    nothing."""
     with open_rig("qwen2_tied", *sizes(1, pipeline)) as rig:
         samples = near_policy(rig.model, make_samples(5))
         samples[2] = dataclasses.replace(samples[2], loss_mask=np.zeros_like(samples[2].loss_mask))

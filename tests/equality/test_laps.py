@@ -1,4 +1,5 @@
-"""Each lap that a schedule takes belongs to its micro-batch and chunk: on a clock that a step of T tokens moves by T."""
+"""Each lap that a schedule takes belongs to its micro-batch and chunk: on a clock that a step of T tokens moves by
+T."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks that are about to run different things find out before anything runs, all of them, and say who differs in what."""
+"""Ranks that are about to run different things find out before anything runs, all of them, and say who differs in
+what."""
 
 from __future__ import annotations
 

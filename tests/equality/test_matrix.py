@@ -1,4 +1,5 @@
-"""Every topology equals the single process: log-probs, gradients, their norm, and the weights after three AdamW steps."""
+"""Every topology equals the single process: log-probs, gradients, their norm, and the weights after three AdamW
+steps."""
 
 from __future__ import annotations
 

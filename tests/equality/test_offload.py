@@ -1,6 +1,8 @@
-"""Gradients and optimizer state off the device between steps: the same steps to the bit, storages of 0 bytes meanwhile, no wrong use.
+"""Gradients and optimizer state off the device between steps: the same steps to the bit, storages of 0 bytes meanwhile,
+no wrong use.
 
-On the CPU the storages are really released and filled again. NOT RUN: pinned memory, copies that do not block, CUDA's caching allocator.
+On the CPU the storages are really released and filled again. NOT RUN: pinned memory, copies that do not block, CUDA's
+caching allocator.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ LAYOUTS = {  # processes, configuration, model
 }
 
 
-# ---- the same steps ----------------------------------------------------------------------------------------------------
+# ---- the same steps
+# ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -67,7 +70,8 @@ def offloaded(rig: Rig, really: bool) -> Iterator[None]:
 
 
 def several_steps(layout: tuple[str, ...], family: str, really: bool) -> dict[str, object]:
-    """Ghosts and real steps, then a fresh AdamW and two more; before each, what happens while rollouts are generated."""
+    """Ghosts and real steps, then a fresh AdamW and two more; before each, what happens while rollouts are
+    generated."""
     kinds = "GRGGRRGR", "RG"
     with open_rig(family, *MOVING, *layout, samples=8, total_steps=6) as rig:
         exported, logprobs, norms = [], [], []
@@ -116,13 +120,15 @@ QUICK = (
 
 @pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
 def test_steps_with_offload_between_equal_steps_without(pool: Pool, name: str) -> None:
-    """Bitwise: weights as exported while offloaded, log-probs, gradient norms, AdamW's moments, masters and step counts."""
+    """Bitwise: weights as exported while offloaded, log-probs, gradient norms, AdamW's moments, masters and step
+    counts."""
     world, layout, family = LAYOUTS[name]
     for found in pool.run(world, with_and_without, layout, family, timeout_s=120):
         assert all(found.values()), found
 
 
-# ---- what leaves the device --------------------------------------------------------------------------------------------
+# ---- what leaves the device
+# --------------------------------------------------------------------------------------------
 
 
 def live_bytes(but: list[torch.Tensor]) -> int:
@@ -142,7 +148,8 @@ def host_pointers(rig: Rig) -> list[int]:
 
 
 def adam_tensors(rig: Rig, bf16: bool) -> list[torch.Tensor]:
-    """Moments, and in half precision the masters; in float32 AdamW's parameters are the model's own, or views of them."""
+    """Moments, and in half precision the masters; in float32 AdamW's parameters are the model's own, or views of
+    them."""
     found = []
     for part in rig.backend.optimizer.megatron.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -205,7 +212,8 @@ def away_and_back(rank: int, world: int, layout: tuple[str, ...], family: str) -
 
 @pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
 def test_released_bytes_are_those_of_gradients_and_adam(pool: Pool, name: str) -> None:
-    """Against the naive sum, against every live tensor of the process, and storage by storage; then all of it is back."""
+    """Against the naive sum, against every live tensor of the process, and storage by storage; then all of it is
+    back."""
     world, layout, family = LAYOUTS[name]
     for found in pool.run(world, away_and_back, layout, family, timeout_s=60):
         assert all(found.values()), found
@@ -251,7 +259,8 @@ def test_a_host_without_memory_is_named_and_nothing_has_left(monkeypatch: pytest
     assert memory.released is None and state.tolist() == list(range(100))
 
 
-# ---- what may not be done meanwhile --------------------------------------------------------------------------------------
+# ---- what may not be done meanwhile
+# --------------------------------------------------------------------------------------
 
 
 def refused(action) -> str:

@@ -1,5 +1,5 @@
-"""Every policy term over two epochs of one rollout, through train.py's loop on real schedules: the weights of a plain loop, token by
-token, and old log-probs that are taken once."""
+"""Every policy term over two epochs of one rollout, through train.py's loop on real schedules: the weights of a plain
+loop, token by token, and old log-probs that are taken once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ SETTINGS = (
     f"optimizer.weight_decay={DECAY}",
     f"optimizer.clip_grad={CLIP}",
 )
-# Clips so near to 1 that they bind by the second step. What trains at zero advantage is dropped all the same under `approximate`.
+# Clips so near to 1 that they bind by the second step. What trains at zero advantage is dropped all the same under
+# `approximate`.
 APPROXIMATE = "skip.mode=approximate"
 TERMS = {
     "ppo": ("loss.clip_low=0.02", "loss.clip_high=0.03"),
@@ -86,7 +87,8 @@ def sample_loss(
 
 
 def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """(weights after two epochs, norms before clipping), by torch's AdamW; old log-probs are those of the first weights throughout.
+    """(weights after two epochs, norms before clipping), by torch's AdamW; old log-probs are those of the first weights
+    throughout.
 
     Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``).
     """

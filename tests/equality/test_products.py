@@ -1,5 +1,7 @@
-"""loss.reduction × loss.denominator × skip.steps through train.py's loop on real schedules, against a plain loop over the Hugging Face
-model: the gradient of each step, the norms that the optimizer met, and all weights after the rollout's real and ghost steps."""
+"""loss.reduction × loss.denominator × skip.steps through train.py's loop on real schedules, against a plain loop over
+the Hugging Face
+model: the gradient of each step, the norms that the optimizer met, and all weights after the rollout's real and ghost
+steps."""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def settings_of(reduction: str, denominator: str, steps: str) -> tuple[str, ...]
 
 
 def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[int, float]) -> None:
-    """Leaves Σ_i w_i Σ_t −min(r·A, clip(r)·A) over the samples of ``weights`` in the model's gradients; zeros for a ghost."""
+    """Leaves Σ_i w_i Σ_t −min(r·A, clip(r)·A) over the samples of ``weights`` in the model's gradients; zeros for a
+    ghost."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for i, weight in weights.items():
@@ -69,8 +72,9 @@ def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[i
 
 @functools.cache
 def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]], list[float], dict[str, torch.Tensor]]:
-    """(gradient of each step at the first weights, norms before clipping along the way, weights after all steps): one sample and one
-    token at a time, torch's AdamW. Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``)."""
+    """(gradient of each step at the first weights, norms before clipping along the way, weights after all steps): one
+    sample and one token at a time, torch's AdamW. Megatron-Core decays matrices only (0.16.1
+    ``optimizer/__init__.py``)."""
     model, samples = drawn()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     reduction, denominator, steps = product
@@ -105,7 +109,8 @@ def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]]
 def step_gradients(
     rig: Rig, run: GivenRun, advantages: np.ndarray
 ) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
-    """Of each planned step at the first weights, under the inputs of the run's loop; a ghost runs nothing and leaves zeros."""
+    """Of each planned step at the first weights, under the inputs of the run's loop; a ghost runs nothing and leaves
+    zeros."""
     backend, flat = rig.backend, np.concatenate([s.logprobs for s in rig.samples])
     signal = has_signal(advantages, rig.batch.facts.loss_tokens)
     plan = backend.plan("train", rig.batch, signal, drops=run.rule.drops)

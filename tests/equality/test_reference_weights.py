@@ -1,4 +1,5 @@
-"""The reference policy's weights, swapped in or in a second model: the one that was kept is read, the other goes on being trained."""
+"""The reference policy's weights, swapped in or in a second model: the one that was kept is read, the other goes on
+being trained."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ SWAPPED = (
 
 @pytest.mark.parametrize(("layout", "placement"), pairwise(range(len(SWAPPED)), ["host", "device"], strength=1))
 def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placement: str) -> None:
-    """Copies, no arithmetic: nothing to tolerate. The first log-probs are the policy's own, so both placements have the same ones."""
+    """Copies, no arithmetic: nothing to tolerate. The first log-probs are the policy's own, so both placements have the
+    same ones."""
     tensor, pipeline, data, extra = SWAPPED[layout]
     extra = (*extra, f"reference.placement={placement}")
     for found in pool.run(tensor * pipeline * data, swap, tensor, pipeline, extra, timeout_s=60):
@@ -79,7 +81,8 @@ def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placemen
 
 
 def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -> dict[str, bool]:
-    """Of one policy that goes on training: log-probs under a swapped copy and under a second model, kept at the same moment."""
+    """Of one policy that goes on training: log-probs under a swapped copy and under a second model, kept at the same
+    moment."""
     advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
     with open_rig(family, *SETTINGS, *extra, samples=8) as rig:
         backend = rig.backend

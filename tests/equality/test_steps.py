@@ -1,4 +1,5 @@
-"""Optimizer steps: ghosts equal zero-gradient steps to the bit, frozen ones move nothing, non-finite ones are one decision."""
+"""Optimizer steps: ghosts equal zero-gradient steps to the bit, frozen ones move nothing, non-finite ones are one
+decision."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ADVANTAGES = ragged_advantages(8)
 
 
 def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    """real, ``middle`` (ghost | zero-gradient | none), real; the state before and after the middle step and at the end."""
+    """real, ``middle`` (ghost | zero-gradient | none), real; the state before and after the middle step and at the
+    end."""
     with open_rig("qwen2_tied", *sizes(tensor, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
         rig.step(ADVANTAGES, drops=False)
         before, version = rig.optimizer_state(), rig.backend.weight_version
@@ -67,7 +69,8 @@ def ghost_against_zero_gradient(
 def test_ghost_step_equals_zero_gradient_step(
     pool: Pool, degrees: tuple[int, int, int], distributed: str, dtype: str
 ) -> None:
-    """Weights, masters, moments, step counts and learning rates, bitwise: both take the same arithmetic on the same zeros."""
+    """Weights, masters, moments, step counts and learning rates, bitwise: both take the same arithmetic on the same
+    zeros."""
     tensor, pipeline, data = degrees
     extra = (f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
     for found in pool.run(tensor * pipeline * data, ghost_against_zero_gradient, tensor, pipeline, extra, timeout_s=60):
@@ -155,11 +158,13 @@ def test_nonfinite_gradient_raises_on_all_ranks(pool: Pool, distributed: str) ->
         assert found["one rank runs it"] and "optimizer.on_nonfinite=skip" in found["raised"], found
 
 
-# ---- what a loss says and does not say ---------------------------------------------------------------------------------
+# ---- what a loss says and does not say
+# ---------------------------------------------------------------------------------
 
 
 def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
-    """Whole groups, grpo, sequence_mean, old log-probs from the backend itself; the last group's rewards are all equal."""
+    """Whole groups, grpo, sequence_mean, old log-probs from the backend itself; the last group's rewards are all
+    equal."""
     with open_rig("qwen2_tied") as rig:
         rig.take(make_samples(12), groups=[i // 4 for i in range(12)])
         rewards = np.array([1, 0, 0, 0, 0.3, 1, 0.2, 0, 1, 1, 1, 1], dtype=np.float64)
@@ -173,7 +178,8 @@ def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
 
 
 def test_zero_loss_is_not_zero_gradient(pool: Pool) -> None:
-    """On-policy, standardised advantages sum to 0 and so does the loss; the drop goes by advantages, and the gradient is there."""
+    """On-policy, standardised advantages sum to 0 and so does the loss; the drop goes by advantages, and the gradient
+    is there."""
     for found in pool.run(2, first_on_policy_step, timeout_s=60):
         print(found)
         assert abs(found["loss"]) < 1e-6, found  # ε = 1e-6 beside the standard deviation and float32 ratios; seen 3e-8

@@ -1,4 +1,5 @@
-"""Loss masks with holes anywhere, on real schedules: log-probs, gradient and corrections are those of a loop over loss tokens alone."""
+"""Loss masks with holes anywhere, on real schedules: log-probs, gradient and corrections are those of a loop over loss
+tokens alone."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ CORRECTION = CorrectionConfig(mode="token_mask", cap=1.2, floor=0.85)
 
 @functools.cache
 def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sample]]:
-    """The model, and episodes whose engine is some noise away from it. environment_logprob: written where the environment's tokens are."""
+    """The model, and episodes whose engine is some noise away from it. environment_logprob: written where the
+    environment's tokens are."""
     _, model = tiny_model(FAMILY)
     random = np.random.default_rng(5)
     samples = []
@@ -74,7 +76,8 @@ def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sampl
 def naive_gradient(
     reduction: str, weights: list[float] | None = None, old: np.ndarray | None = None
 ) -> dict[str, torch.Tensor]:
-    """Sample by sample and token by token; nothing but loss tokens is looked at. weights, old: flat over all response tokens."""
+    """Sample by sample and token by token; nothing but loss tokens is looked at. weights, old: flat over all response
+    tokens."""
     model, samples = drawn()
     model.zero_grad()
     place = 0

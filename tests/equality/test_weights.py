@@ -1,4 +1,5 @@
-"""Weights in and out: the loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit."""
+"""Weights in and out: the loaded model computes what the Hugging Face model computes, and exports what it was given, to
+the bit."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
 def test_device_contexts_work_beside_megatron() -> None:
-    """transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave that alone."""
+    """transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave
+    that alone."""
     code = """
 import torch, megatron_rl.distributed.platform
 with torch.device("meta"):
@@ -179,7 +181,8 @@ def test_files_load_in_slices_and_come_back(
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: str) -> None:
-    """Against what transformers writes: same names, same tensors; and they are views, so that writing to one fills the model."""
+    """Against what transformers writes: same names, same tensors; and they are views, so that writing to one fills the
+    model."""
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path)
     written, found = load_file(tmp_path / "model.safetensors"), file_weights(model)

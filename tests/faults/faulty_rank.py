@@ -1,7 +1,9 @@
 """One rank of a run of which one rank meets a fault in a forward pass. ``main`` takes the fault and the guilty rank.
 
-A fork of the nursery with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun but with nobody to end the others.
-Faults: raise, kill (SIGKILL), sleep: in the first training forward · reward: sleeps in its reward · plan: makes a plan of its own ·
+A fork of the nursery with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun but with nobody to end
+the others.
+Faults: raise, kill (SIGKILL), sleep: in the first training forward · reward: sleeps in its reward · plan: makes a plan
+of its own ·
 raise_and_stay: as raise, but the process and its sockets live on.
 """
 
@@ -18,8 +20,8 @@ import torch.distributed as dist
 
 from megatron_rl import cli, train
 from megatron_rl.backend import schedule
-from megatron_rl.trainer import update
 from megatron_rl.distributed.watchdog_server import WatchdogServer
+from megatron_rl.trainer import update
 from tests.patience import until
 from tests.reward_functions import parity
 

@@ -1,15 +1,17 @@
-"""Kills a run at random moments and starts it again by the same command: python -m tests.faults.kill_study --kills 30 --out table.md
+"""Kills a run at random moments and starts it again by the same command: python -m tests.faults.kill_study --kills 30
+--out table.md
 
-Two gloo processes on this host train a two-layer model by the command line; with --layout prefetch or streaming rollouts are generated
-ahead, over an epoch of a small file. One run goes to its end; then every kill has a run of its own: SIGKILL to rank 0, rank 1 or both (by
-the seed), at a moment that is uniform in wall time between the first line of ``train.main`` and the end of the uninterrupted run; the same
-command again, to its end. Compared with the uninterrupted run, to the bit: the exported weights, every tensor of the last checkpoint
-(AdamW's too), its state and its rows, the metrics but for clocks, and trace.jsonl, which names the prompts of each rollout.
+Two gloo processes on this host train a two-layer model by the command line; with --layout prefetch or streaming
+rollouts are generated ahead, over an epoch of a small file. One run goes to its end; then every kill has a run of its
+own: SIGKILL to rank 0, rank 1 or both (by the seed), at a moment that is uniform in wall time between the first line of
+``train.main`` and the end of the uninterrupted run; the same command again, to its end. Compared with the uninterrupted
+run, to the bit: the exported weights, every tensor of the last checkpoint (AdamW's too), its state and its rows, the
+metrics but for clocks, and trace.jsonl, which names the prompts of each rollout.
 
-The ranks (phased_rank.py) note their phase in a mapped file, and sleep in phases that take no time at this size, so that kills fall in
-all of them; a thread that generates sleeps before each group. They are processes of their own, forked from one that has imported
-everything. With --least N the first seed from --seed on is taken whose moments fall at least N times into each phase of the uninterrupted
-run.
+The ranks (phased_rank.py) note their phase in a mapped file, and sleep in phases that take no time at this size, so
+that kills fall in all of them; a thread that generates sleeps before each group. They are processes of their own,
+forked from one that has imported everything. With --least N the first seed from --seed on is taken whose moments fall
+at least N times into each phase of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -87,8 +89,9 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """phase, ahead, writing: what the killed rank noted last (the lowest, where all were); ahead: a thread was generating. resumed: the
-    checkpoint that the second start found. codes: the exit codes of the killed run. differs: what is not as in the uninterrupted run."""
+    """phase, ahead, writing: what the killed rank noted last (the lowest, where all were); ahead: a thread was
+    generating. resumed: the checkpoint that the second start found. codes: the exit codes of the killed run. differs:
+    what is not as in the uninterrupted run."""
 
     kill: Kill
     phase: str
@@ -102,12 +105,14 @@ class Outcome:
 def attempt(
     nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path
 ) -> contextlib.AbstractContextManager[Ranks]:
-    """Start the ranks of one run, which note their phases; they end with the context. arguments: the folder of notes, then the run's."""
+    """Start the ranks of one run, which note their phases; they end with the context. arguments: the folder of notes,
+    then the run's."""
     return nursery.ranks(WORLD, (), folder, function=NOTED_RANK, given=[list(arguments)])
 
 
 def note_generation(note: Note) -> None:
-    """A thread that generates is noted, and takes its time for each group; which part is there first is left to chance."""
+    """A thread that generates is noted, and takes its time for each group; which part is there first is left to
+    chance."""
     from megatron_rl.rollout.transformers_engine import TransformersEngine
 
     whole, chance = TransformersEngine.generate, random.SystemRandom()
@@ -130,7 +135,8 @@ def generates(notes: pathlib.Path, rank: int) -> bool:
 
 
 def noted_rank(arguments: list[str]) -> NoReturn:
-    """A rank of ``megatron_rl.train`` in a fork: its phases are noted, and what is generated ahead; its folder of notes comes first."""
+    """A rank of ``megatron_rl.train`` in a fork: its phases are noted, and what is generated ahead; its folder of notes
+    comes first."""
     notes = pathlib.Path(arguments[0])
     notes.mkdir(parents=True, exist_ok=True)
     note_generation(Note(notes / f"generation.{os.environ['RANK']}"))
@@ -211,7 +217,8 @@ def draw(seed: int, kills: int, seconds: float) -> list[Kill]:
 
 
 def first_seed(seed: int, kills: int, whole: Whole, least: int) -> int:
-    """From ``seed`` on, the first whose kills fall ``least`` times into each phase, if each run goes as the uninterrupted one did."""
+    """From ``seed`` on, the first whose kills fall ``least`` times into each phase, if each run goes as the
+    uninterrupted one did."""
     for tried in range(seed, seed + 10_000):
         found = Counter(whole.phase_at(kill.seconds) for kill in draw(tried, kills, whole.seconds))
         if all(found[stage] >= least for stage in (*STAGES, "other")):
@@ -229,7 +236,8 @@ def kill_once(
     whole: Whole,
     when: Callable[[], bool] | None = None,
 ) -> Outcome | None:
-    """None where the run had ended before its kill was due. command: of a run in folder / "run". when: says so in place of the clock."""
+    """None where the run had ended before its kill was due. command: of a run in folder / "run". when: says so in place
+    of the clock."""
     notes = folder / "notes"
     with attempt(nursery, command, folder / "killed") as ranks:
         due = wait_for_begin(ranks, notes) + kill.seconds
@@ -290,12 +298,14 @@ def study(
     least: int = 0,
     report: Callable[[str], object] = print,
 ) -> tuple[Whole, list[Outcome]]:
-    """The uninterrupted run, and an outcome per kill; a kill that came too late for its run is replaced by the next of the seed."""
+    """The uninterrupted run, and an outcome per kill; a kill that came too late for its run is replaced by the next of
+    the seed."""
     inputs = make_inputs(nursery, folder / "inputs")
     outcomes: list[Outcome] = []
     whole = whole_run(nursery, inputs, folder / "whole", layout)
     report(
-        f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} optimizer steps"
+        f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} "
+        "optimizer steps"
     )
     seed = first_seed(seed, kills, whole, least)
     report(f"seed {seed}")
@@ -335,7 +345,8 @@ def table(seconds: float, outcomes: Sequence[Outcome]) -> str:
         "(any of them, a checkpoint's files being written)",
     ]
     lines = [
-        f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended with the same bits.",
+        f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended "
+        "with the same bits.",
         "",
         "| " + " | ".join(columns) + " |",
         "|---" * len(columns) + "|",

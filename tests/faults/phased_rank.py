@@ -3,9 +3,9 @@
 A process of its own with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun. NOTES is a folder; in it
 ``phase.<rank>`` holds the main thread's phase and whether a checkpoint is being written, in one mapped page.
 
-What takes no time on a run of toy size is widened by sleeps within it (SLEEPS): the rollout, the reward, the log-prob pass, the update,
-the ghost step, the thread that writes a checkpoint (before, between and after its files) and the checkpoint's end (before every file that
-is synced, before the rename and after it). Nothing else is changed.
+What takes no time on a run of toy size is widened by sleeps within it (SLEEPS): the rollout, the reward, the log-prob
+pass, the update, the ghost step, the thread that writes a checkpoint (before, between and after its files) and the
+checkpoint's end (before every file that is synced, before the rename and after it). Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ STAGES = ("rollout", "reward", "logprob", "update", "ghost step", "save")  # of 
 
 
 def even_is_silent(prompts, completions, completion_ids, answer, **columns) -> list[float]:
-    """1 for prompts whose answer is even: their groups have no signal. The others by their completion's length, as ``parity``."""
+    """1 for prompts whose answer is even: their groups have no signal. The others by their completion's length, as
+    ``parity``."""
     nap("reward")
     mixed = parity(prompts, completions, completion_ids)
     return [1.0 if int(a) % 2 == 0 else value for a, value in zip(answer, mixed, strict=True)]

@@ -1,6 +1,8 @@
-"""A run with rollouts ahead that is killed, or told to leave, while a thread generates: started again it ends with the same bits.
+"""A run with rollouts ahead that is killed, or told to leave, while a thread generates: started again it ends with the
+same bits.
 
-The study's own machinery (kill_study.py); its table of kills is made by ``python -m tests.faults.kill_study --layout streaming``.
+The study's own machinery (kill_study.py); its table of kills is made by ``python -m tests.faults.kill_study --layout
+streaming``.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def assert_no_orphans() -> None:
 
 @pytest.mark.distributed
 def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path):
-    """SIGKILL to one rank when half of the run's rows are written; the undisturbed one is stale, replays and asks again."""
+    """SIGKILL to one rank when half of the run's rows are written; the undisturbed one is stale, replays and asks
+    again."""
     rows = firsts_of(streaming.whole.folder / "run")
     assert [row["async/staleness_max"] for row in rows] == [0.0, *[2.0] * (len(rows) - 1)]
     assert rows[-1]["reroll/issued"] > 2 and sum(row["replay/replaced"] for row in rows) > 2
@@ -97,7 +100,8 @@ def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path)
 
 @pytest.mark.distributed
 def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_path):
-    """SIGTERM to one rank: all leave with 75, with a checkpoint off schedule that holds the rollout ahead, and the same command goes on."""
+    """SIGTERM to one rank: all leave with 75, with a checkpoint off schedule that holds the rollout ahead, and the same
+    command goes on."""
     notes, run_dir = tmp_path / "notes", tmp_path / "run"
     command = [str(notes), *arguments_of(streaming.inputs, run_dir, "streaming", "checkpoint.save_every_rollouts=1000")]
     with attempt(streaming.nursery, command, tmp_path / "first") as ranks:

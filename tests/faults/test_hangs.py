@@ -1,4 +1,5 @@
-"""A rank that raises, is killed, stalls or plans on its own ends the run on every rank, with a message that names rank and stage.
+"""A rank that raises, is killed, stalls or plans on its own ends the run on every rank, with a message that names rank
+and stage.
 
 Each rank is a process of its own, so that it may be killed, and must come to its end at interpreter exit too.
 """
@@ -32,7 +33,8 @@ MET_S = 20.0  # one that a rank meets whose peer sleeps; to start, beside one an
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What rank ``guilty`` of two does (faulty_rank.py), and what every rank must say of it in one line, as a pattern."""
+    """What rank ``guilty`` of two does (faulty_rank.py), and what every rank must say of it in one line, as a
+    pattern."""
 
     name: str
     guilty: int

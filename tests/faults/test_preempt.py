@@ -1,4 +1,5 @@
-"""SIGTERM and SIGUSR1: the rollout in progress is trained, all is saved, every rank leaves with 75, and the same command goes on.
+"""SIGTERM and SIGUSR1: the rollout in progress is trained, all is saved, every rank leaves with 75, and the same
+command goes on.
 
 Ranks are processes of their own, so that signals reach them as a scheduler's would.
 """

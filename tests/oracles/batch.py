@@ -1,4 +1,5 @@
-"""Ragged random batches in double precision, and our side of a comparison: loss, gradient, importance weights, advantages."""
+"""Ragged random batches in double precision, and our side of a comparison: loss, gradient, importance weights,
+advantages."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from megatron_rl.config import CorrectionConfig, LossConfig
 from megatron_rl.types import BatchFacts
 
 SEEDS = range(20)
-"""Each a batch of its own sizes and numbers, so that every clip, cap and mask is met from both sides many times over."""
+"""Each a batch of its own sizes and numbers, so that every clip, cap and mask is met from both sides many times
+over."""
 
 DOUBLE = {"rtol": 1e-9, "atol": 1e-12}
 """Both sides in double, the same operations in another order: 1e-13 was seen."""
@@ -24,10 +26,12 @@ DOUBLE = {"rtol": 1e-9, "atol": 1e-12}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """S samples of at most T response tokens; tensors are float64 [S, T], of any finite number where no response token stands.
+    """S samples of at most T response tokens; tensors are float64 [S, T], of any finite number where no response token
+    stands.
 
-    groups int64 [S], equally many of each, side by side · response_tokens int64 [S] · mask bool [S, T], loss tokens, with holes ·
-    advantages float64 [S] · old, rollout, reference: log π_old, log μ, log π_ref · max_response_tokens, above T.
+    groups int64 [S], equally many of each, side by side · response_tokens int64 [S] · mask bool [S, T], loss tokens,
+    with holes · advantages float64 [S] · old, rollout, reference: log π_old, log μ, log π_ref · max_response_tokens,
+    above T.
     """
 
     groups: np.ndarray
@@ -64,7 +68,8 @@ class Batch:
 
 
 def random_batch(seed: int, *, num_empty: int = 0) -> Batch:
-    """2 to 4 groups of 2 to 5 samples of 1 to 9 tokens, a fifth of them masked; ``num_empty`` samples have no loss token.
+    """2 to 4 groups of 2 to 5 samples of 1 to 9 tokens, a fifth of them masked; ``num_empty`` samples have no loss
+    token.
 
     π_θ/π_old lies within 0.2 and 5, π_old/μ per token mostly within 0.5 and 2; one advantage is 0.
     """
@@ -149,7 +154,8 @@ def outcome(batch: Batch, loss_of) -> Outcome:
 
 
 def ours(batch: Batch, config: LossConfig, correction: CorrectionConfig | None = None) -> Outcome:
-    """Our loss of the whole batch as one micro-batch: weights and importance folded in the advantage, as packing does."""
+    """Our loss of the whole batch as one micro-batch: weights and importance folded in the advantage, as packing
+    does."""
     weights = token_weights(batch, config.reduction)
     importance = correction_weights(batch, correction or CorrectionConfig())
     owner = torch.arange(len(batch.groups))[:, None].expand_as(batch.mask)[batch.mask]

@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer and RLOOTrainer, their own methods driven on stand-ins for the trainer, against our losses and advantages."""
+"""TRL's GRPOTrainer and RLOOTrainer, their own methods driven on stand-ins for the trainer, against our losses and
+advantages."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def make_trainer(batch: Batch, *, args: dict | None = None, **changed) -> Simple
 
 
 def trl_loss(batch: Batch, trainer: SimpleNamespace, *, num_items: int | None = None, **inputs) -> Outcome:
-    """GRPOTrainer._compute_loss; a batch's holes are TRL's tool mask, whose tokens the model reads and does not train."""
+    """GRPOTrainer._compute_loss; a batch's holes are TRL's tool mask, whose tokens the model reads and does not
+    train."""
     inside = torch.arange(batch.mask.shape[1]) < torch.from_numpy(batch.response_tokens)[:, None]
     ones = torch.ones(len(batch.groups), 1, dtype=torch.long)
     num_items = int(batch.mask.sum()) if num_items is None else num_items
@@ -113,7 +115,8 @@ def trl_loss(batch: Batch, trainer: SimpleNamespace, *, num_items: int | None = 
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_loss_types_equal_reductions(seed: int, loss_type: str, level: str) -> None:
-    """`importance_sampling_level=sequence` differentiates the sequence's ratio, our gspo each token's own (arXiv:2507.18071, eq. 14)."""
+    """`importance_sampling_level=sequence` differentiates the sequence's ratio, our gspo each token's own
+    (arXiv:2507.18071, eq. 14)."""
     batch = random_batch(seed)
     config = LossConfig(policy=LEVELS[level], reduction=REDUCTIONS[loss_type], **CLIP)
     assert_same(
@@ -132,7 +135,8 @@ def test_delta_equals_dual_clip(seed: int) -> None:
 @pytest.mark.parametrize("cap", [1.3, 5.0])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cispo_equals_cispo_without_lower_bound(seed: int, cap: float) -> None:
-    """TRL's `epsilon_high` is the cap itself (ScaleRL's ε_max), not its distance from 1; a lower bound of 0 is ours at clip_low = 1."""
+    """TRL's `epsilon_high` is the cap itself (ScaleRL's ε_max), not its distance from 1; a lower bound of 0 is ours at
+    clip_low = 1."""
     batch = random_batch(seed)
     found = trl_loss(batch, make_trainer(batch, loss_type="cispo", epsilon_high=cap))
     assert_same(found, ours(batch, LossConfig(policy="cispo", clip_low=1.0, clip_high=cap - 1)))
@@ -141,7 +145,8 @@ def test_cispo_equals_cispo_without_lower_bound(seed: int, cap: float) -> None:
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trl_counts_samples_without_loss_tokens(seed: int, loss_type: str) -> None:
-    """By definition: TRL's means over sequences divide by all rows, ours by the samples that have a loss token (semantics §1)."""
+    """By definition: TRL's means over sequences divide by all rows, ours by the samples that have a loss token
+    (semantics §1)."""
     batch = random_batch(seed, num_empty=1)
     found = trl_loss(batch, make_trainer(batch, loss_type=loss_type))
     wanted = ours(batch, LossConfig(reduction=REDUCTIONS[loss_type], **CLIP))
@@ -174,7 +179,8 @@ def test_accumulated_micro_batches(seed: int, loss_type: str) -> None:
 @pytest.mark.parametrize("estimator", ["k3", "unbiased"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_in_the_loss(seed: int, estimator: str) -> None:
-    """TRL's KL is k3; `use_bias_correction_kl` multiplies it by π_θ/π_old, gradient and all (DeepSeek-V3.2, eq. 7), never clipped."""
+    """TRL's KL is k3; `use_bias_correction_kl` multiplies it by π_θ/π_old, gradient and all (DeepSeek-V3.2, eq. 7),
+    never clipped."""
     batch = random_batch(seed)
     args = {"use_bias_correction_kl": estimator == "unbiased", "delta": 1.8}
     config = LossConfig(dual_clip=1.8, kl_coefficient=0.3, kl_estimator=estimator, **CLIP)
@@ -183,7 +189,8 @@ def test_kl_in_the_loss(seed: int, estimator: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_unbiased_kl_of_gspo_keeps_the_token_ratio_in_ours(seed: int) -> None:
-    """By definition: at sequence level TRL multiplies each token's k3 by the sequence's ratio, and says that it is then biased."""
+    """By definition: at sequence level TRL multiplies each token's k3 by the sequence's ratio, and says that it is then
+    biased."""
     batch = random_batch(seed)
     args, reduction = {"use_bias_correction_kl": True}, "sequence_mean"
     found = trl_loss(batch, make_trainer(batch, importance_sampling_level="sequence", beta=0.3, args=args))
@@ -206,7 +213,8 @@ def test_entropy_bonus(seed: int, loss_type: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_off_policy_mask(seed: int) -> None:
-    """Ours is decided on π_old, so that it is known before the forward: TRL's own function at π_old, and its loss at π_θ = π_old."""
+    """Ours is decided on π_old, so that it is known before the forward: TRL's own function at π_old, and its loss at
+    π_θ = π_old."""
     batch = random_batch(seed)
     keeps = trl.GRPOTrainer.get_off_policy_mask(
         batch.advantage_tensor[:, None], batch.old, batch.rollout, batch.mask.long(), 0.1
@@ -228,7 +236,8 @@ def test_the_off_policy_mask_masks_something() -> None:
 
 
 def generating_trainer(batch: Batch, rewards: np.ndarray, **changed) -> SimpleNamespace:
-    """What _generate_and_score_completions reads of a trainer: the batch is what "was generated", the rewards what "was scored"."""
+    """What _generate_and_score_completions reads of a trainer: the batch is what "was generated", the rewards what "was
+    scored"."""
     lengths = batch.response_tokens.tolist()
     completions = [[1] * n for n in lengths]
     tools = [row[:n].long().tolist() for row, n in zip(batch.mask, lengths, strict=True)]
@@ -309,7 +318,8 @@ def trl_importance(batch: Batch, correction: CorrectionConfig) -> torch.Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_importance_sampling_modes(seed: int, mode: str, floor: float | None) -> None:
-    """The weights, then the loss with them and a KL that they do not weigh; a mask keeps its tokens in every denominator."""
+    """The weights, then the loss with them and a KL that they do not weigh; a mask keeps its tokens in every
+    denominator."""
     batch = random_batch(seed)
     correction = CorrectionConfig(mode=mode, cap=1.5, floor=floor)
     ratio = trl_importance(batch, correction)
@@ -339,8 +349,8 @@ def test_caps_and_masks_are_met(mode: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_token_weights_under_a_sequence_ratio_are_averaged_in_trl(seed: int) -> None:
-    """By definition: TRL's sequence ratio spreads its gradient, so each token gets its sequence's mean weight; GSPO-token, ours and
-    verl's, keeps each token's own (arXiv:2507.18071, section 4.3)."""
+    """By definition: TRL's sequence ratio spreads its gradient, so each token gets its sequence's mean weight;
+    GSPO-token, ours and verl's, keeps each token's own (arXiv:2507.18071, section 4.3)."""
     batch = random_batch(seed)
     correction = CorrectionConfig(mode="token_truncate", cap=1.5)
     settings = dict(use_vllm=True, vllm_importance_sampling_correction=True, importance_sampling_level="sequence")
@@ -373,7 +383,8 @@ def test_group_advantages(seed: int, scale: str, estimator: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_batch_scale_equals_batch_std_of_equal_means(seed: int) -> None:
-    """By definition: TRL divides by the spread of the rewards, ours by that of r − mean_g; one number where all groups share a mean."""
+    """By definition: TRL divides by the spread of the rewards, ours by that of r − mean_g; one number where all groups
+    share a mean."""
     batch, random = random_batch(seed), np.random.default_rng(seed)
     size = int((batch.groups == 0).sum())
     own = random_rewards(batch, seed)[-size:, 0]

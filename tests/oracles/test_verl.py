@@ -66,7 +66,8 @@ def verl_loss(batch: Batch, name: str, mode: str, weights: torch.Tensor | None =
 @pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_agg_loss_equals_reduction_weights(seed: int, mode: str) -> None:
-    """The weights are agg_loss's gradient; a sample without loss token is in no mean, unless a `global_batch_size` says so."""
+    """The weights are agg_loss's gradient; a sample without loss token is in no mean, unless a `global_batch_size` says
+    so."""
     batch = random_batch(seed, num_empty=1)
     losses = batch.logprobs.clone().requires_grad_()
     settings = dict(loss_agg_mode=mode, loss_scale_factor=batch.max_response_tokens)
@@ -164,7 +165,8 @@ def test_kl_penalty_is_bounded_in_verl_alone() -> None:
 @pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_and_entropy_take_the_reduction_of_the_policy(seed: int, mode: str, estimator: str) -> None:
-    """verl aggregates all three terms alike, and so does one weight w_t; importance weights reach the policy's term alone."""
+    """verl aggregates all three terms alike, and so does one weight w_t; importance weights reach the policy's term
+    alone."""
     batch = random_batch(seed)
     correction = CorrectionConfig(mode="token_truncate", cap=1.5)
     importance = correction_weights(batch, correction)
@@ -208,8 +210,9 @@ def test_rollout_weights(seed: int, threshold: str, level: str, policy: str) -> 
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rejection_keeps_what_our_masks_keep(seed: int, option: str, level: str) -> None:
-    """verl bounds μ/π_old, ours π_old/μ: the thresholds are each other's inverses. By definition, verl takes what it rejects out of the
-    token counts as well and weighs what it keeps by `rollout_is` alone; ours keeps the counts and weighs by the same ratio."""
+    """verl bounds μ/π_old, ours π_old/μ: the thresholds are each other's inverses. By definition, verl takes what it
+    rejects out of the token counts as well and weighs what it keeps by `rollout_is` alone; ours keeps the counts and
+    weighs by the same ratio."""
     batch = random_batch(seed)
     kept, _ = corrections.compute_rollout_rejection_mask(
         batch.old - batch.rollout, batch.mask, option, f"{1 / 1.2}_{1 / 0.8}"
@@ -262,7 +265,8 @@ def test_advantages(seed: int, name: str, estimator: str, settings: dict, tolera
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whitened_advantages(seed: int, name: str, estimator: str) -> None:
-    """Weighted by loss tokens, and centred: `advantage.whiten=center_and_scale`. `scale` is ours alone, to keep zeros at 0."""
+    """Weighted by loss tokens, and centred: `advantage.whiten=center_and_scale`. `scale` is ours alone, to keep zeros
+    at 0."""
     batch = random_batch(seed, num_empty=1)
     rewards = random_rewards(batch, seed)
     found = verl_advantages(batch, rewards, name, epsilon=1e-9)
@@ -292,7 +296,8 @@ def test_gdpo_of_two_functions(seed: int) -> None:
 
 
 def test_a_group_of_one_trains_in_verl_alone() -> None:
-    """By definition: verl gives such a sample its reward itself (its vectorised RLOO: 0); ours has no baseline, so no signal."""
+    """By definition: verl gives such a sample its reward itself (its vectorised RLOO: 0); ours has no baseline, so no
+    signal."""
     batch = random_batch(0).select([0])
     rewards = np.array([[0.75]])
     wanted = {"grpo": 0.75 / (1 + 1e-6), "rloo": 0.75, "rloo_vectorized": 0.0}

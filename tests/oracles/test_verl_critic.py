@@ -1,4 +1,5 @@
-"""verl's critic against ours: generalised advantages, their whitening, the clipped value loss, the KL in the reward and its controller."""
+"""verl's critic against ours: generalised advantages, their whitening, the clipped value loss, the KL in the reward and
+its controller."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def our_advantages(
 @pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gae_before_whitening(seed: int, gamma: float, lam: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advantages and returns at loss tokens, holes in the masks. By definition, at other tokens verl leaves what stands after them,
-    which its losses mask; ours are 0."""
+    """Advantages and returns at loss tokens, holes in the masks. By definition, at other tokens verl leaves what stands
+    after them, which its losses mask; ours are 0."""
     monkeypatch.setattr(algorithms.verl_F, "masked_whiten", lambda advantages, mask: advantages)
     batch = random_batch(seed, num_empty=1)
     rewards, values, _, _ = drawn(batch, seed)
@@ -75,7 +76,8 @@ def test_gae_as_verl_gives_it(seed: int, gamma: float, lam: float) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_scale_is_masked_whiten_without_its_shift(seed: int) -> None:
-    """verl's ``shift_mean=False`` adds the mean back after scaling, ours scales it too: the two differ by mean·(1/std − 1)."""
+    """verl's ``shift_mean=False`` adds the mean back after scaling, ours scales it too: the two differ by mean·(1/std −
+    1)."""
     batch = random_batch(seed)
     values, _, _, _ = drawn(batch, seed)
     found = algorithms.verl_F.masked_whiten(values, batch.mask, shift_mean=False)
@@ -86,8 +88,8 @@ def test_scale_is_masked_whiten_without_its_shift(seed: int) -> None:
 
 
 def test_a_reward_on_a_token_without_loss_is_lost_in_verl_alone() -> None:
-    """By definition: verl puts the score on the last response token; where a tool wrote that one, its recursion passes it over, and no
-    token of the sample learns of the score. Ours puts it on the last token that the policy wrote."""
+    """By definition: verl puts the score on the last response token; where a tool wrote that one, its recursion passes
+    it over, and no token of the sample learns of the score. Ours puts it on the last token that the policy wrote."""
     mask = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
     scores, values = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
     _, returns = algorithms.compute_gae_advantage_return(scores, values, mask, 1.0, 1.0)
@@ -155,7 +157,8 @@ def test_a_lost_coefficient_is_an_error_in_ours_alone() -> None:
 
 
 def apply_kl_penalty() -> Callable:
-    """The function of verl's trainer, compiled from its file alone: the module imports a whole cluster's worth of packages."""
+    """The function of verl's trainer, compiled from its file alone: the module imports a whole cluster's worth of
+    packages."""
     (folder,) = importlib.util.find_spec("verl.trainer.ppo").submodule_search_locations
     tree = ast.parse((pathlib.Path(folder) / "ray_trainer.py").read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "apply_kl_penalty"]
@@ -172,8 +175,9 @@ def apply_kl_penalty() -> Callable:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_in_the_reward(seed: int, estimator: str) -> None:
-    """verl's ``apply_kl_penalty``: rewards at loss tokens, and the coefficient after it. What it steers by is the mean over samples of
-    each one's mean over its tokens; the controller takes whatever KL it is given, in the unit of its target."""
+    """verl's ``apply_kl_penalty``: rewards at loss tokens, and the coefficient after it. What it steers by is the mean
+    over samples of each one's mean over its tokens; the controller takes whatever KL it is given, in the unit of its
+    target."""
     batch = random_batch(seed)
     last = np.array([np.flatnonzero(row)[-1] for row in batch.mask.numpy()])
     totals, everyone = batch.advantages, np.arange(len(batch.groups))

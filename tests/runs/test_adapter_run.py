@@ -1,4 +1,5 @@
-"""A whole run of adapters through its command line: it resumes to the bit, the skip changes nothing, engine and trainer agree."""
+"""A whole run of adapters through its command line: it resumes to the bit, the skip changes nothing, engine and trainer
+agree."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_skip_run_of_adapters_ends_with_the_dense_runs_weights(pool, arithmetic,
 
 
 def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):
-    """One process, TP2 with sequence parallelism and PP2: the same rollouts, the same merged weights, rounding apart."""
+    """One process, TP2 with sequence parallelism and PP2: the same rollouts, the same merged weights, rounding
+    apart."""
     weights = []
     for world, layout in (
         (1, ()),

@@ -87,7 +87,8 @@ def test_the_model_learns_to_call_the_calculator(tmp_path) -> None:
     reward, turns = [row["reward/mean"] for row in rl], [row["rollout/turns_mean"] for row in rl]
     evaluated = [row["eval/products/mean@1"] for row in rows if "eval/products/mean@1" in row]
     print(
-        f"reward {reward[0]:.3f} to {sum(reward[-10:]) / 10:.3f}, turns {turns[0]:.2f} to {turns[-1]:.2f}, greedy {evaluated}"
+        f"reward {reward[0]:.3f} to {sum(reward[-10:]) / 10:.3f}, turns {turns[0]:.2f} to {turns[-1]:.2f}, greedy "
+        f"{evaluated}"
     )
     # Another processor rounds otherwise and so draws other samples: seen 0.76 and 1.00 at the end of the same command.
     assert reward[0] < 0.4 and sum(reward[-10:]) / 10 > 0.6

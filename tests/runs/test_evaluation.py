@@ -1,4 +1,5 @@
-"""Evaluation in whole runs: greedy values are Hugging Face's, samples repeat on any layout, and training does not see it."""
+"""Evaluation in whole runs: greedy values are Hugging Face's, samples repeat on any layout, and training does not see
+it."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):
 
 
 def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path):
-    """Two sets of fourteen prompts, four samples each, over one rank and over two, where a set's last prompt is rank 1's."""
+    """Two sets of fourteen prompts, four samples each, over one rank and over two, where a set's last prompt is rank
+    1's."""
     found = []
     for world in (1, 2):
         folder = tmp_path / str(world)
@@ -107,7 +109,8 @@ PRODUCERS = {
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, producer):
-    """To the bit, its rows and weights; where rollouts are ahead, evaluation comes between them. And it repeats to the bit."""
+    """To the bit, its rows and weights; where rollouts are ahead, evaluation comes between them. And it repeats to the
+    bit."""
     found = {}
     evaluation = (*sets_of(arithmetic), *SAMPLED, "eval.every_rollouts=1")
     for name, extra in (("none", ()), ("one", evaluation), ("two", evaluation)):

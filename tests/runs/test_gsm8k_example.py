@@ -1,4 +1,5 @@
-"""The GSM8K example as a user starts it: prepare.py, then torchrun with examples/gsm8k/gsm8k.yaml, made tiny by overrides."""
+"""The GSM8K example as a user starts it: prepare.py, then torchrun with examples/gsm8k/gsm8k.yaml, made tiny by
+overrides."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def problem(number: int, solution: str) -> dict:
     }
 
 
-# Answers that no question tells apart: half of a group's samples are right, so it has signal. One of 20 digits, a token each,
+# Answers that no question tells apart: half of a group's samples are right, so it has signal. One of 20 digits, a token
+# each,
 # does not fit in the response, so its group never has any: a ghost step.
 COINS = [problem(i, f"#### {i % 2 + 1}") for i in range(7)]
 IMPOSSIBLE = problem(7, "#### 12345678901234567890")
@@ -180,7 +182,8 @@ def test_real_steps_have_a_gradient_and_ghosts_ran_nothing(rows):
         assert row["skip/tokens_executed"] + row["skip/tokens_dropped"] == row["skip/tokens_dense"] > 0
         assert (row["train/grad_norm"] > 0) == (row["skip/tokens_executed"] > 0) == (row["step_kind"] == "REAL")
     assert rl[-1]["skip/ghost_steps"] == len(rl) - len(real) >= ROLLOUTS  # the impossible problem, once an epoch
-    # Engine and trainer compute the same float32 model by other kernels; 1e-4 is a hundred roundings of a log-prob near 3.
+    # Engine and trainer compute the same float32 model by other kernels; 1e-4 is a hundred roundings of a log-prob near
+    # 3.
     assert all(row["train/logprob_gap_max"] < 1e-4 for row in rl if "train/logprob_gap_max" in row)
 
 

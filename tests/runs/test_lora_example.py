@@ -1,4 +1,5 @@
-"""``bash examples/lora/run.sh``, as a user runs it, for 60 of its 200 rollouts: the reward rises, both models lie in their places.
+"""``bash examples/lora/run.sh``, as a user runs it, for 60 of its 200 rollouts: the reward rises, both models lie in
+their places.
 
 docs/lora.md has the whole run.
 """

@@ -1,4 +1,5 @@
-"""PPO whole: the same run on every layout, a kill changes nothing, values are learned, and a warm-up leaves the policy alone."""
+"""PPO whole: the same run on every layout, a kill changes nothing, values are learned, and a warm-up leaves the policy
+alone."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_a_run_leaves_a_critics_metrics(pool, arithmetic, tmp_path):
 
 
 def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):
-    """Of the policy and of the critic, apart and together; weights to rounding, which AdamW amplifies (test_train.py)."""
+    """Of the policy and of the critic, apart and together; weights to rounding, which AdamW amplifies
+    (test_train.py)."""
     layouts = [
         (1, ()),
         (2, ("parallel.tensor=2",)),

@@ -1,4 +1,5 @@
-"""``bash examples/ppo/run.sh``, as a user runs it, for 60 of its 200 rollouts: the reward rises, the critic learns, both leave checkpoints.
+"""``bash examples/ppo/run.sh``, as a user runs it, for 60 of its 200 rollouts: the reward rises, the critic learns,
+both leave checkpoints.
 
 docs/ppo.md has the whole run.
 """

@@ -1,4 +1,5 @@
-"""``make quickstart``, as a user runs it, and what it promises: a rising reward, a climbing zero-advantage ratio, a report."""
+"""``make quickstart``, as a user runs it, and what it promises: a rising reward, a climbing zero-advantage ratio, a
+report."""
 
 from __future__ import annotations
 

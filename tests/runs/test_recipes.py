@@ -1,4 +1,5 @@
-"""Every recipe, two rollouts end to end on the tiny arithmetic model, and what each is about: its own keys, seen to act."""
+"""Every recipe, two rollouts end to end on the tiny arithmetic model, and what each is about: its own keys, seen to
+act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run leaves for a simulation: its trace is what its metrics say, its coefficients its fit, and the command lines read both."""
+"""What a run leaves for a simulation: its trace is what its metrics say, its coefficients its fit, and the command
+lines read both."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ GDPO = (
     ids=["PP2 after a warm-up", "one process, twice", "DP2, two functions"],
 )
 def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsys, world, extra):
-    """Tokens and share without signal of each rollout to the last digit; a second run in the folder starts both files anew."""
+    """Tokens and share without signal of each rollout to the last digit; a second run in the folder starts both files
+    anew."""
     run_dir = tmp_path / "run"
     for _ in range(1 if extra else 2):
         results = pool.run(world, command_line, arguments(arithmetic, run_dir, *extra), timeout_s=120)

@@ -1,4 +1,5 @@
-"""Whole runs with a KL in the loss: the coefficient's trajectory, the reference's renewal, and a run that is ended and started again."""
+"""Whole runs with a KL in the loss: the coefficient's trajectory, the reference's renewal, and a run that is ended and
+started again."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def end_of(pool, given: list[str]) -> None:
 
 @pytest.mark.parametrize(("layout", "placement"), [("parallel.pipeline=1", "host"), ("parallel.tensor=2", "device")])
 def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, tmp_path, layout, placement):
-    """One step per rollout, so that train/kl is the rollout's KL. Just after a renewal it is rounding: β falls by the whole clip."""
+    """One step per rollout, so that train/kl is the rollout's KL. Just after a renewal it is rounding: β falls by the
+    whole clip."""
     given = (
         *ADAPTIVE,
         layout,
@@ -107,7 +109,8 @@ def whole(pool, arithmetic, tmp_path_factory):
 @pytest.mark.parametrize("layout", ["parallel.pipeline=1", "parallel.pipeline=2"], ids=["DP2", "PP2"])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, tmp_path, whole, name, layout):
-    """Ended after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has moved."""
+    """Ended after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has
+    moved."""
     for steps, placement in zip((3, 5), PARTS[name], strict=True):
         given = (*SAVED, *ADAPTIVE, layout, f"reference.placement={placement}", f"train.num_rollouts={steps}")
         end_of(pool, arguments(arithmetic, tmp_path, *given))

@@ -1,4 +1,5 @@
-"""Whole runs: skips, silent ranks and ghosts end with the dense run's weights, and no dropped sample is ever forwarded."""
+"""Whole runs: skips, silent ranks and ghosts end with the dense run's weights, and no dropped sample is ever
+forwarded."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", f"train.samples_
 
 
 def run_advantages(rollout: int) -> np.ndarray:
-    """Four mini-batches of six in a rotating order: all with signal, a third, one sample alone (a silent rank), none (a ghost)."""
+    """Four mini-batches of six in a rotating order: all with signal, a third, one sample alone (a silent rank), none (a
+    ghost)."""
     random = np.random.default_rng(rollout)
     advantages = random.normal(size=NUM_SAMPLES)
     for position in range(4):
@@ -90,7 +92,8 @@ def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
         print({k: v for k, v in found.items() if k in ("error", "largest", "where", "travelled", "silent", "ghosts")})
         assert found["steps"] >= 20 and found["ghosts"] >= 4 and found["silent"] >= 4, found  # else it proves nothing
         assert found["dropped"] > 60 and found["dense dropped"] == 0 and found["travelled"] > 1e-3, found
-        # Repacking changes the order of sums; AdamW amplifies that where a gradient is near zero (k.bias: softmax does not
+        # Repacking changes the order of sums; AdamW amplifies that where a gradient is near zero (k.bias: softmax does
+        # not
         # see it), so all weights together, and per tensor a bound in units of what AdamW can move in so many steps.
         assert found["error"] < 1e-5, found
         assert found["largest"] <= 0.05 * LR * found["steps"], found
@@ -103,7 +106,8 @@ def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None
         assert found["bitwise"] and found["dropped"] > 60 and found["ghosts"] >= 4 and found["silent"] >= 4, found
 
 
-# ---- two epochs over one rollout, against a plain AdamW loop -----------------------------------------------------------
+# ---- two epochs over one rollout, against a plain AdamW loop
+# -----------------------------------------------------------
 
 
 EPOCH_SETTINGS = (
@@ -121,7 +125,8 @@ def epoch_advantages() -> np.ndarray:
 
 @functools.cache
 def plain_adamw(family: str) -> tuple[dict[str, torch.Tensor], list[float], list[torch.Tensor]]:
-    """Weights after two epochs, the norms before clipping, and the old log-probs: one sample at a time, torch's AdamW, no skip.
+    """Weights after two epochs, the norms before clipping, and the old log-probs: one sample at a time, torch's AdamW,
+    no skip.
 
     Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
     """

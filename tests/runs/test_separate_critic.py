@@ -32,7 +32,8 @@ def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path
 
 
 def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):
-    """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's checkpoint its own."""
+    """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's
+    checkpoint its own."""
     shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.num_rollouts=3")
     apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=2")
     ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=3")
@@ -97,7 +98,8 @@ def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic
 
 
 def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):
-    """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the deadline."""
+    """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the
+    deadline."""
     grids = (
         "critic.placement=separate",
         "critic.ranks=2",

@@ -1,4 +1,5 @@
-"""examples/torchrun, run as a user runs them, on the quickstart's model: two launchers equal one, a killed rank changes nothing."""
+"""examples/torchrun, run as a user runs them, on the quickstart's model: two launchers equal one, a killed rank changes
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The whole loop through its command line: runs end to end, bad input ends in a clear error, the skip changes nothing."""
+"""The whole loop through its command line: runs end to end, bad input ends in a clear error, the skip changes
+nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_skip_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, l
 
 
 def test_another_layout_trains_the_same_run(pool, arithmetic, tmp_path):
-    """Seeds hold no rank: one process, PP=2 and DP=2 draw the same rollouts and end with the same weights (rounding apart)."""
+    """Seeds hold no rank: one process, PP=2 and DP=2 draw the same rollouts and end with the same weights (rounding
+    apart)."""
     weights = []
     for world, layout in ((1, "parallel.pipeline=1"), (2, "parallel.pipeline=2"), (2, "parallel.pipeline=1")):
         run_dir = tmp_path / f"{world}{layout[-1]}"

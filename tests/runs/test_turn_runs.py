@@ -1,4 +1,5 @@
-"""Whole runs with an environment through the command line: layouts, skip and dense, ahead, resumed, evaluated, imitated, and failing."""
+"""Whole runs with an environment through the command line: layouts, skip and dense, ahead, resumed, evaluated,
+imitated, and failing."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ CHAT = (
 
 
 def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):
-    """Prompts and imitated episodes as messages, observations by the template: as a plain template that writes the same."""
+    """Prompts and imitated episodes as messages, observations by the template: as a plain template that writes the
+    same."""
     shutil.copytree(arithmetic / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(CHAT)
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]

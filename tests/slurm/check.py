@@ -1,16 +1,18 @@
-"""Does a requeued job go on, and end with the uninterrupted run's weights? On a real two-node SLURM of this machine, with the template.
+"""Does a requeued job go on, and end with the uninterrupted run's weights? On a real two-node SLURM of this machine,
+with the template.
 
     make test-slurm        or        python -m tests.slurm.check [--keep FOLDER] [--only NAME ...]
 
-Exit code: 0 passed, 1 failed, 77 SKIPPED (not root, no SLURM to be had): a skip is not a pass. make itself answers 2 for both of the latter
-and prints "Error 1" or "Error 77".
+Exit code: 0 passed, 1 failed, 77 SKIPPED (not root, no SLURM to be had): a skip is not a pass. make itself answers 2
+for both of the latter and prints "Error 1" or "Error 77".
 
-The quickstart's model and settings, cut short, PP=2 with a stage on each node; examples/slurm/multi_node.sbatch as it stands, but for its
-GPUs and cores. Three jobs, and three equalities:
+The quickstart's model and settings, cut short, PP=2 with a stage on each node; examples/slurm/multi_node.sbatch as it
+stands, but for its GPUs and cores. Three jobs, and three equalities:
   uninterrupted   runs to its end
   requeued        `scontrol requeue` in mid-run, as an administrator or a preemption does it
-  signalled       SIGUSR1 to the batch script, as --signal=B:USR1@300 does it before the time limit; the template requeues itself
-Each of the latter counts one restart, goes on from a checkpoint that it had saved, and exports bitwise the weights of the first.
+  signalled       SIGUSR1 to the batch script, as --signal=B:USR1@300 does it before the time limit; the template
+requeues itself Each of the latter counts one restart, goes on from a checkpoint that it had saved, and exports bitwise
+the weights of the first.
 """
 
 from __future__ import annotations
@@ -180,7 +182,8 @@ def check_same_weights(found: Mapping[str, bytes], expected: Mapping[str, bytes]
     different = [tensor for tensor in expected if found[tensor] != expected[tensor]]
     if different:
         raise CheckFailed(
-            f"{name}: {len(different)} of {len(expected)} tensors differ from the uninterrupted run's, as {different[0]}"
+            f"{name}: {len(different)} of {len(expected)} tensors differ from the uninterrupted run's, as "
+            f"{different[0]}"
         )
 
 
@@ -211,7 +214,8 @@ def check(folder: pathlib.Path, only: Sequence[str]) -> None:
     (folder / "cluster").mkdir()
     with Cluster(folder / "cluster") as cluster:
         print(
-            f"cluster: {cluster.run('sinfo', '--version').strip()}, nodes {cluster.run('sinfo', '--noheader', '--format=%N').strip()}"
+            f"cluster: {cluster.run('sinfo', '--version').strip()}, nodes "
+            f"{cluster.run('sinfo', '--noheader', '--format=%N').strip()}"
         )
         whole = Job(cluster, folder, "uninterrupted")
         whole.wait_until_complete()

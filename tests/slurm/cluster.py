@@ -3,15 +3,18 @@
     with Cluster(folder) as cluster:
         print(cluster.run("sinfo"))
 
-    python -m tests.slurm.cluster [command ...]      # starts it, runs the command (default: a shell) in its environment, stops it
+    python -m tests.slurm.cluster [command ...]      # starts it, runs the command (default: a shell) in its
+    environment, stops it
 
-Debian's packages (slurmctld, slurmd, slurm-client, munge 0.5; SLURM 22.05 was run), as root, since slurmd starts jobs as their user.
-Configuration, keys, state, logs and sockets lie in the folder and the ports are free ones: a SLURM that the machine has is not touched.
-Only /etc/hosts is shared: for the cluster's life one marked line makes n0 and n1 resolve, and a lock on it keeps a second cluster out.
-Each node offers one "GPU", a count without a device, so that templates are submitted with their own --gpus-per-node=1.
+Debian's packages (slurmctld, slurmd, slurm-client, munge 0.5; SLURM 22.05 was run), as root, since slurmd starts jobs
+as their user. Configuration, keys, state, logs and sockets lie in the folder and the ports are free ones: a SLURM that
+the machine has is not touched. Only /etc/hosts is shared: for the cluster's life one marked line makes n0 and n1
+resolve, and a lock on it keeps a second cluster out. Each node offers one "GPU", a count without a device, so that
+templates are submitted with their own --gpus-per-node=1.
 
-What it cannot show: proctrack/cgroup (linuxproc here: a signal to a step reaches every process in it, not each task's first), sacct
-(it needs slurmdbd and a database: ``scontrol show job`` counts restarts), two hosts' different files, GPUs.
+What it cannot show: proctrack/cgroup (linuxproc here: a signal to a step reaches every process in it, not each task's
+first), sacct (it needs slurmdbd and a database: ``scontrol show job`` counts restarts), two hosts' different files,
+GPUs.
 """
 
 from __future__ import annotations
@@ -234,7 +237,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def _node_names():
-    """n0 and n1 resolve to this machine within it; one cluster at a time. Written in place: in a container the file is a mount."""
+    """n0 and n1 resolve to this machine within it; one cluster at a time. Written in place: in a container the file is
+    a mount."""
     with HOSTS.open("r+", encoding="utf-8") as hosts:
         try:
             fcntl.flock(hosts, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,5 @@
-"""tools/acceptance.py: a cell that passes, planted faults that are caught and named, hangs that end, cells that are not run."""
+"""tools/acceptance.py: a cell that passes, planted faults that are caught and named, hangs that end, cells that are not
+run."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ def measure_faulty(rank: int, world: int, cell: Cell, fault: str) -> dict:
 
 @pytest.mark.long
 def test_hang_of_one_rank_inside_the_cell_ends(tmp_path: pathlib.Path) -> None:
-    """Long enough to reach the rank that sleeps: its peer's collective times out at half the cell's time, or the cell is killed."""
+    """Long enough to reach the rank that sleeps: its peer's collective times out at half the cell's time, or the cell
+    is killed."""
     seconds = f"60.{os.getpid()}"
     code, rows, output = fill(tmp_path, "--only", "=dp2", "--inject", "hang", "--timeout", seconds)
     assert code == 1 and rows[0]["status"] == "failed", output

@@ -1,4 +1,5 @@
-"""tools/benchmarks/async_modes.py and benchmarks/refill.py: arguments, tables, and both of them whole on the embedded engine."""
+"""tools/benchmarks/async_modes.py and benchmarks/refill.py: arguments, tables, and both of them whole on the embedded
+engine."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_a_live_group_costs_what_the_dead_ones_took():
 @pytest.mark.long(seconds=50)
 @pytest.mark.distributed
 def test_the_whole_of_both(tmp_path, capsys):
-    """A few seconds each: every mode runs, staleness is that of the mode, refilled rollouts have no group without signal."""
+    """A few seconds each: every mode runs, staleness is that of the mode, refilled rollouts have no group without
+    signal."""
     path = tmp_path / "async.json"
     given = [
         "--modes",

@@ -22,7 +22,8 @@ def tool():
 
 
 def test_ratios_are_those_of_the_figures(tool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory faked, so that no process starts: plain 8 bytes per token on top of 100, lean always 50. 20 tokens do not fit."""
+    """Memory faked, so that no process starts: plain 8 bytes per token on top of 100, lean always 50. 20 tokens do not
+    fit."""
     monkeypatch.setattr(tool, "measure_memory", lambda path, given, tokens: 100 + 8 * tokens if path == "plain" else 50)
     path = tmp_path / "logprob.json"
     limit = 2 * 10 * 30 * 4 / 1e9
@@ -59,7 +60,8 @@ def test_one_size_is_extrapolated_in_proportion(tool) -> None:
 
 
 def test_resident_memory_is_that_of_the_path(tool) -> None:
-    """In processes of their own: plain holds logits and gradient, 2 x 4096 x 8000 floats, lean two chunks of 64 rows and gradients."""
+    """In processes of their own: plain holds logits and gradient, 2 x 4096 x 8000 floats, lean two chunks of 64 rows
+    and gradients."""
     given = tool.parse(["--tokens", "4096", "--vocab", "8000", "--hidden", "8", "--chunk-tokens", "64"])
     plain, lean = (tool.measure_memory(path, given, 4096) for path in tool.PATHS)
     assert plain > 2 * 4096 * 8000 * 4

@@ -1,4 +1,5 @@
-"""tools/benchmarks/policies.py: what each policy's plan runs, by hand and on random batches, and where its trajectory ends."""
+"""tools/benchmarks/policies.py: what each policy's plan runs, by hand and on random batches, and where its trajectory
+ends."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Case = tuple[list[np.ndarray], np.ndarray, np.ndarray, PlanRules]
 
 
 def cases() -> list[Case]:
-    """Ragged batches in even mini-batches, shares of signal from none to all, 1 to 4 ranks, one to three stages, fillers or none."""
+    """Ragged batches in even mini-batches, shares of signal from none to all, 1 to 4 ranks, one to three stages,
+    fillers or none."""
     found = []
     for seed in range(120):
         random = np.random.default_rng(seed)
@@ -159,7 +161,8 @@ def facts_of(loss_tokens: list[int]) -> BatchFacts:
 
 
 def test_weights_are_each_samples_own_or_counted_over_what_the_step_runs() -> None:
-    """Two steps of two, 10 + 30 and 20 + 60 tokens, signal in 0 and 2, of one step in the end: 1/40 and 1/80, or 1/30 each."""
+    """Two steps of two, 10 + 30 and 20 + 60 tokens, signal in 0 and 2, of one step in the end: 1/40 and 1/80, or 1/30
+    each."""
     batch = Batch(facts=facts_of([10, 30, 20, 60]), local=[])
     values = np.array([2.0, 0.0, -1.0, 0.0])
     rollout = run.Rollout(batch=batch, values=values, mini_batches=split_mini_batches(np.arange(4), 2))
@@ -202,7 +205,8 @@ def test_options_that_cannot_work_are_refused(
 
 
 def trajectories(rank: int, world: int, pipeline: int) -> dict[str, dict]:
-    """Errors of every policy after two rollouts of three steps; the first rollout's second step has no signal at all."""
+    """Errors of every policy after two rollouts of three steps; the first rollout's second step has no signal at
+    all."""
     extra = ("optimizer.epsilon=1e-3",)
     with open_rig("qwen2_tied", *sizes(1, pipeline), *extra, samples=24, total_steps=6, layers=2) as rig:
         backend = rig.backend
@@ -226,8 +230,9 @@ def trajectories(rank: int, world: int, pipeline: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_ours_ends_where_dense_ends_and_fewer_steps_do_not(pool: Pool, pipeline: int) -> None:
-    """1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that a gradient which is rounding
-    alone (an attention bias) makes no whole step. What moves samples to another step is off by a share of the movement itself."""
+    """1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that a gradient
+    which is rounding alone (an attention bias) makes no whole step. What moves samples to another step is off by a
+    share of the movement itself."""
     for found in pool.run(2, trajectories, pipeline, timeout_s=90):
         error = {name: x["error_of_movement"] for name, x in found.items()}
         assert error["dense"] == 0.0

@@ -1,4 +1,5 @@
-"""tools/benchmarks/skip.py and benchmarks/planner.py: real runs at sizes of a test, whose figures follow from one another."""
+"""tools/benchmarks/skip.py and benchmarks/planner.py: real runs at sizes of a test, whose figures follow from one
+another."""
 
 from __future__ import annotations
 

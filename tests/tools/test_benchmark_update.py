@@ -1,4 +1,5 @@
-"""tools/benchmarks/update.py: arguments, settings, padding, the comparison and the tables; the whole of it where trl is installed."""
+"""tools/benchmarks/update.py: arguments, settings, padding, the comparison and the tables; the whole of it where trl is
+installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checks tools/check_mutants.py: its table fits this tree, and on a small one kills, survivors and errors are told apart."""
+"""Checks tools/check_mutants.py: its table fits this tree, and on a small one kills, survivors and errors are told
+apart."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_the_page_names_every_mutant_and_its_file() -> None:
 SMALL = {
     "megatron_rl/__init__.py": "",  # without it an installed package of this name would be found first
     "megatron_rl/algorithm/noise.py": "def double(x):\n    y = 2 * x\n    return y\n",
-    "tests/test_small.py": "from megatron_rl.algorithm.noise import double\n\n\ndef test_one():\n    assert double(2) == 4\n\n\n"
+    "tests/test_small.py": "from megatron_rl.algorithm.noise import double\n\n\ndef test_one():\n    assert double(2) "
+    "== 4\n\n\n"
     "def test_positive():\n    assert double(2) > 0\n\n\ndef test_broken():\n    assert double(2) == 5\n",
 }
 
@@ -121,7 +123,8 @@ def test_the_whole_suite_is_asked_about_a_survivor(tree: pathlib.Path, capsys) -
 
 
 def test_what_cannot_be_judged_is_said(tree: pathlib.Path, capsys) -> None:
-    """Ends with 2 for a test that fails without a fault, a test that is not there and an unknown name; with 1 for a line that is gone."""
+    """Ends with 2 for a test that fails without a fault, a test that is not there and an unknown name; with 1 for a
+    line that is gone."""
     for mutant, only, code, words in (
         (
             fault("by a broken test", "y = 3 * x", "::test_broken"),

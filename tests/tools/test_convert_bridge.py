@@ -1,4 +1,5 @@
-"""Our tables against NVIDIA megatron-bridge's, where it is installed: ``pip install --no-deps megatron-bridge einops triton``."""
+"""Our tables against NVIDIA megatron-bridge's, where it is installed: ``pip install --no-deps megatron-bridge einops
+triton``."""
 
 from __future__ import annotations
 

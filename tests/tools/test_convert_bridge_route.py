@@ -1,4 +1,5 @@
-"""A family without a table goes through megatron-bridge, by the same command. That needs a GPU: a stand-in is called."""
+"""A family without a table goes through megatron-bridge, by the same command. That needs a GPU: a stand-in is
+called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""tools/convert_checkpoint.py on one process: every family comes back to the bit and computes what transformers computes; refusals."""
+"""tools/convert_checkpoint.py on one process: every family comes back to the bit and computes what transformers
+computes; refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import convert_checkpoint  # noqa: E402
 
-LOGPROB_TOLERANCE = 1e-5  # float32, 4 layers, 64 tokens: seen up to 2e-6; a lost bias or a wrong rotary frequency shows at 1e-2 and above
+# float32, 4 layers, 64 tokens: seen up to 2e-6; a lost bias or a wrong rotary frequency shows at 1e-2 and above
+LOGPROB_TOLERANCE = 1e-5
 
 
 def write_model(
@@ -56,7 +58,8 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_a_round_trip_is_bitwise_and_log_probs_are_those_of_transformers(tmp_path: pathlib.Path, family: str) -> None:
-    """The Megatron side's weights come out of the checkpoint by Megatron-Core's own load; llama3_rope runs past its original length."""
+    """The Megatron side's weights come out of the checkpoint by Megatron-Core's own load; llama3_rope runs past its
+    original length."""
     write_model(tmp_path / "hf", family)
     experts = ("--ep", 2) if family in MIXTURES else ()
     arguments = (
@@ -203,8 +206,9 @@ print("GROWTH", big, (after - before) * 1024)
 
 @pytest.mark.long
 def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib.Path) -> None:
-    """630 MB of weights, 31 MB a layer, both ways: the peak may grow by a layer of mapped files, the largest Megatron tensor (gate and up,
-    13 MB), half of it as a chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the number of layers."""
+    """630 MB of weights, 31 MB a layer, both ways: the peak may grow by a layer of mapped files, the largest Megatron
+    tensor (gate and up, 13 MB), half of it as a chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the
+    number of layers."""
     command = [sys.executable, "-c", GROWTH, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""simulate/: memory against built models, plans against the backend's, the clock's arithmetic, and the two command lines."""
+"""simulate/: memory against built models, plans against the backend's, the clock's arithmetic, and the two command
+lines."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.patience import patient
 from tests.reference import tiny_config
 from tools import simulate_cluster
 
-# ---- against what is really built --------------------------------------------------------------------------------------
+# ---- against what is really built
+# --------------------------------------------------------------------------------------
 
 SPLITS = {
     "TP2": ("qwen2_untied", "parallel.tensor=2", "parallel.sequence_parallel=true"),
@@ -87,7 +89,8 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
-    """Bytes of weights, a second model's too, and gradients exactly, on every rank; moments over all ranks; rules and plan by value."""
+    """Bytes of weights, a second model's too, and gradients exactly, on every rank; moments over all ranks; rules and
+    plan by value."""
     family, *overrides = SPLITS[split]
     config = load_config(None, [*DEFAULTS, *overrides])
     degrees = degrees_of(config, 2)
@@ -134,8 +137,8 @@ def saved_bytes(rank: int, world: int, family: str, layers: int) -> tuple[int, i
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
 def test_activations_are_what_autograd_saves(pool, family: str) -> None:
-    """Per layer, in float32, by the difference between four layers and two. Within 5 %: the attention here pads sequences to the
-    longest of a few, and norms keep a number per token."""
+    """Per layer, in float32, by the difference between four layers and two. Within 5 %: the attention here pads
+    sequences to the longest of a few, and norms keep a number per token."""
     (deep, tokens), (shallow, _) = (pool.run(1, saved_bytes, family, layers, timeout_s=60)[0] for layers in (4, 2))
     config = load_config(None, list(DEFAULTS))
     degrees = degrees_of(config, 1)
@@ -143,7 +146,8 @@ def test_activations_are_what_autograd_saves(pool, family: str) -> None:
     assert 4 * tokens * kept_elements(shape, config, degrees) == pytest.approx((deep - shallow) / 2, rel=0.05)
 
 
-# ---- the clock ---------------------------------------------------------------------------------------------------------
+# ---- the clock
+# ---------------------------------------------------------------------------------------------------------
 
 
 def job_of(config, shape, degrees, workload: Workload, costs: Costs | None = None) -> Job:
@@ -183,7 +187,8 @@ def per_token(stages: int, virtual: int = 1) -> Costs:
 
 
 def test_equal_samples_take_what_the_pipeline_takes() -> None:
-    """16 samples of 40 tokens, one in each micro-batch, on PP4 x DP2: (8 + 4 - 1) slots of 40 s; half dead: (4 + 3) slots."""
+    """16 samples of 40 tokens, one in each micro-batch, on PP4 x DP2: (8 + 4 - 1) slots of 40 s; half dead: (4 + 3)
+    slots."""
     found = forecast(tiny_job(equal_samples(16, 40, dead=4), 8, "parallel.pipeline=4", costs=per_token(4)))
     assert found.dense.update_s == pytest.approx(11 * 40 + 7, rel=1e-12) and found.skip.update_s == pytest.approx(
         7 * 40 + 7, rel=1e-12
@@ -219,7 +224,8 @@ def test_nothing_dead_gains_nothing_and_all_dead_is_a_ghost() -> None:
 
 
 def test_what_binds_is_named() -> None:
-    """Experts over two replicas, one long sample each: the lockstep costs what the longer one takes beyond the shorter."""
+    """Experts over two replicas, one long sample each: the lockstep costs what the longer one takes beyond the
+    shorter."""
     workload = dataclasses.replace(equal_samples(4, 20), response_tokens=np.array([15, 15, 15, 95]))
     found = forecast(tiny_job(workload, 2, "parallel.expert=2", family="mixtral", costs=per_token(1)))
     names = {x.name for x in found.constraints}
@@ -235,7 +241,8 @@ def test_what_binds_is_named() -> None:
 
 
 def test_replicas_that_share_experts_wait_for_each_other() -> None:
-    """Micro-batches of one sample: replica 0 runs 10 and 40 tokens, replica 1 runs 30 and 25. Together 30 + 40, apart the longer 55."""
+    """Micro-batches of one sample: replica 0 runs 10 and 40 tokens, replica 1 runs 30 and 25. Together 30 + 40, apart
+    the longer 55."""
     workload = dataclasses.replace(
         equal_samples(4, 20), prompt_tokens=np.full(4, 5), response_tokens=np.array([5, 25, 35, 20])
     )
@@ -278,7 +285,8 @@ def test_thousands_of_gpus_take_seconds() -> None:
     assert found.dense.update_s >= found.skip.update_s > 0 and 1 <= found.gain <= found.ideal * 1.2
 
 
-# ---- workloads, coefficients -------------------------------------------------------------------------------------------
+# ---- workloads, coefficients
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:
@@ -293,7 +301,8 @@ def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_trace_by_samples_equals_one_by_rollouts(tmp_path: pathlib.Path, caplog) -> None:
-    """Tokens with loss default to the response's; a line that was cut off while it was written is left out, and said."""
+    """Tokens with loss default to the response's; a line that was cut off while it was written is left out, and
+    said."""
     wanted = equal_samples(4, 20)
     rows = zip(
         wanted.prompt_tokens.tolist(),
@@ -403,7 +412,8 @@ def test_world_size_is_said_by_somebody() -> None:
         degrees_of(load_config(None, ["parallel.pipeline=4"]), 6)
 
 
-# ---- command lines -----------------------------------------------------------------------------------------------------
+# ---- command lines
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

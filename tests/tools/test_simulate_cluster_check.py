@@ -1,4 +1,5 @@
-"""tools/benchmarks/simulate_cluster_check.py without measuring: its fit finds the rates that made the times, and each launch is left out in turn."""
+"""tools/benchmarks/simulate_cluster_check.py without measuring: its fit finds the rates that made the times, and each
+launch is left out in turn."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def records(monkeypatch) -> list[dict]:
 
 
 def test_times_are_predicted_by_launches_that_were_left_out(monkeypatch) -> None:
-    """1e-3: the fit's slopes are differences. A launch that were in its own fit would hide the half of a doubled time."""
+    """1e-3: the fit's slopes are differences. A launch that were in its own fit would hide the half of a doubled
+    time."""
     given = records(monkeypatch)
     found = checked.check(given)
     assert found["median_error"] < 1e-3 and len(found["rows"]) == 12

@@ -1,4 +1,5 @@
-"""The SLURM templates without SLURM: what a stand-in srun is called with, when a job requeues itself, and how a signal reaches the ranks.
+"""The SLURM templates without SLURM: what a stand-in srun is called with, when a job requeues itself, and how a signal
+reaches the ranks.
 
 The real thing, two nodes and all, is ``make test-slurm`` (tests/slurm/check.py).
 """
@@ -25,7 +26,8 @@ TEMPLATES = sorted(SLURM.glob("*.sbatch"))
 SCRIPTS = sorted([*SLURM.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
 BOUND_S = patient(HANG_S)
 
-# Says how it was called; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names one; vLLM's runs on.
+# Says how it was called; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names
+# one; vLLM's runs on.
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >>"$CALLS"
 [[ "$*" == *api_server* ]] && exec sleep 600
@@ -69,7 +71,8 @@ def _program(folder: pathlib.Path, name: str, text: str) -> None:
 def submit(
     tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = "a1 a2", **variables: str
 ) -> tuple[int, list[str], str]:
-    """The template as SLURM's slurmd would run it, with stand-ins: its exit code, what they were called with, and its output."""
+    """The template as SLURM's slurmd would run it, with stand-ins: its exit code, what they were called with, and its
+    output."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
         _program(tmp_path / "bin", name, text)
     (tmp_path / "bin" / "activate").touch()

@@ -1,4 +1,5 @@
-"""tools/verify_topology.py on several ranks: topologies that are right pass, planted faults are caught, named and end in exit code 1."""
+"""tools/verify_topology.py on several ranks: topologies that are right pass, planted faults are caught, named and end
+in exit code 1."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-# ---- on several ranks --------------------------------------------------------------------------------------------------
+# ---- on several ranks
+# --------------------------------------------------------------------------------------------------
 
 OVERLAPS = (
     "megatron.ddp.overlap_grad_reduce=true",
@@ -120,7 +122,8 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
         "gradient norm of optim_step",
     }
     assert set(checks) == wanted | {"weights after 3 AdamW steps", "skip against dense"}
-    # float32 sums in another order somewhere, and bitwise equality of everything would mean that one thing was compared with itself
+    # float32 sums in another order somewhere, and bitwise equality of everything would mean that one thing was compared
+    # with itself
     assert checks["gradient: attention qkv"]["error"] > 0 and checks["weights after 3 AdamW steps"]["error"] > 0
     assert "16 samples dropped" in checks["skip against dense"]["note"]
     assert max(found["measured"]["microbatches"]) >= 4, "with one micro-batch an average over micro-batches would hide"

@@ -1,4 +1,5 @@
-"""tools/verify_topology.py without a process group: what compares and names, the thin model, its samples, its configurations."""
+"""tools/verify_topology.py without a process group: what compares and names, the thin model, its samples, its
+configurations."""
 
 from __future__ import annotations
 
@@ -189,12 +190,14 @@ SAID = {
                 {EMBEDDING: [torch.ones(5, 3)], CORE: [torch.diag(torch.tensor([1.0, 2, 1, 1, 1])) @ torch.ones(5, 3)]}
             ]
         ),
-        "at the attention core (model.layers.0.self_attn, before o_proj): relative error 4.5e-01; 1 of 5 tokens differ, the first is "
+        "at the attention core (model.layers.0.self_attn, before o_proj): relative error 4.5e-01; 1 of 5 tokens "
+        "differ, the first is "
         "token 1, held by context rank 1. Look at",
     ),
     "log-probs": (
         dict(logprobs={"s0": np.ones(3, dtype=np.float32), "s1": np.zeros(2, dtype=np.float32)}),
-        "one sample alone gives the same activations, and the log-probs of sample s1 among others do not agree (1.0e+00)",
+        "one sample alone gives the same activations, and the log-probs of sample s1 among others do not agree "
+        "(1.0e+00)",
     ),
     "factor": (
         dict(gradient={name: x / 4 for name, x in gradients().items()}, grad_norm=0.5),
@@ -232,7 +235,8 @@ def test_equal_measurements_pass_and_a_skip_that_is_not_compared_says_why():
     assert verdict_line(verdict, 1e-5).startswith("verdict: PASSED, 9 checks within 1e-05")
 
 
-# ---- the thin model, its samples, its configurations -----------------------------------------------------------------------
+# ---- the thin model, its samples, its configurations
+# -----------------------------------------------------------------------
 
 
 def test_parts_of_an_activation_are_joined_as_ranks_hold_them():

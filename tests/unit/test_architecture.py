@@ -19,7 +19,8 @@ CHECKED = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py"))]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-# Law 2: rooms and single files of the package, from the bottom up. A module imports from its own room and from lower levels alone.
+# Law 2: rooms and single files of the package, from the bottom up. A module imports from its own room and from lower
+# levels alone.
 LEVELS = (
     ("errors", "types"),
     ("config",),

@@ -49,7 +49,8 @@ def of(thing: str, host: Host) -> Finding:
     return found
 
 
-# ------------------------------------------------------------------------------------------- checks on facts made up here
+# ------------------------------------------------------------------------------------------- checks on facts made up
+# here
 
 
 def test_healthy_facts_have_no_error() -> None:
@@ -154,11 +155,13 @@ def test_only_the_standard_library_is_imported_at_module_level(file: str) -> Non
     assert {name.split(".")[0] for name in names - {"megatron_rl.distributed.versions"}} <= set(sys.stdlib_module_names)
 
 
-# ------------------------------------------------------------- the real command, on breakage planted ahead of site-packages
+# ------------------------------------------------------------- the real command, on breakage planted ahead of
+# site-packages
 
 
 def plant(folder: pathlib.Path, *, packages: dict[str, str], metadata: dict[str, str]) -> pathlib.Path:
-    """``packages``: module → source of its __init__.py, or "" for a folder without one. ``metadata``: distribution → version."""
+    """``packages``: module → source of its __init__.py, or "" for a folder without one. ``metadata``: distribution →
+    version."""
     for module, source in packages.items():
         (folder / module).mkdir(parents=True)
         if source:
@@ -244,7 +247,8 @@ def test_failed_import_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_path):
-    """A half-installed Transformer Engine makes ``import megatron.core`` fail with FileNotFoundError, not ImportError."""
+    """A half-installed Transformer Engine makes ``import megatron.core`` fail with FileNotFoundError, not
+    ImportError."""
     broken = tmp_path / "packages" / "megatron" / "core"
     broken.mkdir(parents=True)
     (broken.parent / "__init__.py").write_text("")

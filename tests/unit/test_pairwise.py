@@ -1,4 +1,5 @@
-"""tests/pairwise.py: the rows that `make test` keeps of a product hold every pair, and nothing of the product is lost."""
+"""tests/pairwise.py: the rows that `make test` keeps of a product hold every pair, and nothing of the product is
+lost."""
 
 from __future__ import annotations
 

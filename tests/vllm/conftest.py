@@ -32,7 +32,8 @@ def bounded() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cores() -> None:
-    """Give each lane cores of its own: threads of two engines that spin on the same ones take ten times as long as either alone."""
+    """Give each lane cores of its own: threads of two engines that spin on the same ones take ten times as long as
+    either alone."""
     lane, lanes = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[int(lane.removeprefix("gw")) % len(cores) :: lanes])

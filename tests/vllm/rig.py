@@ -1,4 +1,5 @@
-"""What the tests with a real embedded engine share: model folders, weights by seed, Hugging Face's forward, an engine and its syncs."""
+"""What the tests with a real embedded engine share: model folders, weights by seed, Hugging Face's forward, an engine
+and its syncs."""
 
 from __future__ import annotations
 

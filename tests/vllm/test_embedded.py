@@ -1,4 +1,5 @@
-"""A real embedded vLLM engine against Hugging Face: same tokens, same log-probs, whichever weights it was given and however."""
+"""A real embedded vLLM engine against Hugging Face: same tokens, same log-probs, whichever weights it was given and
+however."""
 
 from __future__ import annotations
 
@@ -169,7 +170,8 @@ def test_a_broadcast_channel_is_opened_once_and_serves_every_sync(bench):
 
 
 def test_a_sync_resets_the_prefix_cache(bench, monkeypatch):
-    """Keys and values of the old weights, found by a prompt's prefix, would be taken for the new ones': left out, it shows."""
+    """Keys and values of the old weights, found by a prompt's prefix, would be taken for the new ones': left out, it
+    shows."""
     prompts = make_prompts(3 * BLOCK_TOKENS + 4, 2 * BLOCK_TOKENS + 9)
     bench.load(1)
     bench.engine.generate(prompts, 1)

@@ -1,4 +1,5 @@
-"""A real engine that is killed, hangs, runs out of memory or does not start: nothing lost, nothing doubled, or an error that says why."""
+"""A real engine that is killed, hangs, runs out of memory or does not start: nothing lost, nothing doubled, or an error
+that says why."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ SEED = 21
 
 @pytest.fixture(scope="module")
 def own(inputs, tmp_path_factory) -> Iterator[Bench]:
-    """An engine for these tests alone, whose calls last for some seconds: long answers, few at a time, by layers so wide that each step
-    needs a block of a megabyte, which the system is asked for and not the heap."""
+    """An engine for these tests alone, whose calls last for some seconds: long answers, few at a time, by layers so
+    wide that each step needs a block of a megabyte, which the system is asked for and not the heap."""
     root = tmp_path_factory.mktemp("faults")
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True, intermediate=8192)
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +77,8 @@ def alone() -> Iterator[None]:
 
 
 class Driver:
-    """RolloutManager over the engine, its weights those of one seed under one version, and an undisturbed call to compare with."""
+    """RolloutManager over the engine, its weights those of one seed under one version, and an undisturbed call to
+    compare with."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench, version = bench, 1000
@@ -171,7 +173,8 @@ def test_a_call_disturbed_twice_equals_an_undisturbed_one(own, driver, quiet):
 
 @pytest.mark.long
 def test_a_call_disturbed_by_a_hang_equals_an_undisturbed_one(own, driver, quiet):
-    """An engine that works and is late is taken for one that hangs, and restarted; the one that came instead has all the time."""
+    """An engine that works and is late is taken for one that hangs, and restarted; the one that came instead has all
+    the time."""
     pid, restart = own.pid, own.replica.restart
 
     def restart_with_time() -> None:

@@ -1,4 +1,5 @@
-"""Weights that change while a real engine generates: every token is that of the weights its span names, and a failure loses nothing."""
+"""Weights that change while a real engine generates: every token is that of the weights its span names, and a failure
+loses nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ ANSWER_S = 200.0
 
 @pytest.fixture(scope="module")
 def flying(inputs, tmp_path_factory) -> Iterator[Bench]:
-    """An engine that takes weights in flight; its calls last for some seconds, with requests running, waiting and finished at any time."""
+    """An engine that takes weights in flight; its calls last for some seconds, with requests running, waiting and
+    finished at any time."""
     root = tmp_path_factory.mktemp("in_flight")
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True)
     started = start_bench(folder, root / "run", *LONG, "rollout.vllm={max_num_seqs: 4}")
@@ -54,7 +56,8 @@ def flying_server(inputs, tmp_path_factory) -> Iterator[Bench]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KEY_OF_THE_TESTS", KEY)
-            # A server with few requests at a time is not far ahead of what has been told of it, and hears of a pause soon.
+            # A server with few requests at a time is not far ahead of what has been told of it, and hears of a pause
+            # soon.
             servers = [
                 f"rollout.servers=[{served.urls[0]}]",
                 "rollout.api_key_env=KEY_OF_THE_TESTS",
@@ -160,7 +163,8 @@ def test_every_token_is_of_the_weights_that_its_span_names(either):
 
 
 def until_a_tie(one: Rollout, other: Rollout) -> bool:
-    """Both greedy rollouts are the same up to where two tokens are equally likely, to rounding; whether there is such a place."""
+    """Both greedy rollouts are the same up to where two tokens are equally likely, to rounding; whether there is such a
+    place."""
     differ = np.flatnonzero(np.array(one.response_ids) != np.array(other.response_ids))
     end = int(differ[0]) + 1 if len(differ) else len(one.response_ids)
     gap = np.abs(np.subtract(one.logprobs, other.logprobs)[:end])
@@ -225,7 +229,8 @@ def test_old_keys_and_values_would_show(flying, monkeypatch):
 
 
 def fails_in_flight(bench: Bench, weights: dict, plant: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """EngineLost in the generating thread as soon as the update failed; the rest is generated once the engine has weights again."""
+    """EngineLost in the generating thread as soon as the update failed; the rest is generated once the engine has
+    weights again."""
     name, pid = bench.replica.name, bench.pid
     call = Call(bench)
     call.wait_for_the_middle()
@@ -294,7 +299,8 @@ def is_paused(bench: Bench) -> bool:
 
 @pytest.mark.long
 def test_a_server_whose_update_fails_in_flight_goes_on_serving(flying_server):
-    """It is not paused, what was under way ended, nobody takes what its weights sample, and the next update mends it."""
+    """It is not paused, what was under way ended, nobody takes what its weights sample, and the next update mends
+    it."""
     bench = flying_server
     bench.load(7)
     call = Call(bench)

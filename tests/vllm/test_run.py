@@ -1,4 +1,5 @@
-"""Whole runs through the command line with rollout.engine=vllm, a real engine on the CPU: the same numbers as the trainer's own."""
+"""Whole runs through the command line with rollout.engine=vllm, a real engine on the CPU: the same numbers as the
+trainer's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real vLLM server under the supervisor: what goes in and out, against Hugging Face, and a server that is killed at work."""
+"""A real vLLM server under the supervisor: what goes in and out, against Hugging Face, and a server that is killed at
+work."""
 
 from __future__ import annotations
 
@@ -266,7 +267,8 @@ def test_a_server_killed_at_work_is_replaced_by_the_other(served, replicas):
 
 
 def test_the_only_server_killed_at_work_loses_and_doubles_nothing(served, replica):
-    """kill -9 of the API in mid-generation; restarted, and asked again for what was lost: the samples are those of a quiet run."""
+    """kill -9 of the API in mid-generation; restarted, and asked again for what was lost: the samples are those of a
+    quiet run."""
     quiet = spread(REQUESTS, [replica])
     starts, started = len(served.starts(0)), time.monotonic()
     with killed_at_work(served, 0, "API"):
@@ -274,7 +276,8 @@ def test_the_only_server_killed_at_work_loses_and_doubles_nothing(served, replic
     assert first.lost and list(first.down) == [served.urls[0]], (first.down, first.causes)
     wait_for_restart(served, replica, 0, starts)
     print(
-        f"{len(first.lost)} of 8 requests lost, serving again {time.monotonic() - started:.1f} s after the first was sent"
+        f"{len(first.lost)} of 8 requests lost, serving again {time.monotonic() - started:.1f} s after the first was "
+        "sent"
     )
     second = spread(first.lost, [replica])
     assert not second.lost and not set(first.finished) & set(second.finished)

@@ -1,4 +1,5 @@
-"""Whole runs through the command line on vLLM servers: weights by both channels, and a server killed while the run goes on."""
+"""Whole runs through the command line on vLLM servers: weights by both channels, and a server killed while the run goes
+on."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_a_run_on_two_servers_and_two_clients(pool, arithmetic, two_servers, tmp
 
 
 def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, arithmetic, two_servers, tmp_path):
-    """kill -9 of an engine after the second rollout: the other goes on alone, the restarted one is sent weights and asked again."""
+    """kill -9 of an engine after the second rollout: the other goes on alone, the restarted one is sent weights and
+    asked again."""
     extra = ("parallel.pipeline=1", "train.num_rollouts=90", "run.deadline_s=300", "optimizer.lr=1e-5")
     starts, killed = len(two_servers.starts(1)), threading.Event()
 

@@ -1,4 +1,5 @@
-"""Syncs to a real engine that break off or bring the wrong thing: named, nothing taken for whole, and a whole one afterwards is exact."""
+"""Syncs to a real engine that break off or bring the wrong thing: named, nothing taken for whole, and a whole one
+afterwards is exact."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def test_a_tensor_that_vllm_would_cut_is_told(bench):
 
 
 def stands_after_restart(bench: Bench, weights, *words: str) -> None:
-    """vLLM raised within load_weights: told, and what comes next is exact or told again until the engine is started anew."""
+    """vLLM raised within load_weights: told, and what comes next is exact or told again until the engine is started
+    anew."""
     report = bench.sync(weights, **SMALL)
     assert all(word in report.failed[bench.replica.name] for word in words), report.failed
     holds_nothing(bench)

@@ -1,4 +1,5 @@
-"""Episodes on a real vLLM engine: the embedded engine's tokens, Hugging Face's log-probs where a token was sampled, and a whole run."""
+"""Episodes on a real vLLM engine: the embedded engine's tokens, Hugging Face's log-probs where a token was sampled, and
+a whole run."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "OMPI_")
 
 
 def worker_environment() -> dict[str, str]:
-    """This process's, without what a launcher left in it, and with no GPU: these workers are a gloo world on the CPU."""
+    """This process's, without what a launcher left in it, and with no GPU: these workers are a gloo world on the
+    CPU."""
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith(LAUNCHER_PREFIXES)}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return kept | {

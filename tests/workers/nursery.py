@@ -1,16 +1,19 @@
-"""A process that has imported everything and is forked from: a worker, or a rank of a run, starts in milliseconds, not in seconds.
+"""A process that has imported everything and is forked from: a worker, or a rank of a run, starts in milliseconds, not
+in seconds.
 
     with Nursery() as nursery:
         with nursery.ranks(2, ["--config", …], folder) as ranks:      # megatron_rl.train, as a launcher would start it
             codes = ranks.wait(60.0)
         code, output = nursery.run_script(path, "--help")             # a tool, as python would
 
-Importing torch, Megatron-Core and transformers takes longer than most runs of the tests. A fork has what was imported and nothing
+Importing torch, Megatron-Core and transformers takes longer than most runs of the tests. A fork has what was imported
+and nothing
 else: no thread, no process group, no random state of another test; it leads a session of its own.
 
-Protocol, one stream socket, strictly in turn: a request is a line of JSON (``start`` with up to three descriptors) and its answer
-another: {"start": …} → {"pid"}; {"poll": pid} → {"code": null while it runs, else as ``subprocess`` counts it}. When the socket closes,
-every fork that is left is killed and the nursery ends.
+Protocol, one stream socket, strictly in turn: a request is a line of JSON (``start`` with up to three descriptors) and
+its answer
+another: {"start": …} → {"pid"}; {"poll": pid} → {"code": null while it runs, else as ``subprocess`` counts it}. When
+the socket closes, every fork that is left is killed and the nursery ends.
 """
 
 from __future__ import annotations
@@ -143,8 +146,9 @@ class Nursery:
     ) -> Fork:
         """Forks a process that calls ``module:function`` with JSON arguments and ends when it returns.
 
-        printed: file, or descriptor, of its stdout and stderr. stdin: a descriptor; none reads nothing. pipe: a descriptor that the
-        function gets as its first argument. environment: added to the nursery's. program: its ``sys.argv[1:]``.
+        printed: file, or descriptor, of its stdout and stderr. stdin: a descriptor; none reads nothing. pipe: a
+        descriptor that the function gets as its first argument. environment: added to the nursery's. program: its
+        ``sys.argv[1:]``.
         """
         request = {
             "function": function,
@@ -181,8 +185,8 @@ class Nursery:
         function: str = RANK_OF_A_RUN,
         given: Sequence[object] = (),
     ) -> Iterator[Ranks]:
-        """The ranks of one start of ``python -m megatron_rl.train ARGUMENT…``, which end with the context. function: called in their
-        place, with ``given``. folder: of the files that they print to.
+        """The ranks of one start of ``python -m megatron_rl.train ARGUMENT…``, which end with the context. function:
+        called in their place, with ``given``. folder: of the files that they print to.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -213,7 +217,8 @@ class Ranks:
         self.forks, self.printed = list(forks), list(printed)
 
     def wait(self, timeout_s: float, but: Collection[int] = ()) -> list[int | None]:
-        """Every rank's exit code; None of one that had not ended within ``timeout_s``. but: ranks that are not waited for."""
+        """Every rank's exit code; None of one that had not ended within ``timeout_s``. but: ranks that are not waited
+        for."""
         until = time.monotonic() + timeout_s
         for fork in (fork for rank, fork in enumerate(self.forks) if rank not in but):
             with contextlib.suppress(subprocess.TimeoutExpired):

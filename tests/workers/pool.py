@@ -1,19 +1,23 @@
-"""Gloo worker processes that live as long as the test session, forked from a process that has imported torch and Megatron.
+"""Gloo worker processes that live as long as the test session, forked from a process that has imported torch and
+Megatron.
 
-    results = pool.run(2, my_function, "argument", timeout_s=30, option=3)     # my_function(rank, world, "argument", option=3)
+    results = pool.run(2, my_function, "argument", timeout_s=30, option=3)     # my_function(rank, world, "argument",
+    option=3)
 
-A task is a module-level function of an importable module; arguments and results are pickled (tensors on the CPU, or numpy).
-For each task the first ``world`` workers form a new gloo world; afterwards they leave every process group, Megatron's too.
+A task is a module-level function of an importable module; arguments and results are pickled (tensors on the CPU, or
+numpy). For each task the first ``world`` workers form a new gloo world; afterwards they leave every process group,
+Megatron's too.
 
 What is NOT fresh: a worker keeps what it imported, and with it module globals, patches of torch.cuda, entered
 TorchFunctionModes, default dtypes and RNG state. A task that needs a seed sets it; a task that must start in a pristine
 process is a subprocess test, not a pool test.
 
-Bounds, each times MEGATRON_RL_TEST_PATIENCE: a task ends within LOADED · ``timeout_s``, or within GRACE_S after the first rank raised or
-died. Ranks that have not finished by then are asked for their stacks and killed; the next task starts new ones.
+Bounds, each times MEGATRON_RL_TEST_PATIENCE: a task ends within LOADED · ``timeout_s``, or within GRACE_S after the
+first rank raised or died. Ranks that have not finished by then are asked for their stacks and killed; the next task
+starts new ones.
 
-Protocol, one duplex pipe per worker, pickled tuples: worker ("ready",) | pool (sys.path, payload) | worker ("returned", result)
-or ("raised", summary, traceback) | pool ("leave",) when all ranks have reported | worker ("idle",).
+Protocol, one duplex pipe per worker, pickled tuples: worker ("ready",) | pool (sys.path, payload) | worker ("returned",
+result) or ("raised", summary, traceback) | pool ("leave",) when all ranks have reported | worker ("idle",).
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ from tests.patience import patient, until
 from tests.workers.nursery import ONLY_TORCH, Nursery
 
 START_S = 300.0  # a worker is forked in milliseconds, from a nursery that imports for some seconds first
-LOADED = 5.0  # tests say what a task takes at most on two free cores; with as many others on each core it has taken four times that
+# tests say what a task takes at most on two free cores; with as many others on each core it has taken four times that
+LOADED = 5.0
 GRACE_S = (
     30.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
 )
@@ -49,7 +54,8 @@ SHOWN_CHARS = 6000  # of each rank's output, from its end
 
 
 class PoolError(AssertionError):
-    """A task did not return on every rank. ``failed`` are the ranks that raised or died, ``hung`` those that did not finish."""
+    """A task did not return on every rank. ``failed`` are the ranks that raised or died, ``hung`` those that did not
+    finish."""
 
     def __init__(self, message: str, failed: tuple[int, ...], hung: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -105,7 +111,8 @@ class Worker:
         return os.fstat(self.log.fileno()).st_size
 
     def printed(self, since: int = 0) -> str:
-        """Return the end of what the current task wrote, from byte ``since`` on. pread, as the worker shares this file's offset."""
+        """Return the end of what the current task wrote, from byte ``since`` on. pread, as the worker shares this
+        file's offset."""
         size = self.num_printed()
         start = max(since, size - SHOWN_CHARS)
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace").strip()
@@ -124,7 +131,8 @@ class Worker:
 
 
 class Pool:
-    """Up to ``max_world`` workers, started when a task first needs them. Worker i is rank i of every task that reaches it."""
+    """Up to ``max_world`` workers, started when a task first needs them. Worker i is rank i of every task that reaches
+    it."""
 
     def __init__(self, max_world: int = 4, grace_s: float = GRACE_S, nursery: Nursery | None = None) -> None:
         """nursery: which forks the workers; None for one of its own, which imports torch only."""
@@ -151,7 +159,8 @@ class Pool:
     ) -> list[Any]:
         """``function(rank, world, *args, **kwargs)`` on ``world`` ranks; its results in rank order.
 
-        Raises PoolError, naming ranks, with their tracebacks and output, when any rank raises, dies or outlives LOADED · ``timeout_s``.
+        Raises PoolError, naming ranks, with their tracebacks and output, when any rank raises, dies or outlives LOADED
+        · ``timeout_s``.
         """
         if not 1 <= world <= self.max_world:
             raise ValueError(
@@ -178,7 +187,8 @@ class Pool:
             if any(kind != "returned" for kind, *_ in outcomes.values()) or len(outcomes) < world:
                 raise self._error(f"{function.__module__}:{function.__qualname__}", ranks, outcomes, timeout_s)
         except BaseException as error:
-            # Ranks that all raised are idle again and can be kept; anything else (hung, dead, Ctrl-C) leaves an unknown state.
+            # Ranks that all raised are idle again and can be kept; anything else (hung, dead, Ctrl-C) leaves an unknown
+            # state.
             if not isinstance(error, PoolError) or error.hung or any(outcomes[r][0] == "died" for r in error.failed):
                 self._kill(ranks)
             raise

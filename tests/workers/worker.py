@@ -1,4 +1,5 @@
-"""One process of the pool: waits for a task, joins a fresh gloo world, runs the task, reports, leaves every group again.
+"""One process of the pool: waits for a task, joins a fresh gloo world, runs the task, reports, leaves every group
+again.
 
 Forked from a nursery, which calls ``serve``; the protocol stands in pool.py.
 """
@@ -41,15 +42,16 @@ def find_function(module: str, qualname: str) -> Callable[..., Any]:
 def leave_every_group() -> None:
     """Destroy all process groups and drop Megatron's references to them.
 
-    ``destroy_model_parallel`` alone frees none (megatron-core 0.16.1: +84 file descriptors, +51 threads each time). Destroying
-    WORLD takes every group off torch's register; it comes second, as Megatron looks its own up there.
+    ``destroy_model_parallel`` alone frees none (megatron-core 0.16.1: +84 file descriptors, +51 threads each time).
+    Destroying WORLD takes every group off torch's register; it comes second, as Megatron looks its own up there.
     """
     if not dist.is_initialized():
         return
     if "megatron.core.parallel_state" in sys.modules:
         sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
     dist.destroy_process_group()
-    gc.collect()  # models hold groups in reference cycles (hooks); sockets and threads close when the last reference goes
+    # models hold groups in reference cycles (hooks); sockets and threads close when the last reference goes
+    gc.collect()
 
 
 def run_task(payload: bytes, rank: int, store: dist.Store) -> tuple[str, ...]:

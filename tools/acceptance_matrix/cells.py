@@ -1,4 +1,5 @@
-"""The cells of the support matrix and what each must show; data only. tools/acceptance.py starts them, acceptance_matrix/checks.py runs one."""
+"""The cells of the support matrix and what each must show; data only. tools/acceptance.py starts them,
+acceptance_matrix/checks.py runs one."""
 
 from __future__ import annotations
 
@@ -62,10 +63,10 @@ class Cell:
 def tolerances(dtype: str, *, cuda: bool) -> dict[str, float]:
     """The largest error allowed per check.
 
-    float32: another order of summation, seen 3e-7 to 1e-6 on a CPU; on a GPU, TF32 off, the kernels differ from the reference's
-    too, and TF32 left on would show at 1e-3. A token weight lost or counted twice shows at 1e-2 and above.
-    bfloat16: 8 bits of mantissa, 4e-3 per rounding, through 4 layers of weights three times their usual size, against a float32
-    reference of the same rounded weights; skip and dense round alike but for what is packed together.
+    float32: another order of summation, seen 3e-7 to 1e-6 on a CPU; on a GPU, TF32 off, the kernels differ from the
+    reference's too, and TF32 left on would show at 1e-3. A token weight lost or counted twice shows at 1e-2 and above.
+    bfloat16: 8 bits of mantissa, 4e-3 per rounding, through 4 layers of weights three times their usual size, against a
+    float32 reference of the same rounded weights; skip and dense round alike but for what is packed together.
     The rest is exact in any dtype.
     """
     exact = {"bitwise": 0.0, "ghost": 0.0, "replicas": 0.0}

@@ -1,4 +1,5 @@
-"""One cell of the support matrix, inside its process group: builds a tiny model and measures what cells.LABELS names."""
+"""One cell of the support matrix, inside its process group: builds a tiny model and measures what cells.LABELS
+names."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ GROUPS = [i // 2 for i in range(NUM_SAMPLES)]
 # Every other pair is dead, the live ones have both signs.
 ADVANTAGES = np.where(np.arange(NUM_SAMPLES) % 4 < 2, 0.0, np.linspace(-1, 1, NUM_SAMPLES))
 ONE_ALIVE = np.where(np.arange(NUM_SAMPLES) == 3, 0.7, 0.0)
-# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped (at 0.8, 1.2), none near the edge of
+# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped (at 0.8, 1.2), none near the
+# edge of
 # clipping, where bfloat16 would fall on the other side.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
 DEFAULTS = (
@@ -105,7 +107,8 @@ class Bench:
 
 
 def whole_gradient(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    """``backend.gradient()``, also where the distributed optimizer's reduce-scatter leaves each rank its shard of the sum."""
+    """``backend.gradient()``, also where the distributed optimizer's reduce-scatter leaves each rank its shard of the
+    sum."""
     place = backend.topology
     if place.data_size == 1 or not backend.config.optimizer.distributed:
         return backend.gradient()
@@ -198,7 +201,8 @@ def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 
 
 def trajectory(bench: Bench, *, ghost: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
-    """Weights after the second and the third of three steps (real, without signal, real), and every rank's digest of both."""
+    """Weights after the second and the third of three steps (real, without signal, real), and every rank's digest of
+    both."""
     if bench.fault == "no-ghost-gather":
         bench.backend.optimizer._end_parameter_gather = lambda: None
     found = []
@@ -247,7 +251,8 @@ def measure(cell: Cell, fault: str, deadline_s: float) -> dict:
 
 
 def _exit_with_parent() -> None:
-    """stdin is a pipe that the starting process holds open and never writes to: its end means that nobody waits for this cell."""
+    """stdin is a pipe that the starting process holds open and never writes to: its end means that nobody waits for
+    this cell."""
     while os.read(0, 1):
         continue
     os._exit(1)

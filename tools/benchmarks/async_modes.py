@@ -1,8 +1,9 @@
-"""Times rollouts made while the trainer trains, against one after the other: wall time of a rollout, and the overlap that is achieved.
+"""Times rollouts made while the trainer trains, against one after the other: wall time of a rollout, and the overlap
+that is achieved.
 
-Each mode is a short run of its own of the same model and data, one trainer and one engine, round after round in turn. The ideal is
-max(production, training) of the synchronous run, production being generation and rewards; an overlap of 1 reaches it. Needs vLLM in this
-environment, or --engine transformers.
+Each mode is a short run of its own of the same model and data, one trainer and one engine, round after round in turn.
+The ideal is max(production, training) of the synchronous run, production being generation and rewards; an overlap of 1
+reaches it. Needs vLLM in this environment, or --engine transformers.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def prepare(given: argparse.Namespace, folder: pathlib.Path) -> None:
 def short_run(
     given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str
 ) -> list[dict]:
-    """Rows of metrics.jsonl of one run of a process and a thread, on the quickstart's data; variables: for its environment."""
+    """Rows of metrics.jsonl of one run of a process and a thread, on the quickstart's data; variables: for its
+    environment."""
     command = [
         sys.executable,
         "-m",
@@ -203,11 +205,13 @@ def main(arguments: list[str] | None = None) -> int:
     measured = in_turn(given, given.modes, run)
     rows = table_of(measured)
     print(
-        f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout; {len(measured['sync'])} rollouts a mode"
+        f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout; "
+        f"{len(measured['sync'])} rollouts a mode"
     )
     one = {name: statistics.median(row[name] for row in measured["sync"]) for name in ("seconds", "production")}
     print(
-        f"sync: {one['production']:.3g} s of generation and rewards, {one['seconds'] - one['production']:.3g} s of training"
+        f"sync: {one['production']:.3g} s of generation and rewards, {one['seconds'] - one['production']:.3g} s of "
+        "training"
     )
     show(rows)
     if given.json:

@@ -1,13 +1,15 @@
-"""Log-probs from the logits (plain) and without them (lean), forward and backward: peak extra memory, and time as alternating medians.
+"""Log-probs from the logits (plain) and without them (lean), forward and backward: peak extra memory, and time as
+alternating medians.
 
     python tools/benchmarks/logprob.py --tokens 2048 4096 --vocab 62000 --hidden 256
 
 plain is F.linear and vocab_parallel_logprob, lean is linear_logprob; one tensor rank, so --vocab is the shard's width.
 Peak extra memory is what forward and backward add to hidden, weight and targets, the two gradients included. On CUDA:
-max_memory_allocated. On the CPU: the growth of the kernel's high-water mark of resident memory (VmHWM in /proc/self/status), each
-measurement in a process of its own, after a warm-up on a few tokens. Where plain would not fit --plain-limit-gb, it is not run: its
-memory is extrapolated on the line through the sizes that were, and marked ~; its time is left out. On a busy host the ratio of CPU
-seconds under --threads 1 says more than that of seconds: it counts this process's work alone.
+max_memory_allocated. On the CPU: the growth of the kernel's high-water mark of resident memory (VmHWM in
+/proc/self/status), each measurement in a process of its own, after a warm-up on a few tokens. Where plain would not fit
+--plain-limit-gb, it is not run: its memory is extrapolated on the line through the sizes that were, and marked ~; its
+time is left out. On a busy host the ratio of CPU seconds under --threads 1 says more than that of seconds: it counts
+this process's work alone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ GIB = 2**30
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: python tools/benchmarks/logprob.py --tokens 4096 8192 32768 --repeats 0 --json runs/benchmark_logprob.json",
+        epilog="example: python tools/benchmarks/logprob.py --tokens 4096 8192 32768 --repeats 0 --json "
+        "runs/benchmark_logprob.json",
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096], help="sizes, one row each")
     parser.add_argument("--vocab", type=int, default=62_000, help="columns of this tensor rank's shard")
@@ -138,7 +141,8 @@ def measure_memory(path: str, given: argparse.Namespace, tokens: int) -> int:
 
 
 def measure_times(given: argparse.Namespace, tokens: int, paths: tuple[str, ...]) -> dict[str, float]:
-    """Median seconds and CPU seconds of each path, the paths taken in turn; with both paths, the ratios lean / plain."""
+    """Median seconds and CPU seconds of each path, the paths taken in turn; with both paths, the ratios lean /
+    plain."""
     import torch
 
     inputs = make_inputs(given, tokens)

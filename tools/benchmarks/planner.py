@@ -64,7 +64,8 @@ def planning_seconds(samples: int, given: argparse.Namespace) -> dict[str, float
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     print(
-        f"{given.dp} data-parallel ranks, {given.pp} stages, {given.mini_batches} mini-batch(es), {100 * given.dead_share:.0f} % dead"
+        f"{given.dp} data-parallel ranks, {given.pp} stages, {given.mini_batches} mini-batch(es), "
+        f"{100 * given.dead_share:.0f} % dead"
     )
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}")
     rows = []

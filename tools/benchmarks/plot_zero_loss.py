@@ -1,11 +1,12 @@
-"""The loss is 0 and it learns: runs the quickstart's first RL steps on the CPU, with and without noise on the advantages, and draws them.
+"""The loss is 0 and it learns: runs the quickstart's first RL steps on the CPU, with and without noise on the
+advantages, and draws them.
 
 Example:
   python tools/benchmarks/plot_zero_loss.py --out docs/zero-loss.svg --seeds 0 1 2 --noise-stds 0 0.01 0.1
 
-Each run is one process and one optimizer step a rollout under loss.reduction=sequence_mean, so that every loss is on-policy and over whole
-groups. Printed: a Markdown table of what was measured, over all seeds. Drawn: loss, gradient norm and reward of the first seed.
-docs/zero-loss.md says what it shows.
+Each run is one process and one optimizer step a rollout under loss.reduction=sequence_mean, so that every loss is
+on-policy and over whole groups. Printed: a Markdown table of what was measured, over all seeds. Drawn: loss, gradient
+norm and reward of the first seed. docs/zero-loss.md says what it shows.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def measure(work: pathlib.Path, stds: Sequence[float], seeds: Sequence[int], ste
 def table(runs: Runs) -> str:
     """Markdown: one row per noise_std, over all seeds and steps; rewards over five rollouts."""
     lines = [
-        "| `noise_std` | \\|loss\\|, median | largest | gradient norm, median | smallest | reward, first 5 | last 5, per seed |"
+        "| `noise_std` | \\|loss\\|, median | largest | gradient norm, median | smallest | reward, first 5 | last 5, "
+        "per seed |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for std, by_seed in runs.items():
@@ -131,7 +133,8 @@ def picture(runs: Runs, seed: int) -> str:
         parts.append(f'<text class="ink" x="14" y="{y + 16}">{title}</text>')
         parts.append(plot.replace("<svg ", f'<svg x="0" y="{y + TITLE}" width="{WIDTH}" height="{HEIGHT}" ', 1))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}"><title>{name}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{name}"><title>{name}</title>'
         f"<style>{CSS}</style>{''.join(parts)}</svg>\n"
     )
 
@@ -153,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if len(options.noise_stds) > 5 or options.steps < 5:
         parser.error(
-            f"--noise-stds takes at most 5 numbers (given: {len(options.noise_stds)}), --steps at least 5 ({options.steps})"
+            f"--noise-stds takes at most 5 numbers (given: {len(options.noise_stds)}), --steps at least 5 "
+            f"({options.steps})"
         )
     runs = measure(options.work.resolve(), options.noise_stds, options.seeds, options.steps, options.jobs)
     options.out.parent.mkdir(parents=True, exist_ok=True)

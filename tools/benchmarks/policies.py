@@ -1,16 +1,19 @@
-"""This repository's skip beside the three planning policies of verl #5838: what each costs, and how far it ends from the dense run.
+"""This repository's skip beside the three planning policies of verl #5838: what each costs, and how far it ends from
+the dense run.
 
     torchrun --nproc_per_node 2 tools/benchmarks/policies.py --dp 2 --dead-share 0.75 --json policies.json
 
 All policies are plans through the same schedule, of the same samples; policies_plans.py says how each of #5838's
-(https://github.com/verl-project/verl/pull/5838) is understood. Every policy is timed at every --max-tokens-per-microbatch, in turns,
-over one rollout's update phase (all its optimizer steps); the table shows each at its fastest.
+(https://github.com/verl-project/verl/pull/5838) is understood. Every policy is timed at every
+--max-tokens-per-microbatch, in turns, over one rollout's update phase (all its optimizer steps); the table shows each
+at its fastest.
 
-Error: several rollouts of several mini-batches from the same initial weights under AdamW, then ‖w − w_dense‖ over ‖w_dense − w_start‖,
-all weights together, and over ‖w_dense‖. The loss is a sum over tokens whose weights are each sample's own in the dense run, so that an
-error comes from the step that a sample is trained in; "renormalised" counts fewest_steps' denominator over what the step runs, as #5838
-does there. The row "dense, other cut" is the same dense run under another token cap: what float rounding alone makes of it.
-Predicted seconds: the cost model fitted to the measured micro-batches, and dense optimizer steps.
+Error: several rollouts of several mini-batches from the same initial weights under AdamW, then ‖w − w_dense‖ over
+‖w_dense − w_start‖, all weights together, and over ‖w_dense‖. The loss is a sum over tokens whose weights are each
+sample's own in the dense run, so that an error comes from the step that a sample is trained in; "renormalised" counts
+fewest_steps' denominator over what the step runs, as #5838 does there. The row "dense, other cut" is the same dense run
+under another token cap: what float rounding alone makes of it. Predicted seconds: the cost model fitted to the measured
+micro-batches, and dense optimizer steps.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, over skip.py's defaults for what its model and samples need besides."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/policies.py --pp 2 --dead-share 0.75 0.9 --json policies.json",
+        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/policies.py --pp 2 --dead-share 0.75 0.9 --json "
+        "policies.json",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
@@ -128,7 +132,8 @@ def make_rollouts(backend, given: argparse.Namespace, share: float) -> list:
 
 
 def measure(backend, given: argparse.Namespace, share: float) -> dict:
-    """One dead share: costs at every setting, and each variant's error at its policy's fastest setting. Starts at the reference weights."""
+    """One dead share: costs at every setting, and each variant's error at its policy's fastest setting. Starts at the
+    reference weights."""
     import policies_run as run
 
     caps, rules = given.max_tokens_per_microbatch, backend.rules
@@ -163,7 +168,8 @@ def measure(backend, given: argparse.Namespace, share: float) -> dict:
 
 
 def describe(rollouts: list, rules, best: dict[str, dict]) -> dict[str, dict]:
-    """Sums over a trajectory's rollouts: tokens, micro-batches, REAL and ghost steps of each policy at its fastest setting."""
+    """Sums over a trajectory's rollouts: tokens, micro-batches, REAL and ghost steps of each policy at its fastest
+    setting."""
     import policies_run as run
 
     found = {}
@@ -180,7 +186,8 @@ def show(shares: list[dict], given: argparse.Namespace, machine: str) -> None:
 
     for share in shares:
         table = Table(
-            title=f"{100 * share['dead_share']:.0f} % dead, {given.rollouts} rollouts of {given.mini_batches} mini-batches: "
+            title=f"{100 * share['dead_share']:.0f} % dead, {given.rollouts} rollouts of {given.mini_batches} "
+            "mini-batches: "
             f"TP {given.tp}, PP {given.pp}, DP {given.dp}; {machine}"
         )
         names = (

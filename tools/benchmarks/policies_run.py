@@ -1,8 +1,8 @@
 """One rollout's updates under a plan: their cost, and the weights that several rollouts of them end in.
 
-Every policy trains the same samples with the same advantages from the same initial weights under a fresh AdamW, so that what differs at
-the end is which optimizer step a sample was trained in. Old log-probs are the trainer's own, taken at each rollout's start over all of
-its samples under one plan for every policy.
+Every policy trains the same samples with the same advantages from the same initial weights under a fresh AdamW, so that
+what differs at the end is which optimizer step a sample was trained in. Old log-probs are the trainer's own, taken at
+each rollout's start over all of its samples under one plan for every policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ REDUCTION = "token_mean"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One batch and what is trained on it. values: advantages float64 [S] · mini_batches: members of each of the dense run's steps."""
+    """One batch and what is trained on it. values: advantages float64 [S] · mini_batches: members of each of the dense
+    run's steps."""
 
     batch: Batch
     values: np.ndarray
@@ -54,7 +55,8 @@ class Rollout:
     def inputs(
         self, plan: BatchPlan, old_logprobs: np.ndarray | None, *, renormalised: bool = False
     ) -> list[LossInputs]:
-        """Of each step: under the dense run's weights, or the denominator counted over the samples that the step runs."""
+        """Of each step: under the dense run's weights, or the denominator counted over the samples that the step
+        runs."""
         original = self.weights
         each = [self._weights(np.unique(x.order)) if renormalised else original for x in plan.mini_batches]
         return [LossInputs(advantages=self.values * w, weights=w, old_logprobs=old_logprobs) for w in each]
@@ -129,10 +131,11 @@ def train(
     weight_decay: float = 0.0,
     renormalised: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The weights after all rollouts, whole, by Hugging Face names, float64 on the host; from the reference weights, fresh AdamW.
+    """The weights after all rollouts, whole, by Hugging Face names, float64 on the host; from the reference weights,
+    fresh AdamW.
 
-    ``backend.keep_reference()`` must have been called where the trajectory starts. The backend's own weights are as before, its
-    optimizer is not: it belongs to the trajectory.
+    ``backend.keep_reference()`` must have been called where the trajectory starts. The backend's own weights are as
+    before, its optimizer is not: it belongs to the trajectory.
     """
     with backend.reference_weights():
         backend.reset_optimizer(

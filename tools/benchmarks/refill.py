@@ -1,8 +1,9 @@
-"""Compares what to do about groups without signal: train them all, skip them (skip.mode=exact), or ask further prompts in their places
-(rollout.dynamic_sampling). Per rollout: generated tokens, seconds of generation, log-probs and update, and groups with signal.
+"""Compares what to do about groups without signal: train them all, skip them (skip.mode=exact), or ask further prompts
+in their places (rollout.dynamic_sampling). Per rollout: generated tokens, seconds of generation, log-probs and update,
+and groups with signal.
 
-Each mode is a short run of its own of the same model and data, round after round in turn; --dead of the prompts never have signal. The
-learning rate is 0, so that all modes sample from the same policy.
+Each mode is a short run of its own of the same model and data, round after round in turn; --dead of the prompts never
+have signal. The learning rate is 0, so that all modes sample from the same policy.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     measured = in_turn(given, MODES, run)
     rows = table_of(measured)
     print(
-        f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout, {given.dead:.0%} of the prompts dead"
+        f"{machine_name()}; {given.engine}; {given.prompts} x {given.samples} samples a rollout, {given.dead:.0%} of "
+        "the prompts dead"
     )
     show(rows)
     if given.json:

@@ -1,4 +1,5 @@
-"""The reward function that reward_pool.py has scored in workers, by dotted path, and the same value computed elsewhere."""
+"""The reward function that reward_pool.py has scored in workers, by dotted path, and the same value computed
+elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ HANG_S = 3600.0
 
 
 def value_of(prompt: str, completion: str, ids: Sequence[int], answer: str) -> float:
-    """A number made of everything that the function is given of a sample: what is told of another sample is another number."""
+    """A number made of everything that the function is given of a sample: what is told of another sample is another
+    number."""
     return float(zlib.crc32(repr((prompt, completion, list(ids), answer)).encode()))
 
 
@@ -24,7 +26,8 @@ def misbehave(
     journal: Sequence[str],
     **_: object,
 ) -> list[float]:
-    """[S] the value of each sample; one whose text begins with raise, hang or kill does that. journal: a file, told of every hang.
+    """[S] the value of each sample; one whose text begins with raise, hang or kill does that. journal: a file, told of
+    every hang.
 
     Example: completions ``["answer 0", "raise 1"]`` raise RuntimeError; ``["answer 0"]`` alone gives its value.
     """

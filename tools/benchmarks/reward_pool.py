@@ -1,16 +1,19 @@
-"""Reward workers under faults: samples that raise, hang and kill their process among thousands that do not, and what they cost.
+"""Reward workers under faults: samples that raise, hang and kill their process among thousands that do not, and what
+they cost.
 
     python tools/benchmarks/reward_pool.py --samples 10000 --workers 4 --deadline 1
 
-Every answer is compared with the value computed here, at its place, and every error with what its sample was told to do: the tool ends
-with status 1 and names the samples where an innocent one carries an error, a guilty one carries none, or a value is not its own.
+Every answer is compared with the value computed here, at its place, and every error with what its sample was told to
+do: the tool ends with status 1 and names the samples where an innocent one carries an error, a guilty one carries none,
+or a value is not its own.
 
-A hanging sample holds a worker until the deadline, and once more alone where its group has other samples. Nothing is faster than the
-deadlines alone, one per hanging sample over the workers: that is the ideal. Beside it stand the deadlines that were waited for. A
-hanging sample's own seconds run from its first call to the kill that ends its last one (both by the wall clock).
+A hanging sample holds a worker until the deadline, and once more alone where its group has other samples. Nothing is
+faster than the deadlines alone, one per hanging sample over the workers: that is the ideal. Beside it stand the
+deadlines that were waited for. A hanging sample's own seconds run from its first call to the kill that ends its last
+one (both by the wall clock).
 
-With --data FOLDER, GSM8K's (test.jsonl), math_verify then judges right and wrong answers with 0 and with --workers workers, in turn, on
-samples that neither has seen; the medians of --repeats turns count.
+With --data FOLDER, GSM8K's (test.jsonl), math_verify then judges right and wrong answers with 0 and with --workers
+workers, in turn, on samples that neither has seen; the medians of --repeats turns count.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ SHOWN = 5  # faults named, of each run
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: python tools/benchmarks/reward_pool.py --samples 10000 --workers 4 --deadline 1 --data gsm8k --json runs/reward.json",
+        epilog="example: python tools/benchmarks/reward_pool.py --samples 10000 --workers 4 --deadline 1 --data gsm8k "
+        "--json runs/reward.json",
     )
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt, which go to a worker together")
@@ -115,7 +119,8 @@ def make_rollouts(kinds: Sequence[str], group_size: int, journal: str) -> list[R
 
 
 def faults_in(rollouts: Sequence[Rollout], kinds: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
-    """What is wrong with the outcomes; empty where every value is its sample's own and exactly the guilty carry their own error."""
+    """What is wrong with the outcomes; empty where every value is its sample's own and exactly the guilty carry their
+    own error."""
     found = []
     for rollout, kind, outcome in zip(rollouts, kinds, outcomes, strict=True):
         if kind == "answer":
@@ -126,7 +131,8 @@ def faults_in(rollouts: Sequence[Rollout], kinds: Sequence[str], outcomes: Seque
                 found.append(f"{rollout.sample_id} has the value {outcome.value} and {wanted} is its own")
         elif outcome.error is None or SAID[kind] not in outcome.error:
             found.append(
-                f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} and the error {outcome.error!r:.300}"
+                f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} and the error "
+                f"{outcome.error!r:.300}"
             )
         elif outcome.value is not None:
             found.append(f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} beside its error")
@@ -148,8 +154,8 @@ class Kills(logging.Handler):
 def hang_seconds(journal: str, kills: Sequence[tuple[int, float]]) -> list[float]:
     """Of each sample that hung, from its first call to the kill that ended its last.
 
-    journal: lines of process number, sample, wall clock. kills: the same without the sample. A call ends at the first kill of its process
-    that comes after it.
+    journal: lines of process number, sample, wall clock. kills: the same without the sample. A call ends at the first
+    kill of its process that comes after it.
 
     Example: calls ``7 3 10.0`` and ``8 3 11.2``, kills ``(7, 11.0), (8, 12.2)`` → 2.2 s for sample 3.
     """
@@ -227,7 +233,8 @@ def measure_faults(given: argparse.Namespace) -> Measured:
 def math_rollouts(
     rows: Sequence[Mapping[str, str]], turn: int, given: argparse.Namespace
 ) -> tuple[list[Rollout], list[float]]:
-    """Groups of worked solutions, every second one with digits too many at its end; and what each is worth. Another turn, other rows."""
+    """Groups of worked solutions, every second one with digits too many at its end; and what each is worth. Another
+    turn, other rows."""
     rollouts, wanted = [], []
     groups = -(-given.math_samples // given.group_size)
     for place in range(turn * groups, (turn + 1) * groups):
@@ -270,7 +277,8 @@ def measure_math(given: argparse.Namespace) -> Measured:
                 scores = rewards[count].score(rollouts)
                 seconds[count].append(time.perf_counter() - began)
                 faults += [
-                    f"{rollout.sample_id} of turn {turn} has {score.total} with {count} workers, not {worth}: {rollout.text[-60:]!r}"
+                    f"{rollout.sample_id} of turn {turn} has {score.total} with {count} workers, not {worth}: "
+                    f"{rollout.text[-60:]!r}"
                     for rollout, score, worth in zip(rollouts, scores, wanted, strict=True)
                     if score.total != worth
                 ]

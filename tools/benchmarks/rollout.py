@@ -1,13 +1,17 @@
-"""Rollouts by vLLM, measured on this host: weight sync by channel and bucket, tokens a second against the trainer's own engine, waiting.
+"""Rollouts by vLLM, measured on this host: weight sync by channel and bucket, tokens a second against the trainer's own
+engine, waiting.
 
-    python tools/benchmarks/rollout.py --hidden 512 --layers 8                 # under an environment with vLLM (make .venv-vllm/.installed)
+    python tools/benchmarks/rollout.py --hidden 512 --layers 8                 # under an environment with vLLM (make
+    .venv-vllm/.installed)
     python tools/benchmarks/rollout.py --model FOLDER --skip generation run    # a model of your own, its syncs alone
 
-sync:       a running engine is sent the model's weights, --repeats times for each channel and bucket; the median, in GB/s and as a
-            multiple of the time of one copy of the same bytes within this process (torch, the same run). The gather over model-parallel
-            ranks is not part of it.
-generation: the same prompts, samples and lengths on vLLM and on rollout.engine=transformers, in turn; medians of tokens a second.
-run:        a short training run with each engine; the share of the time between two rollouts that waits for weights and rollouts.
+sync:       a running engine is sent the model's weights, --repeats times for each channel and bucket; the median, in
+            GB/s and as a multiple of the time of one copy of the same bytes within this process (torch, the same run).
+            The gather over model-parallel ranks is not part of it.
+generation: the same prompts, samples and lengths on vLLM and on rollout.engine=transformers, in turn; medians of tokens
+a second.
+run:        a short training run with each engine; the share of the time between two rollouts that waits for weights and
+            rollouts.
 """
 
 from __future__ import annotations

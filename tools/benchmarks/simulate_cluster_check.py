@@ -1,12 +1,15 @@
-"""Predicted against measured update times: skip.py over a dozen configurations, each predicted from rates fitted to the others.
+"""Predicted against measured update times: skip.py over a dozen configurations, each predicted from rates fitted to the
+others.
 
-    python tools/benchmarks/simulate_cluster_check.py --json check.json            # measures (some minutes, on an idle machine), then checks
+    python tools/benchmarks/simulate_cluster_check.py --json check.json            # measures (some minutes, on an idle
+    machine), then checks
     python tools/benchmarks/simulate_cluster_check.py --measured check.json        # checks again what was measured
 
-Each launch is torchrun with one or two processes of one thread; measured are the dense update and the skip's at each dead share. For
-every launch simulator/machine.py's six rates are fitted by least squares of relative errors to all launches but that one, and its updates
-are predicted by the real planner and the clock of planning/timeline.py. The median of the relative errors is to be at most 15 %: above it the
-exit code is 1. The table goes to stdout as Markdown, progress to stderr.
+Each launch is torchrun with one or two processes of one thread; measured are the dense update and the skip's at each
+dead share. For every launch simulator/machine.py's six rates are fitted by least squares of relative errors to all
+launches but that one, and its updates are predicted by the real planner and the clock of planning/timeline.py. The
+median of the relative errors is to be at most 15 %: above it the exit code is 1. The table goes to stdout as Markdown,
+progress to stderr.
 """
 
 from __future__ import annotations
@@ -123,7 +126,8 @@ def case_of(settings: dict, share: float) -> tuple[Job, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """One update or optimizer step: seconds, and how to predict them. kind: dense, skip or step; plan: of the first two."""
+    """One update or optimizer step: seconds, and how to predict them. kind: dense, skip or step; plan: of the first
+    two."""
 
     launch: int
     name: str
@@ -134,7 +138,8 @@ class Measured:
     plan: BatchPlan | None
 
     def predict(self, theta: np.ndarray) -> float:
-        """theta [6]: seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced parameter, per update."""
+        """theta [6]: seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced
+        parameter, per update."""
         linear, scores, *others = (max(float(x), 1e-30) for x in theta)
         names = ("layer_overhead_s", "adam_s", "reduce_s", "update_overhead_s")
         rates = Machine(
@@ -151,7 +156,8 @@ class Measured:
 
 
 def cases(records: list[dict]) -> list[Measured]:
-    """Every skip update that was measured, and each launch's dense update and optimizer step, once, as medians over its rows."""
+    """Every skip update that was measured, and each launch's dense update and optimizer step, once, as medians over its
+    rows."""
     found = []
     for number, record in enumerate(records):
         settings = record["settings"]
@@ -182,21 +188,24 @@ def cases(records: list[dict]) -> list[Measured]:
 
 
 def plans_of(name: str, row: dict, job: Job, signal: np.ndarray) -> dict[str, BatchPlan]:
-    """The dense and the skip plan; ValueError where the planner, now, cuts otherwise than it did when they were measured."""
+    """The dense and the skip plan; ValueError where the planner, now, cuts otherwise than it did when they were
+    measured."""
     rules, plans = plan_rules(job.config, job.degrees, job.shape), {}
     for kind in ("dense", "skip"):
         plans[kind] = job.plan(rules, signal, drops=kind == "skip")
         planned, measured = plans[kind].mini_batches[0].num_microbatches.tolist(), row[f"{kind}_microbatches"]
         if planned != measured:
             raise ValueError(
-                f"{name}, dead share {row['dead_share']:g}: the {kind} update was measured with {measured} micro-batches per rank and "
+                f"{name}, dead share {row['dead_share']:g}: the {kind} update was measured with {measured} "
+                "micro-batches per rank and "
                 f"the planner now makes {planned}; measure again, without --measured"
             )
     return plans
 
 
 def fit(measured: list[Measured]) -> np.ndarray:
-    """theta [6] ≥ 0 of least relative error: the prediction is piecewise linear in it, so a few linear problems in turn."""
+    """theta [6] ≥ 0 of least relative error: the prediction is piecewise linear in it, so a few linear problems in
+    turn."""
     theta = np.array([1e-10, 1e-10, 1e-4, 1e-9, 1e-9, 1e-4])
     for _ in range(ROUNDS):
         rows = []
@@ -225,7 +234,8 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 5000) 
 
 
 def check(records: list[dict]) -> dict:
-    """Every update predicted from rates fitted without its launch. Seconds; gains are the launch's dense update over this one."""
+    """Every update predicted from rates fitted without its launch. Seconds; gains are the launch's dense update over
+    this one."""
     if len(records) < 2:
         raise ValueError(
             f"{len(records)} launch(es) were measured and each is predicted from the others; measure at least 2"
@@ -261,8 +271,10 @@ def check(records: list[dict]) -> dict:
 def markdown(checked: dict) -> str:
     """The table for docs/simulate-cluster.md."""
     lines = [
-        f"{checked['machine']}: {len(checked['rows'])} predictions of {checked['launches']} launches, each from rates fitted to the other "
-        f"launches; relative error in the median **{100 * checked['median_error']:.1f} %** (allowed: {100 * ALLOWED_MEDIAN:.0f} %), "
+        f"{checked['machine']}: {len(checked['rows'])} predictions of {checked['launches']} launches, each from rates "
+        "fitted to the other "
+        f"launches; relative error in the median **{100 * checked['median_error']:.1f} %** (allowed: "
+        f"{100 * ALLOWED_MEDIAN:.0f} %), "
         f"at most {100 * checked['largest_error']:.1f} %.",
         "",
         "| update | measured s | predicted s | error | gain measured | gain predicted |",

@@ -1,18 +1,20 @@
-"""Dense and skip updates, alternately, in one process group on the same samples: the ratio of medians and its share of the ideal.
+"""Dense and skip updates, alternately, in one process group on the same samples: the ratio of medians and its share of
+the ideal.
 
     torchrun --nproc_per_node 2 tools/benchmarks/skip.py --dp 2 --dead-share 0.75
     torchrun --nproc_per_node 4 tools/benchmarks/skip.py --pp 4 --layers 8 --virtual-clock --dead-share 0.75
 
-The update phase runs from zeroing the gradients to the end of the parameter gather; the whole phase has the pass for old log-probs before
-it. The ideal is dense tokens over surviving tokens; the planned ideal is what the dense plan takes over what the skip's plan takes when a
-micro-batch costs nothing but its tokens, on planning/timeline.py's clock: the pipeline's bubble and uneven ranks are in both, its fixed costs in
-neither. The fixed part f is the optimizer step (reduction, norm, AdamW, gather) over the dense update: with it no skip can pass
-ideal / (1 + f · (ideal − 1)), which at 75 % is a share of 1 / (1 + 3f). At 100 % there is no ideal: the ghost step is set against an
-optimizer step. The spread is the standard deviation of measured over predicted seconds, over their mean, among batches and repeats; on
-the virtual clock also among micro-batches.
+The update phase runs from zeroing the gradients to the end of the parameter gather; the whole phase has the pass for
+old log-probs before it. The ideal is dense tokens over surviving tokens; the planned ideal is what the dense plan takes
+over what the skip's plan takes when a micro-batch costs nothing but its tokens, on planning/timeline.py's clock: the
+pipeline's bubble and uneven ranks are in both, its fixed costs in neither. The fixed part f is the optimizer step
+(reduction, norm, AdamW, gather) over the dense update: with it no skip can pass ideal / (1 + f · (ideal − 1)), which at
+75 % is a share of 1 / (1 + 3f). At 100 % there is no ideal: the ghost step is set against an optimizer step. The spread
+is the standard deviation of measured over predicted seconds, over their mean, among batches and repeats; on the virtual
+clock also among micro-batches.
 
-With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are measured and laid on planning/timeline.py's
-clock, and no optimizer step runs.
+With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are measured and laid
+on planning/timeline.py's clock, and no optimizer step runs.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/skip.py --pp 2 --dead-share 0.75 0.9 --json skip.json",
+        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/skip.py --pp 2 --dead-share 0.75 0.9 --json "
+        "skip.json",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
@@ -77,7 +80,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if given.tp * given.pp * given.dp != world:
         parser.error(
-            f"--tp {given.tp} x --pp {given.pp} x --dp {given.dp} is {given.tp * given.pp * given.dp} and {world} processes were started; "
+            f"--tp {given.tp} x --pp {given.pp} x --dp {given.dp} is {given.tp * given.pp * given.dp} and {world} "
+            "processes were started; "
             f"run torchrun --nproc_per_node {given.tp * given.pp * given.dp} tools/benchmarks/skip.py ..."
         )
     if any(not 0 <= share <= 1 for share in given.dead_share):
@@ -192,7 +196,8 @@ def logprob_pass(backend, batch, plan) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """One batch at one share: its inputs; its plans and their rows by ("train" or "logprob", "dense" or "skip"); what was measured."""
+    """One batch at one share: its inputs; its plans and their rows by ("train" or "logprob", "dense" or "skip"); what
+    was measured."""
 
     batch: object
     inputs: object
@@ -226,7 +231,8 @@ def make_case(backend, batch, share: float, given: argparse.Namespace) -> Case:
 
 
 def measure(backend, batches: list, share: float, given: argparse.Namespace) -> dict:
-    """One row of the table: medians over batches of medians over alternating dense and skip updates on the same samples."""
+    """One row of the table: medians over batches of medians over alternating dense and skip updates on the same
+    samples."""
     cases = [make_case(backend, batch, share, given) for batch in batches]
     for repeat in range(given.repeats + 1):
         for case in cases:
@@ -260,7 +266,8 @@ def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
 
 
 def calibrate(backend, batches: list, given: argparse.Namespace) -> None:
-    """Dense and skip updates of several sizes on each batch, so that the costs are fitted before the first plan that counts."""
+    """Dense and skip updates of several sizes on each batch, so that the costs are fitted before the first plan that
+    counts."""
     for share in (0.5, 0.9):
         for batch in batches:
             case = make_case(backend, batch, share, given)

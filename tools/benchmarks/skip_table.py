@@ -1,4 +1,5 @@
-"""What skip.py makes of its measurements: predicted times on planning/timeline.py's clock, shares of the ideals, the table."""
+"""What skip.py makes of its measurements: predicted times on planning/timeline.py's clock, shares of the ideals, the
+table."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from megatron_rl.types import StepPlan
 
 
 def plan_clock(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> float:
-    """Predicted forward and backward of a plan: the makespan of the slowest data-parallel rank, a third of each stage's time forward."""
+    """Predicted forward and backward of a plan: the makespan of the slowest data-parallel rank, a third of each stage's
+    time forward."""
     slowest = 0.0
     for rank in range(len(mini_batch.rank_offsets) - 1):
         cut = [padded[m.samples].astype(np.float64) for m in mini_batch.microbatches(rank)]
@@ -36,8 +38,8 @@ def without_overhead(model: CostModel) -> CostModel:
 
 
 def replay(backend) -> tuple[float, list[float]]:
-    """The makespan of the last ``forward_backward`` from what each stage's micro-batches took on their own ranks: the slowest replica's;
-    and of each micro-batch on each stage, measured over predicted seconds."""
+    """The makespan of the last ``forward_backward`` from what each stage's micro-batches took on their own ranks: the
+    slowest replica's; and of each micro-batch on each stage, measured over predicted seconds."""
     import torch.distributed as dist
 
     place = backend.topology

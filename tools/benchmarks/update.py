@@ -1,16 +1,19 @@
-"""One GRPO update, by TRL and by megatron_rl (dense and skip), on the same model, samples, host and threads; only if gradients agree.
+"""One GRPO update, by TRL and by megatron_rl (dense and skip), on the same model, samples, host and threads; only if
+gradients agree.
 
     python tools/benchmarks/update.py --dead-share 0 0.75 --json runs/benchmark_update.json
 
-float32 on the CPU, one process. First the gradient of every setting of either side is compared, by Hugging Face name, for every share;
-where the relative error over all weights is not below the bar, the tool names both, ends with status 1 and measures nothing. Then every
-setting takes whole optimizer steps in turn, and the medians count. Tokens/s is the batch's tokens, dropped samples included and pads not,
-over the seconds of the step: the dense run's work done. TRL's best is given twice: as it ships (the whole batch padded to its longest
-prompt and its longest response), and of all settings, with each micro-batch cut to its own longest and the samples sorted by length,
-which TRL does not do. --trl-compile adds torch.compile to both.
+float32 on the CPU, one process. First the gradient of every setting of either side is compared, by Hugging Face name,
+for every share; where the relative error over all weights is not below the bar, the tool names both, ends with status 1
+and measures nothing. Then every setting takes whole optimizer steps in turn, and the medians count. Tokens/s is the
+batch's tokens, dropped samples included and pads not, over the seconds of the step: the dense run's work done. TRL's
+best is given twice: as it ships (the whole batch padded to its longest prompt and its longest response), and of all
+settings, with each micro-batch cut to its own longest and the samples sorted by length, which TRL does not do.
+--trl-compile adds torch.compile to both.
 
-Neither side's rollout is timed. TRL's padding is not timed, as it belongs to its rollout; megatron_rl's planning and packing are. Its
-packing has a thread of its own beside --threads: the CPU seconds, of the whole process, count that too, and say more on a busy host.
+Neither side's rollout is timed. TRL's padding is not timed, as it belongs to its rollout; megatron_rl's planning and
+packing are. Its packing has a thread of its own beside --threads: the CPU seconds, of the whole process, count that
+too, and say more on a busy host.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ FAULTS = ("weight", "advantage", "denominator")
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: python tools/benchmarks/update.py --dead-share 0 0.75 --repeats 5 --json runs/benchmark_update.json",
+        epilog="example: python tools/benchmarks/update.py --dead-share 0 0.75 --repeats 5 --json "
+        "runs/benchmark_update.json",
     )
     parser.add_argument(
         "--dead-share", type=float, nargs="+", default=[0.0, 0.75], help="shares of groups without signal, 0 to below 1"
@@ -85,13 +89,15 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error(f"--group-size {given.group_size} must be at least 2: TRL refuses groups of one")
     if len(given.trl_samples) < 3:
         parser.error(
-            f"--trl-samples {given.trl_samples} has {len(given.trl_samples)} sizes; TRL's best is taken of at least three"
+            f"--trl-samples {given.trl_samples} has {len(given.trl_samples)} sizes; TRL's best is taken of at least "
+            "three"
         )
     samples = given.groups * given.group_size
     for size in given.trl_samples:
         if size < 1 or samples % size:
             parser.error(
-                f"--trl-samples {size} must divide the batch's {samples} samples (--groups x --group-size), as TRL's batches do"
+                f"--trl-samples {size} must divide the batch's {samples} samples (--groups x --group-size), as TRL's "
+                "batches do"
             )
     if given.max_tokens_per_microbatch[0] < 8:
         parser.error(
@@ -100,7 +106,8 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     for share in given.dead_share:
         if not 0 <= share < 1 or round(share * given.groups) >= given.groups:
             parser.error(
-                f"--dead-share {share} leaves no signal in {given.groups} groups: no gradient to compare; use less, or more groups"
+                f"--dead-share {share} leaves no signal in {given.groups} groups: no gradient to compare; use less, "
+                "or more groups"
             )
 
 
@@ -237,7 +244,8 @@ def trl_contenders(side, samples: Sequence, values, given: argparse.Namespace) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One share of dead groups: every setting of both sides, ready to run on the same batch, and what their gradients were found to be."""
+    """One share of dead groups: every setting of both sides, ready to run on the same batch, and what their gradients
+    were found to be."""
 
     dead_share: float
     without_signal: int
@@ -285,7 +293,8 @@ def summary_table(result: dict):
     from rich.table import Table
 
     caption = (
-        f"gradients agree to {result['gradient_error']:.1e} (bar {BAR:.0e}); TRL's update ran {result['samples_forwarded_by_trl']} of "
+        f"gradients agree to {result['gradient_error']:.1e} (bar {BAR:.0e}); TRL's update ran "
+        f"{result['samples_forwarded_by_trl']} of "
         f"{result['samples']} samples, {result['samples_without_signal']} of them with zero advantage"
     )
     table = Table(title=f"one update, {100 * result['dead_share']:.0f} % of the groups without signal", caption=caption)
@@ -337,7 +346,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     torch.set_num_threads(given.threads)
     model = build_model(given)
-    # before the backend: once torch.distributed is up, accelerate wraps the model in DistributedDataParallel, which TRL alone would not pay
+    # before the backend: once torch.distributed is up, accelerate wraps the model in DistributedDataParallel, which TRL
+    # alone would not pay
     num_samples = given.groups * given.group_size
     side = TrlUpdate(model, num_samples=num_samples, group_size=given.group_size, lr=LEARNING_RATE, seed=given.seed)
     backend = build_backend(model, given)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 BAR = 1e-5
-"""Seen on a CPU: 3e-7 where both are right; 3e-4 where the loss's denominator is one token of 3,373 off, 4e-3 where one of 64 samples has
-1.1 times its advantage, 7e-2 where one weight of a norm is doubled (--fault)."""
+"""Seen on a CPU: 3e-7 where both are right; 3e-4 where the loss's denominator is one token of 3,373 off, 4e-3 where one
+of 64 samples has 1.1 times its advantage, 7e-2 where one weight of a norm is doubled (--fault)."""
 
 
 class GradientsDiffer(RuntimeError):
@@ -19,7 +19,8 @@ class GradientsDiffer(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One setting of one side. ``family``: trl_shipped, trl_helped, dense or skip. ``tokens``: positions that go through the model."""
+    """One setting of one side. ``family``: trl_shipped, trl_helped, dense or skip. ``tokens``: positions that go
+    through the model."""
 
     family: str
     name: str
@@ -63,7 +64,8 @@ def gradient_error(found: Mapping, wanted: Mapping) -> dict:
 
 
 def compare_gradients(contenders: Sequence[Contender], bar: float) -> list[dict]:
-    """Each side against the other: TRL's settings against the first dense one, megatron_rl's against the first of TRL's.
+    """Each side against the other: TRL's settings against the first dense one, megatron_rl's against the first of
+    TRL's.
 
     Raises GradientsDiffer at the first that is not below the bar; not a number is not below it.
     """
@@ -77,15 +79,18 @@ def compare_gradients(contenders: Sequence[Contender], bar: float) -> list[dict]
         checks.append({"setting": contender.name, "against": first[other].name, **measured})
         if not measured["error"] < bar:
             raise GradientsDiffer(
-                f"the gradient of [{contender.name}] differs from that of [{first[other].name}] by {measured['error']:.3e} of its norm "
+                f"the gradient of [{contender.name}] differs from that of [{first[other].name}] by "
+                f"{measured['error']:.3e} of its norm "
                 f"{measured['norm']:.3e}, not below {bar:.0e}, most in {measured['worst']}; nothing was measured. "
-                "The extra [benchmark] pins a trl whose loss is known to be the same: pip install -c constraints.txt -e '.[benchmark]'"
+                "The extra [benchmark] pins a trl whose loss is known to be the same: pip install -c constraints.txt "
+                "-e '.[benchmark]'"
             )
     return checks
 
 
 def time_contenders(contenders: Sequence[Contender], repeats: int, tokens: int, *, warm_up: int = 1) -> list[dict]:
-    """Medians over ``repeats`` rounds, in each of which every contender takes one step, after ``warm_up`` rounds that do not count."""
+    """Medians over ``repeats`` rounds, in each of which every contender takes one step, after ``warm_up`` rounds that
+    do not count."""
     seconds: dict[str, list[tuple[float, float]]] = {x.name: [] for x in contenders}
     for repeat in range(-warm_up, repeats):
         for contender in contenders:

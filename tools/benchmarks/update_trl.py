@@ -1,8 +1,9 @@
 """TRL's side of update.py: GRPOTrainer's own training step on samples handed to it, padded as a setting says.
 
-What runs is TRL's: ``training_step`` (its loss, accelerate's backward), accelerate's clipping, the optimizer and the scheduler that the
-trainer makes. What is ours: no rollout (``_prepare_inputs`` hands the micro-batch on), and the padding of the two layouts TRL lacks.
-The padded tensors are made outside the timing, as TRL makes them with the rollout.
+What runs is TRL's: ``training_step`` (its loss, accelerate's backward), accelerate's clipping, the optimizer and the
+scheduler that the trainer makes. What is ours: no rollout (``_prepare_inputs`` hands the micro-batch on), and the
+padding of the two layouts TRL lacks. The padded tensors are made outside the timing, as TRL makes them with the
+rollout.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from megatron_rl.types import Sample
 
 INSTALL = "pip install -c constraints.txt -e '.[benchmark]'"
 LAYOUTS = ("batch", "trimmed", "sorted")
-"""``batch``: prompts and completions padded to the longest of the whole batch, as GRPOTrainer pads before it splits. ``trimmed``: to the
-longest of the micro-batch. ``sorted``: the same, the samples in order of length. TRL has the first alone; the others favour it."""
+"""``batch``: prompts and completions padded to the longest of the whole batch, as GRPOTrainer pads before it splits.
+``trimmed``: to the longest of the micro-batch. ``sorted``: the same, the samples in order of length. TRL has the first
+    alone; the others favour it."""
 
 
 class TrlMissing(RuntimeError):
@@ -29,8 +31,10 @@ class TrlMissing(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlSetting:
-    """``samples``: per_device_train_batch_size; gradients accumulate over the batch. ``checkpointing``: gradient_checkpointing.
-    ``compiled``: torch.compile over the decoder, with dynamic shapes; it compiles in the comparison, before anything is timed."""
+    """``samples``: per_device_train_batch_size; gradients accumulate over the batch. ``checkpointing``:
+    gradient_checkpointing.
+    ``compiled``: torch.compile over the decoder, with dynamic shapes; it compiles in the comparison, before anything is
+        timed."""
 
     samples: int
     layout: str
@@ -51,10 +55,12 @@ class TrlSetting:
 
 
 def trl_settings(sizes: Sequence[int], *, compiled: bool = False) -> list[TrlSetting]:
-    """Every size in every layout without recomputation, and GRPOConfig's default, 8 samples with recomputation, for the record.
+    """Every size in every layout without recomputation, and GRPOConfig's default, 8 samples with recomputation, for the
+    record.
     compiled: every size once more under torch.compile, as it ships and sorted.
 
-    Example: sizes 4, 8, 16 → ten settings, of which four are TRL as it ships. Without 8 among the sizes the first stands in for it.
+    Example: sizes 4, 8, 16 → ten settings, of which four are TRL as it ships. Without 8 among the sizes the first
+    stands in for it.
     """
     settings = [TrlSetting(samples=size, layout=layout) for layout in LAYOUTS for size in sizes]
     settings.append(TrlSetting(samples=8 if 8 in sizes else sizes[0], layout="batch", checkpointing=True))
@@ -82,7 +88,8 @@ def pad_rows(rows: Sequence[np.ndarray], *, left: bool, width: int) -> tuple[tor
 def make_microbatches(
     samples: Sequence[Sample], advantages: np.ndarray, setting: TrlSetting
 ) -> list[dict[str, torch.Tensor]]:
-    """The batch as GRPOTrainer's ``_compute_loss`` takes it: one dict for each micro-batch, every sample in one of them.
+    """The batch as GRPOTrainer's ``_compute_loss`` takes it: one dict for each micro-batch, every sample in one of
+    them.
 
     ``num_items_in_batch`` counts the whole batch's response tokens in every dict: the ``dapo`` loss divides by it. No
     ``old_per_token_logps``: with one optimizer step per batch TRL takes the current ones, and so does megatron_rl.
@@ -226,7 +233,8 @@ class TrlUpdate:
         return found
 
     def update(self, microbatches: Sequence[dict[str, torch.Tensor]], setting: TrlSetting) -> None:
-        """One optimizer step, as Trainer's loop takes it: training steps, clipping, AdamW, schedule, gradients to None."""
+        """One optimizer step, as Trainer's loop takes it: training steps, clipping, AdamW, schedule, gradients to
+        None."""
         self.accumulate(microbatches, setting)
         self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), self.trainer.args.max_grad_norm)
         self.optimizer.step()

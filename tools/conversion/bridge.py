@@ -1,7 +1,8 @@
-"""convert_checkpoint.py's way for a family without a table of ours: NVIDIA's megatron-bridge, where it is installed and there is a GPU.
+"""convert_checkpoint.py's way for a family without a table of ours: NVIDIA's megatron-bridge, where it is installed and
+there is a GPU.
 
-Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt, export_ckpt); NOT RUN by us: it builds
-layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its place.
+Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt, export_ckpt); NOT RUN by
+us: it builds layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its place.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
     family = family_of(hf)
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"{hf} holds a {family!r} model, which has no table here; megatron-bridge is installed but builds Transformer Engine's layers, "
+            f"{hf} holds a {family!r} model, which has no table here; megatron-bridge is installed but builds "
+            "Transformer Engine's layers, "
             "and there is no GPU; run this on a host with one"
         )
     if given.command == "import" and (given.tp, given.pp, given.ep) != (1, 1, 1):
@@ -56,7 +58,8 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
     else:
         if given.dtype:
             raise ConfigError(
-                f"--dtype {given.dtype} is for our own tables; megatron-bridge exports in the checkpoint's dtype; leave it out"
+                f"--dtype {given.dtype} is for our own tables; megatron-bridge exports in the checkpoint's dtype; "
+                "leave it out"
             )
         AutoBridge.from_hf_pretrained(str(hf)).export_ckpt(
             str(given.source), str(given.target), show_progress=not given.quiet

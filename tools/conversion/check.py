@@ -1,4 +1,5 @@
-"""What `convert_checkpoint.py roundtrip` proves: equality of every tensor, bit by bit, and of log-probs with transformers."""
+"""What `convert_checkpoint.py roundtrip` proves: equality of every tensor, bit by bit, and of log-probs with
+transformers."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ SEQUENCES, MOST_TOKENS = 4, 64
 
 
 def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: Shape) -> dict:
-    """Counts of equal tensors and other files, and the names of those that are not. dtype: to which the source's were cast, if any.
+    """Counts of equal tensors and other files, and the names of those that are not. dtype: to which the source's were
+    cast, if any.
 
-    A tied model's own copy of the output matrix, and old rotary frequencies, are no tensors of the model: they are not counted.
+    A tied model's own copy of the output matrix, and old rotary frequencies, are no tensors of the model: they are not
+    counted.
     """
     ours, theirs = HuggingFaceReader(back), HuggingFaceReader(source)
     different, equal, total = [], 0, 0
@@ -74,7 +77,8 @@ def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor)
 
 @torch.no_grad()
 def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tensor) -> torch.Tensor:
-    """[sequences, tokens − 1, vocabulary] float32, of a GPTModel that Megatron-Core itself filled from the checkpoint."""
+    """[sequences, tokens − 1, vocabulary] float32, of a GPTModel that Megatron-Core itself filled from the
+    checkpoint."""
     # a world of this process alone, whatever launched it: topology.initialize would leave RANK in the environment
     dist.init_process_group(platform.HOST.backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,4 +1,5 @@
-"""What `convert_checkpoint.py inspect` says of a Hugging Face directory or a Megatron checkpoint: headers are read, weights are not."""
+"""What `convert_checkpoint.py inspect` says of a Hugging Face directory or a Megatron checkpoint: headers are read,
+weights are not."""
 
 from __future__ import annotations
 

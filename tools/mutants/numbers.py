@@ -8,7 +8,8 @@ ADVANTAGE = (
     Mutant(
         name="denominator-after-the-drop",
         file="megatron_rl/algorithm/advantage.py",
-        line='counted = members if config.loss.denominator == "original" or config.skip.mode == "off" else members[signal[members]]',
+        line='counted = members if config.loss.denominator == "original" or config.skip.mode == "off" else '
+        "members[signal[members]]",
         becomes="counted = members[signal[members]]",
         fault="denominators are counted after the drop, whatever `loss.denominator` says",
         tests=("tests/unit/algorithm/test_reductions.py::test_steps_and_weights_equal_the_naive_loop",),
@@ -40,7 +41,8 @@ ADVANTAGE = (
     Mutant(
         name="gae-dead-by-its-group",
         file="megatron_rl/algorithm/advantage.py",
-        line='if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):',
+        line='if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", '
+        '"gdpo")):',
         becomes='if whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo"):',
         fault="under `gae` a group of equal rewards is taken for one without signal",
         tests=("tests/unit/algorithm/test_advantage.py::test_under_gae_every_included_sample_may_have_an_advantage",),
@@ -51,8 +53,10 @@ ESTIMATORS = (
     Mutant(
         name="grpo-biased-deviation",
         file="megatron_rl/algorithm/estimators.py",
-        line="spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts - 1, 1))[rewards.group] + epsilon",
-        becomes="spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts, 1))[rewards.group] + epsilon",
+        line="spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts - 1, 1))[rewards.group] + "
+        "epsilon",
+        becomes="spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts, 1))[rewards.group] + "
+        "epsilon",
         fault="`grpo` divides the squares by n, not n − 1",
         tests=("tests/unit/algorithm/test_advantage.py::test_estimator_equals_formula",),
     ),
@@ -164,7 +168,8 @@ LOSS = (
     Mutant(
         name="dro-against-the-trainer",
         file="megatron_rl/algorithm/objective.py",
-        line='behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro\'s quadratic is against μ (semantics §7)',
+        line='behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro\'s quadratic is against μ '
+        "(semantics §7)",
         becomes="behaviour = old",
         fault="`dro`'s quadratic is against π_old, not the engine's policy",
         tests=("tests/unit/algorithm/test_policy_loss.py::test_objective_is_the_sum_of_its_terms",),
@@ -188,8 +193,10 @@ LOSS = (
     Mutant(
         name="value-clip-takes-the-smaller",
         file="megatron_rl/algorithm/value_loss.py",
-        line="return ValueTerm(loss=0.5 * (weights * torch.maximum(error, bounded)).sum(), clipped=(bounded > error).detach())",
-        becomes="return ValueTerm(loss=0.5 * (weights * torch.minimum(error, bounded)).sum(), clipped=(bounded > error).detach())",
+        line="return ValueTerm(loss=0.5 * (weights * torch.maximum(error, bounded)).sum(), clipped=(bounded > "
+        "error).detach())",
+        becomes="return ValueTerm(loss=0.5 * (weights * torch.minimum(error, bounded)).sum(), clipped=(bounded > "
+        "error).detach())",
         fault="the critic takes the smaller of the two errors",
         tests=("tests/unit/algorithm/test_value_loss.py::test_value_loss_equals_equation",),
     ),
@@ -311,8 +318,10 @@ PLAN = (
     Mutant(
         name="lockstep-of-the-shortest-rank",
         file="megatron_rl/planning/plan.py",
-        line="return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], rules.lockstep_ranks)",
-        becomes="return np.repeat([_rounded_up(most, rules) for most in counts.min(axis=1).tolist()], rules.lockstep_ranks)",
+        line="return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], "
+        "rules.lockstep_ranks)",
+        becomes="return np.repeat([_rounded_up(most, rules) for most in counts.min(axis=1).tolist()], "
+        "rules.lockstep_ranks)",
         fault="a block of ranks runs as few micro-batches as its least loaded one",
         tests=("tests/unit/planning/test_plan_lockstep.py",),
     ),
@@ -320,7 +329,8 @@ PLAN = (
         name="fillers-train",
         file="megatron_rl/planning/plan.py",
         line="filler = [i >= len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]",
-        becomes="filler = [i > len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]",
+        becomes="filler = [i > len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in "
+        "range(len(even))]",
         fault="a rank's first filler is trained as a sample of its own",
         tests=("tests/unit/planning/test_plan_lockstep.py",),
     ),
@@ -335,7 +345,8 @@ PLAN = (
     Mutant(
         name="layers-of-all-stages",
         file="megatron_rl/planning/plan.py",
-        line="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers / stages,",
+        line="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers / "
+        "stages,",
         becomes="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers,",
         fault="the LM head's cost is weighed against the layers of every stage",
         tests=("tests/unit/planning/test_plan.py::test_rules_of_a_run_are_its_settings",),
@@ -378,7 +389,8 @@ COST = (
     Mutant(
         name="head-of-one-layer",
         file="megatron_rl/planning/cost.py",
-        line="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, square=square_share)",
+        line="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, "
+        "square=square_share)",
         becomes="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers, square=square_share)",
         fault="the prior of the LM head's cost is not over the layers of its stage",
         tests=("tests/unit/planning/test_plan.py::test_rules_of_a_run_are_its_settings",),
@@ -386,8 +398,10 @@ COST = (
     Mutant(
         name="seconds-of-the-quickest-rank",
         file="megatron_rl/planning/cost.py",
-        line="return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))",
-        becomes="return min(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))",
+        line="return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], "
+        "strict=True))",
+        becomes="return min(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], "
+        "strict=True))",
         fault="a mini-batch is predicted to take as long as its least loaded rank",
         tests=("tests/unit/planning/test_cost.py::test_a_mini_batch_takes_as_long_as_its_slowest_rank",),
     ),

@@ -1,4 +1,5 @@
-"""Lists the faults planted where ranks train together: schedule, optimizer, packing, log-probs and the trained model."""
+"""Lists the faults planted where ranks train together: schedule, optimizer, packing, log-probs and the trained
+model."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ SCHEDULE = (
     Mutant(
         name="step-outside-the-lockstep",
         file="megatron_rl/backend/schedule.py",
-        line='digest = torch.tensor(list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)',
-        becomes='digest = torch.tensor(list(hashlib.sha256(f"{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64)',
+        line='digest = torch.tensor(list(hashlib.sha256(f"{step}/{kind.value}/".encode() + '
+        "fingerprint).digest()[:8]), dtype=torch.int64)",
+        becomes='digest = torch.tensor(list(hashlib.sha256(f"{kind.value}/".encode() + fingerprint).digest()[:8]), '
+        "dtype=torch.int64)",
         fault="ranks at different steps are taken to run the same",
         tests=("tests/equality/test_lockstep.py::test_every_rank_names_the_odd_one[1-3-0-step index]",),
     ),

@@ -1,4 +1,5 @@
-"""Lists the faults planted on the way from a rollout to the trainer and back: the feed, the exchange of rows and the weights."""
+"""Lists the faults planted on the way from a rollout to the trainer and back: the feed, the exchange of rows and the
+weights."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ EXCHANGE = (
     Mutant(
         name="row-without-its-version",
         file="megatron_rl/backend/batch_exchange.py",
-        line="logprobs=logprobs.view(np.float32), routed_experts=experts, weight_version=int(facts.weight_versions[index]),",
+        line="logprobs=logprobs.view(np.float32), routed_experts=experts, "
+        "weight_version=int(facts.weight_versions[index]),",
         becomes="logprobs=logprobs.view(np.float32), routed_experts=experts,",
         fault="a row that came from another rank has lost its weight version",
         tests=("tests/unit/backend/test_batch_exchange.py::test_a_row_comes_back_as_it_was_sent",),
@@ -122,7 +124,8 @@ EXCHANGE = (
         name="gathered-in-half-precision",
         file="megatron_rl/backend/batch_exchange.py",
         line="flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(of(local[facts.owner_rows[i]]).astype(np.float32))",
-        becomes="flat[offsets[i] : offsets[i + 1]] = torch.from_numpy(of(local[facts.owner_rows[i]]).astype(np.float16))",
+        becomes="flat[offsets[i] : offsets[i + 1]] = "
+        "torch.from_numpy(of(local[facts.owner_rows[i]]).astype(np.float16))",
         fault="the engine's log-probs are gathered in half precision",
         tests=("tests/equality/test_correction.py",),
     ),

@@ -1,4 +1,5 @@
-"""Holds the form of a mutant: one line of the package as a tired engineer might have written it, and the tests that must see it."""
+"""Holds the form of a mutant: one line of the package as a tired engineer might have written it, and the tests that
+must see it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What verify_topology.py concludes from two sets of measurements. Pure: tensors in, errors and sentences out.
 
-An error is ‖found − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose gradient is nothing
-but cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors name the culprit.
+An error is ‖found − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose
+gradient is nothing but cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors
+name the culprit.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ TENSOR_OF_POINT = {
 LOOK_AT = {
     "embedding": "the vocabulary-parallel embedding and its reduction over tensor ranks",
     "layer input": "what the pipeline stage before it has sent",
-    "attention core": "the shards of q, k and v, the positions of the tokens that a rank holds, and the keys gathered over context ranks",
-    "attention output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under sequence parallelism)",
+    "attention core": "the shards of q, k and v, the positions of the tokens that a rank holds, and the keys gathered "
+    "over context ranks",
+    "attention output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under "
+    "sequence parallelism)",
     "router": "the router's weights, the same on every rank, and the order of its tokens",
-    "experts output": "the all-to-all that takes tokens to their experts and back, and the experts' tensor-parallel reduction",
-    "mlp output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under sequence parallelism)",
+    "experts output": "the all-to-all that takes tokens to their experts and back, and the experts' tensor-parallel "
+    "reduction",
+    "mlp output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under sequence "
+    "parallelism)",
     "layer output": "the residual connection",
     "final norm": "the final norm's weight",
 }
@@ -65,7 +70,8 @@ FAINT = 0.1  # a tensor is named where its difference is also above this share o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A place in the forward pass. ``layer`` counts from 0 over the whole model, as in ``model.layers.0``; −1 outside the layers."""
+    """A place in the forward pass. ``layer`` counts from 0 over the whole model, as in ``model.layers.0``; −1 outside
+    the layers."""
 
     layer: int
     name: str
@@ -97,9 +103,9 @@ class Row:
 class Measured:
     """What one topology gave, whole, under Hugging Face names. Tensors are on the host.
 
-    logprobs: per sample id, [response] float32 · gradient: the dense step's · weights: after the last step · grad_norm: of the first
-    step, as ``optim_step`` reports it · traces: per replica, the activations of one sample, [tokens, columns] each, several where
-    ranks hold copies · skip_gradient: None where skip is not compared.
+    logprobs: per sample id, [response] float32 · gradient: the dense step's · weights: after the last step · grad_norm:
+    of the first step, as ``optim_step`` reports it · traces: per replica, the activations of one sample, [tokens,
+    columns] each, several where ranks hold copies · skip_gradient: None where skip is not compared.
     """
 
     logprobs: Mapping[str, np.ndarray]
@@ -159,7 +165,8 @@ _BACKWARD = (
 
 
 def backward_order(names: Iterable[str]) -> list[str]:
-    """From the head to the embedding, as the backward pass meets them. A tied embedding comes last, though its head came first."""
+    """From the head to the embedding, as the backward pass meets them. A tied embedding comes last, though its head
+    came first."""
 
     def key(name: str) -> tuple[int, int, int, str]:
         layer = re.search(r"layers\.(\d+)\.", name)
@@ -256,7 +263,8 @@ def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationError:
-    """The worst copy's error at one point of one replica, and the tokens (of the sample's ``num_tokens``) that differ there."""
+    """The worst copy's error at one point of one replica, and the tokens (of the sample's ``num_tokens``) that differ
+    there."""
 
     replica: int
     point: Point
@@ -270,7 +278,8 @@ def activation_errors(
     wanted: Mapping[Point, Sequence[torch.Tensor]],
     tolerance: float,
 ) -> list[ActivationError]:
-    """Every point of every replica, in the order of the forward pass. A point that a replica lacks has an infinite error."""
+    """Every point of every replica, in the order of the forward pass. A point that a replica lacks has an infinite
+    error."""
     rows = []
     for replica, trace in enumerate(traces):
         for point, (truth,) in wanted.items():

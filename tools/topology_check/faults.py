@@ -1,4 +1,5 @@
-"""Faults that verify_topology.py plants in the user's topology, to show that it says so: each a mistake that a port or a patch makes."""
+"""Faults that verify_topology.py plants in the user's topology, to show that it says so: each a mistake that a port or
+a patch makes."""
 
 from __future__ import annotations
 

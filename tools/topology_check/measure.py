@@ -1,4 +1,5 @@
-"""What verify_topology.py measures of one topology: log-probs, gradients, three optimizer steps, and the activations of one sample."""
+"""What verify_topology.py measures of one topology: log-probs, gradients, three optimizer steps, and the activations of
+one sample."""
 
 from __future__ import annotations
 
@@ -105,9 +106,11 @@ def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[
 def measure_reference(
     config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work
 ) -> tuple[Measured, Work]:
-    """In a world of this process alone, which is gone afterwards; and the work with log-probs of an engine near the policy.
+    """In a world of this process alone, which is gone afterwards; and the work with log-probs of an engine near the
+    policy.
 
-    The store is named here: under torchrun's agent torch's own rendezvous would take the launcher's, by TORCHELASTIC_USE_AGENT_STORE.
+    The store is named here: under torchrun's agent torch's own rendezvous would take the launcher's, by
+    TORCHELASTIC_USE_AGENT_STORE.
     """
     timeout = datetime.timedelta(seconds=config.run.deadline_s)
     dist.init_process_group(HOST.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -160,7 +163,8 @@ def add_steps(found: Measured, bench: Bench, watch: Watchdog) -> Measured:
 
 
 def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
-    """Per token of the traced sample, the context rank that holds it: of 2·CP chunks, rank r has chunks r and 2·CP − 1 − r."""
+    """Per token of the traced sample, the context rank that holds it: of 2·CP chunks, rank r has chunks r and 2·CP − 1
+    − r."""
     ranks = backend.topology.context_size
     if ranks == 1:
         return [0] * tokens
@@ -169,11 +173,13 @@ def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
     return [min(chunk, 2 * ranks - 1 - chunk) for chunk in chunks]
 
 
-# ---- activations of one sample -----------------------------------------------------------------------------------------
+# ---- activations of one sample
+# -----------------------------------------------------------------------------------------
 
 
 def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, list[torch.Tensor]]]:
-    """On the main rank, per replica: the activations of the sample forwarded alone, whole and without pads; [] on the others."""
+    """On the main rank, per replica: the activations of the sample forwarded alone, whole and without pads; [] on the
+    others."""
     place = backend.topology
     copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(place.data_size))
     batch = gather(backend, copies, tuple(range(place.data_size)))
@@ -187,7 +193,8 @@ def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """One rank's part of the activations at one point. ``columns``: tensor ranks hold columns of it, not tokens or copies."""
+    """One rank's part of the activations at one point. ``columns``: tensor ranks hold columns of it, not tokens or
+    copies."""
 
     point: Point
     part: torch.Tensor
@@ -290,8 +297,8 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
 def join(
     parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]
 ) -> list[torch.Tensor]:
-    """Parts by (tensor rank, context rank) → the whole, once per copy: tensor ranks hold columns, or runs of tokens (sequence
-    parallelism), or each a copy; context ranks hold the tokens at ``positions``."""
+    """Parts by (tensor rank, context rank) → the whole, once per copy: tensor ranks hold columns, or runs of tokens
+    (sequence parallelism), or each a copy; context ranks hold the tokens at ``positions``."""
     tensor_ranks, context_ranks = sorted({t for t, _ in parts}), sorted({c for _, c in parts})
     wholes = []
     for copy in tensor_ranks:

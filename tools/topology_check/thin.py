@@ -1,5 +1,5 @@
-"""The thin stand-in that verify_topology.py runs: the user's model with fewer layers and less width, his configuration around it, and
-synthetic samples. Every rank makes the same from the configuration alone."""
+"""The thin stand-in that verify_topology.py runs: the user's model with fewer layers and less width, his configuration
+around it, and synthetic samples. Every rank makes the same from the configuration alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ HIDDEN, FFN, VOCABULARY, EXPERTS = 64, 96, 128, 4
 KEEP = ("hidden", "ffn", "vocabulary", "experts")
 LEARNING_RATE = 1e-4
 GROUP_SAMPLES = 4
-# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at the edge of a clip of 0.2, where
+# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at the edge of a clip of
+# 0.2, where
 # rounding would decide.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
 # How Megatron-Core computes, not what: a single process has nothing to overlap, and recomputes nothing.
@@ -56,7 +57,8 @@ class Size:
 def read_hf_config(config: Config):
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(
-            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights are not read)"
+            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights "
+            "are not read)"
         )
     from transformers import AutoConfig
 
@@ -143,8 +145,9 @@ def _multiple(number: int, of: int) -> int:
 
 
 def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
-    """Random weights by Hugging Face name, the same on every rank. Norms and biases lie off their neutral values, so that one that is
-    lost shows; matrices keep activations near 1 at any width, so that attention and softmax are neither flat nor one-hot."""
+    """Random weights by Hugging Face name, the same on every rank. Norms and biases lie off their neutral values, so
+    that one that is lost shows; matrices keep activations near 1 at any width, so that attention and softmax are
+    neither flat nor one-hot."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -160,7 +163,8 @@ def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Samples, their groups, their advantages (two groups of three at exactly 0), and one more sample to forward alone."""
+    """Samples, their groups, their advantages (two groups of three at exactly 0), and one more sample to forward
+    alone."""
 
     samples: tuple[Sample, ...]
     groups: tuple[int, ...]
@@ -172,7 +176,8 @@ class Work:
         return max(len(s.token_ids) for s in self.samples)
 
     def near_policy(self, flat: np.ndarray) -> Work:
-        """The samples as an engine of slightly other weights would report them. flat: the policy's own log-probs, in order."""
+        """The samples as an engine of slightly other weights would report them. flat: the policy's own log-probs, in
+        order."""
         shifts = [np.resize(SHIFTS, len(s.logprobs)) for s in self.samples]
         return self.with_logprobs(flat + np.concatenate(shifts))
 
@@ -194,7 +199,8 @@ def pad_multiple(config: Config) -> int:
 
 
 def make_work(config: Config, vocab_size: int, context_tokens: int, world: int) -> Work:
-    """Ragged samples, enough that every replica has several micro-batches. The traced one is no multiple of what it is padded to."""
+    """Ragged samples, enough that every replica has several micro-batches. The traced one is no multiple of what it is
+    padded to."""
     random = np.random.default_rng(config.run.seed)
     groups = np.repeat(np.arange(3 * max(2, data_size(config, world))), GROUP_SAMPLES)
     values = random.normal(size=len(groups))
@@ -227,8 +233,8 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
 
 
 def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
-    """The user's topology, overlaps and optimizer around a thin batch: one mini-batch, and at least about four micro-batches per
-    replica, since a batch of a few hundred tokens would otherwise be one."""
+    """The user's topology, overlaps and optimizer around a thin batch: one mini-batch, and at least about four
+    micro-batches per replica, since a batch of a few hundred tokens would otherwise be one."""
     lengths = np.array([len(s.token_ids) for s in work.samples])
     padded = -(-lengths // pad_multiple(config)) * pad_multiple(config)
     per_replica = -(-len(lengths) // data_size(config, world))

@@ -37,7 +37,8 @@ class Verdict:
 
 
 def judge(found: Measured, wanted: Measured, tolerance: float, *, counts: Mapping[str, int], no_skip: str) -> Verdict:
-    """counts: how many micro-batches, ranks of each kind: what a common factor could stem from. no_skip: why skip is not compared."""
+    """counts: how many micro-batches, ranks of each kind: what a common factor could stem from. no_skip: why skip is
+    not compared."""
     activations = activation_errors(found.traces, wanted.traces[0], tolerance)
     samples = logprob_errors(found.logprobs, wanted.logprobs)
     classes = class_errors(found.gradient, wanted.gradient, tolerance)
@@ -113,7 +114,8 @@ def diagnose(
     sample = next((name for name, error in samples.items() if not error <= tolerance), None)
     if sample is not None:
         return (
-            f"one sample alone gives the same activations, and the log-probs of sample {sample} among others do not agree "
+            f"one sample alone gives the same activations, and the log-probs of sample {sample} among others do not "
+            "agree "
             f"({samples[sample]:.1e}): look at packing, at padding and at the vocabulary-parallel log-probs."
         )
     if any(not x.error <= tolerance for x in classes.values()):
@@ -127,7 +129,8 @@ def diagnose(
             else "a shard or a replicated tensor"
         )
         return (
-            f"every gradient agrees and their norm is {ratio:.6g} times the reference's: {small} counted twice or not at all; clipping "
+            f"every gradient agrees and their norm is {ratio:.6g} times the reference's: {small} counted twice or not "
+            "at all; clipping "
             "uses this norm."
         )
     if "weights after 3 AdamW steps" in failed:
@@ -149,6 +152,7 @@ def _diagnose_gradient(
         return f"{forward}, and gradients differ a little everywhere, most in {worst.worst}: accumulated rounding, or too tight a tolerance."
     name, error = first
     return (
-        f"{forward}, and gradients do not: the first tensor of the backward pass that differs is {name}, relative error {error:.1e}. "
+        f"{forward}, and gradients do not: the first tensor of the backward pass that differs is {name}, relative "
+        f"error {error:.1e}. "
         "Look at the reduction of its gradient, and at what the backward pass hands to it."
     )

@@ -1,9 +1,10 @@
 """Asks for the API key on every route of a vLLM server but /health; vLLM's own check covers a part of them.
 
-vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) asks for the key under /v1, /v2, /inference and /cohere only. The routes that
-replace the weights, reset caches, put the engine to sleep and call worker methods (/update_weights, /collective_rpc, /sleep ...),
-/tokenize, /metrics and /version are open to whoever reaches the port. The server takes this class by ``--middleware``; without a key in
-``VLLM_API_KEY`` it lets everything through, which is right on a loopback port of a host that is yours alone.
+vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) asks for the key under /v1, /v2, /inference and /cohere only.
+The routes that replace the weights, reset caches, put the engine to sleep and call worker methods (/update_weights,
+/collective_rpc, /sleep ...), /tokenize, /metrics and /version are open to whoever reaches the port. The server takes
+this class by ``--middleware``; without a key in ``VLLM_API_KEY`` it lets everything through, which is right on a
+loopback port of a host that is yours alone.
 
 The key is sent as it is over HTTP: between hosts, put a TLS proxy or a private network around it.
 """

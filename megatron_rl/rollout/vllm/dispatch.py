@@ -5,11 +5,11 @@ Invariants (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 1. Every request ends in exactly one of ``finished`` and ``lost``.
 2. What stands in ``finished`` is one attempt's whole answer, and that attempt was not given up before it arrived.
 3. A request is issued at most ``attempts`` times, and never while an earlier attempt of it is still waited for.
-4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or holds weights older than the call's. One
-   that takes new weights in flight gets requests meanwhile; it may hold newer ones afterwards.
+4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or holds weights older than
+   the call's. One that takes new weights in flight gets requests meanwhile; it may hold newer ones afterwards.
 5. The call ends: every attempt ends by its answer, its error or its deadline.
-6. ``on_finished`` is told of every finished request once, in the caller's thread and in the order of finishing, with what ``finished``
-   holds; where it raises, all that is under way is given up.
+6. ``on_finished`` is told of every finished request once, in the caller's thread and in the order of finishing, with
+   what ``finished`` holds; where it raises, all that is under way is given up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Dispatched:
 
     finished: by request id, ``n`` completions by sample index.
     lost:     the requests without an answer; the caller mends engines and issues them again.
-    causes:   by request id, why each of its failed attempts failed, in order; finished requests that took several stand here too.
+    causes:   by request id, why each of its failed attempts failed, in order; finished requests that took several stand
+              here too.
     down:     by replica name, why it got no more requests in this call.
     """
 
@@ -66,21 +67,25 @@ def dispatch(
     rotation: int = 0,
     on_finished: Callable[[str, list[Completion]], None] | None = None,
 ) -> Dispatched:
-    """Each request on the replica with the fewest samples under way, again elsewhere where that fails, until all are finished or lost.
+    """Each request on the replica with the fewest samples under way, again elsewhere where that fails, until all are
+    finished or lost.
 
     weight_version: no token may come from older weights.
     deadline_s:     of one attempt, from when it is issued.
     max_in_flight:  requests under way on one replica.
-    rotation:       where ties are counted from; clients that start together pass their rank, so that not all pick the first replica.
+    rotation:       where ties are counted from; clients that start together pass their rank, so that not all pick the
+                    first replica.
     on_finished:    told of a request's id and completions as soon as they are there.
 
-    Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong twice; the others are aborted then.
+    Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong twice; the others are
+    aborted then.
     """
     ids = Counter(request.request_id for request in requests)
     doubled = sorted(name for name, count in ids.items() if count > 1)
     if doubled:
         raise ValueError(
-            f"{len(doubled)} request ids are not unique, {doubled[0]!r} is there {ids[doubled[0]]} times; give each its own"
+            f"{len(doubled)} request ids are not unique, {doubled[0]!r} is there {ids[doubled[0]]} times; give each "
+            "its own"
         )
     if min(max_in_flight, attempts) < 1 or deadline_s <= 0:
         raise ValueError(
@@ -153,7 +158,8 @@ class _Call:
             attempt.future.add_done_callback(lambda _, attempt=attempt: self.done.put(attempt))
 
     def _choose(self, request: GenerateRequest) -> int | None:
-        """The replica with the fewest samples under way among those with room; None where this request has to wait, or for ever."""
+        """The replica with the fewest samples under way among those with room; None where this request has to wait, or
+        for ever."""
         usable = [index for index in self.order if self._usable(index)]
         wrong = self.defects[request.request_id]
         usable = [index for index in usable if index not in wrong] or usable
@@ -227,7 +233,8 @@ class _Call:
         if len(self.defects[request_id]) > DEFECTS_ALLOWED:
             told = "; ".join(self.causes[request_id])
             raise EngineError(
-                f"request {request_id} was answered wrongly {len(self.defects[request_id])} times: {told}. The engine's answers cannot "
+                f"request {request_id} was answered wrongly {len(self.defects[request_id])} times: {told}. The "
+                "engine's answers cannot "
                 "be trusted: leave that server out of rollout.servers, or run another vLLM release there"
             )
 

@@ -1,7 +1,9 @@
-"""Engine (see engine.py) over vLLM, in processes of the run's own or on servers: this rank's prompts spread over its replicas.
+"""Engine (see engine.py) over vLLM, in processes of the run's own or on servers: this rank's prompts spread over its
+replicas.
 
-A request is a prompt with all its samples, so that they share the prompt's keys and values; its seed is that of sample 0. Greedy
-log-probs are vLLM's, at temperature 1, where the embedded engine's are at the sampling temperature; nothing trains on greedy samples.
+A request is a prompt with all its samples, so that they share the prompt's keys and values; its seed is that of sample
+0. Greedy log-probs are vLLM's, at temperature 1, where the embedded engine's are at the sampling temperature; nothing
+   trains on greedy samples.
 """
 
 from __future__ import annotations
@@ -51,10 +53,12 @@ class VllmEngine:
     """This rank's view of the engines.
 
     replicas: those that it sends prompts to, none on a rank that has no engine of its own.
-    drives:   whether it is the one that sends them weights and restarts them (a server has many clients and one driver).
+    drives:   whether it is the one that sends them weights and restarts them (a server has many clients and one
+              driver).
 
-    With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes tokens of the
-    version that was whole when it began, and of newer ones; what both threads write is written under a lock.
+    With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes
+    tokens of the version that was whole when it began, and of newer ones; what both threads write is written under a
+    lock.
     """
 
     def __init__(
@@ -109,8 +113,8 @@ class VllmEngine:
         return [replica.name for replica in self._lost]
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Waits for engines that start, and restarts those that were lost; a lost server is somebody else's to restart, and left out for
-        as long as others serve. Raises EngineError after too many restarts in a row."""
+        """Waits for engines that start, and restarts those that were lost; a lost server is somebody else's to restart,
+        and left out for as long as others serve. Raises EngineError after too many restarts in a row."""
         mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # not what is lost while this goes on
         self._await()
         servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
@@ -125,7 +129,8 @@ class VllmEngine:
                 break
             if time.monotonic() > ends_at:
                 raise EngineError(
-                    f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: {self._why_lost}"
+                    f"no server is left, and none came back in rollout.start_s={self._rollout.start_s:g} s: "
+                    f"{self._why_lost}"
                 )
         self._absent -= {x.name for x in servers if x not in unreached}
         self._restart([x for x in self._replicas if x.ours and x.name in lost])
@@ -188,7 +193,8 @@ class VllmEngine:
             self._unready.pop(0)
 
     def _probes(self) -> list[str]:
-        """Texts that two tokenizers would hardly encode alike by chance: words of this one's own vocabulary, and some of every kind."""
+        """Texts that two tokenizers would hardly encode alike by chance: words of this one's own vocabulary, and some
+        of every kind."""
         ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
         return [
             self._tokenizer.decode(list(ids), skip_special_tokens=True),
@@ -199,11 +205,13 @@ class VllmEngine:
         release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
         if release < OLDEST_VLLM:
             raise ConfigError(
-                f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or newer"
+                f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or "
+                "newer"
             )
         if facts.logprobs_mode != "processed_logprobs":
             raise ConfigError(
-                f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it samples by; "
+                f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it "
+                "samples by; "
                 "start it with --logprobs-mode processed_logprobs"
             )
         if facts.vocab_size != self._vocab_size:
@@ -213,12 +221,15 @@ class VllmEngine:
             )
         if facts.max_model_tokens < self._longest:
             raise ConfigError(
-                f"{replica.name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its response may have "
-                f"{self._longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the others"
+                f"{replica.name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its "
+                "response may have "
+                f"{self._longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the "
+                "others"
             )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the report."""
+        """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the
+        report."""
         behind = [x for x in self._present if x.weight_version != version] if self._drives else []
         report = self._sync.deliver(tensors, version, behind, in_flight=self._in_flight)
         if report.failed:
@@ -300,7 +311,8 @@ class VllmEngine:
     def _with_advice(self, why: str) -> str:
         if any(word in why for word in MEMORY_WORDS):
             return (
-                f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or "
+                f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "
+                "rollout.max_requests or "
                 "rollout.vllm.max_num_seqs"
             )
         return why
@@ -329,7 +341,8 @@ class VllmEngine:
         token_ids = tuple(completion.token_ids.tolist())
         if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
             raise EngineError(
-                f"sample {prompt.prompt_id}#{index} holds token {max(token_ids)}; the vocabulary ends at {self._vocab_size - 1}"
+                f"sample {prompt.prompt_id}#{index} holds token {max(token_ids)}; the vocabulary ends at "
+                f"{self._vocab_size - 1}"
             )
         stopped = token_ids[-1] in self._stop_ids
         if stopped != (completion.finish_reason == "stop"):
@@ -362,7 +375,8 @@ class VllmEngine:
         self._everywhere("wake", {"tags": list(tags)})
 
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
-        """One that still starts is awake when it serves; one that does not answer is lost, which the next sync mends on all ranks."""
+        """One that still starts is awake when it serves; one that does not answer is lost, which the next sync mends on
+        all ranks."""
         for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
             try:
                 replica.control(method, arguments, self._sync.deadline_s)

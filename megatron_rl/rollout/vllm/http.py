@@ -1,7 +1,8 @@
 """One JSON request to a vLLM server, with a deadline over the whole of it, and what its failures mean.
 
-Each request has a connection of its own, so that cutting the connection ends the request, here and on the server (vLLM aborts what it
-generates for a client that is gone). Proxies and redirects are not followed: the key and the prompts go to the address given, or nowhere.
+Each request has a connection of its own, so that cutting the connection ends the request, here and on the server (vLLM
+aborts what it generates for a client that is gone). Proxies and redirects are not followed: the key and the prompts go
+to the address given, or nowhere.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Exchange:
     def run(
         self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Status and body. Raises OSError or http.client.HTTPException; ``timed_out`` says whether the deadline was the reason."""
+        """Status and body. Raises OSError or http.client.HTTPException; ``timed_out`` says whether the deadline was the
+        reason."""
         # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
         watchdog = threading.Timer(timeout_s, self._expire)
         watchdog.daemon = True
@@ -71,7 +73,8 @@ class Exchange:
             if self.was_cut:
                 raise ConnectionAbortedError("the request was given up")
             if answer.length is None and not answer.chunked:
-                # http.client takes the connection's end for the end of the headers, or of the body: what was cut there looks whole.
+                # http.client takes the connection's end for the end of the headers, or of the body: what was cut there
+                # looks whole.
                 raise http.client.HTTPException("an answer without a length, as one that was cut has")
             return answer.status, content
         finally:
@@ -160,7 +163,8 @@ class Server:
         if status in (401, 403):
             sent = "no key was sent" if self._key is None else "the key that was sent is not the server's"
             return RequestRefused(
-                f"{what}: {status}, {sent}; set {self.key_setting} to the name of the environment variable that holds it"
+                f"{what}: {status}, {sent}; set {self.key_setting} to the name of the environment variable that holds "
+                "it"
             )
         if status in (404, 405):
             return MissingRoute(

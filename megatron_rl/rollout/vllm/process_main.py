@@ -2,9 +2,9 @@
 
     python -m megatron_rl.rollout.vllm.process_main FD       # started by rollout/vllm/process_replica.py, never by hand
 
-The first frame holds the engine's arguments; then requests and control messages arrive at any time and completions leave as they are
-done. Between two control messages of a weight update nothing is stepped, nor between pause and resume. The process ends with its rank,
-however that ended.
+The first frame holds the engine's arguments; then requests and control messages arrive at any time and completions
+leave as they are done. Between two control messages of a weight update nothing is stepped, nor between pause and
+resume. The process ends with its rank, however that ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class EngineProcess:
                     self._send_output(output)
 
     def _read(self) -> None:
-        """Whatever ends it ends the engine: the rank is gone, broke off within a frame, or there was no memory for one."""
+        """Whatever ends it ends the engine: the rank is gone, broke off within a frame, or there was no memory for
+        one."""
         try:
             while True:
                 self.inbox.put(frames.receive(self.connection))
@@ -134,7 +135,8 @@ class EngineProcess:
                 engine.set_weight_version(arguments["weight_version"])
                 self.updating = False
             case "reset_prefix_cache":
-                # Running requests begin again with what they have as their prompt; a step of theirs that is under way on the device
+                # Running requests begin again with what they have as their prompt; a step of theirs that is under way
+                # on the device
                 # (asynchronous scheduling) is thrown away, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
                 if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
@@ -162,7 +164,8 @@ def _sampled_logprobs(sample) -> np.ndarray:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A rank that is killed takes its engine along; a rank that is asked to leave finishes its step first, and needs it until then."""
+    """A rank that is killed takes its engine along; a rank that is asked to leave finishes its step first, and needs it
+    until then."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Replica (see rollout/vllm/replica.py) over a vLLM engine in a process of this rank's own, on its GPUs or on the CPU."""
+"""Replica (see rollout/vllm/replica.py) over a vLLM engine in a process of this rank's own, on its GPUs or on the
+CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ SEND_S = 30  # without a byte taken; an engine that works reads at any time, in 
 
 
 def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, threads: int | None) -> dict[str, str]:
-    """The environment of an engine's process: ours without the trainer's world. ``devices``: its GPUs, None on a CPU host."""
+    """The environment of an engine's process: ours without the trainer's world. ``devices``: its GPUs, None on a CPU
+    host."""
     kept = child_process.environment(given)
     kept.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     kept |= {
@@ -49,7 +51,8 @@ def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, 
 
 
 class ProcessReplica:
-    """One engine process, its frames read by a thread. Its output goes to ``log_path``, whose last lines every error quotes."""
+    """One engine process, its frames read by a thread. Its output goes to ``log_path``, whose last lines every error
+    quotes."""
 
     ours = True
 
@@ -75,7 +78,8 @@ class ProcessReplica:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        # An engine that hangs reads nothing: with the socket full, a send would wait for ever. Receiving has no such bound.
+        # An engine that hangs reads nothing: with the socket full, a send would wait for ever. Receiving has no such
+        # bound.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as output:
@@ -108,7 +112,8 @@ class ProcessReplica:
             return self._ready.result(timeout_s)
         except FutureTimeout:
             raise ReplicaLost(
-                f"{self.name} was not ready after {timeout_s:.0f} s; raise rollout.start_s, or read {self.log_path}:\n{self.last_lines()}"
+                f"{self.name} was not ready after {timeout_s:.0f} s; raise rollout.start_s, or read "
+                f"{self.log_path}:\n{self.last_lines()}"
             ) from None
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:

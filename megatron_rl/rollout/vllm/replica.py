@@ -1,6 +1,8 @@
-"""What one running vLLM engine offers, whether a process of our own or a server: requests in, completions out, and weights.
+"""What one running vLLM engine offers, whether a process of our own or a server: requests in, completions out, and
+weights.
 
-Nothing here imports vLLM; ``rollout/vllm/process_replica.py`` and ``rollout/vllm/server_replica.py`` are the two kinds, ``rollout/vllm/dispatch.py`` spreads requests over them.
+Nothing here imports vLLM; ``rollout/vllm/process_replica.py`` and ``rollout/vllm/server_replica.py`` are the two kinds,
+``rollout/vllm/dispatch.py`` spreads requests over them.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ class GenerateRequest:
 
     request_id:     unique among the requests that are under way.
     temperature:    0 for greedy (then n must be 1).
-    seed:           of sample 0, below 2^62; sample k draws with seed + k (vLLM, v1/engine/parallel_sampling.py, 0.32.0).
-    stop_token_ids: the only tokens that end a completion before ``max_tokens``; the engine's own end of sequence is switched off.
+    seed:           of sample 0, below 2^62; sample k draws with seed + k (vLLM, v1/engine/parallel_sampling.py,
+    0.32.0).
+    stop_token_ids: the only tokens that end a completion before ``max_tokens``; the engine's own end of sequence is
+    switched off.
     """
 
     request_id: str
@@ -40,9 +44,11 @@ class Completion:
     """One sample as the engine gave it, not checked yet.
 
     token_ids:       [T] int64, the stop token included.
-    logprobs:        [T'] float32 of the sampled tokens at the sampling temperature (at 1 for greedy); T' = T unless the engine erred.
+    logprobs:        [T'] float32 of the sampled tokens at the sampling temperature (at 1 for greedy); T' = T unless the
+                     engine erred.
     finish_reason:   "stop", "length", or what the engine says of one that it broke off ("abort", "error").
-    weight_versions: (version, tokens) in order: the weights that produced so many tokens; () where the engine does not say.
+    weight_versions: (version, tokens) in order: the weights that produced so many tokens; () where the engine does not
+    say.
     """
 
     token_ids: np.ndarray
@@ -72,11 +78,13 @@ class WeightReceipt:
 
 
 class ReplicaLost(RuntimeError):
-    """The engine is gone, does not answer in time, or broke a request off: what it owed is issued again, there or elsewhere."""
+    """The engine is gone, does not answer in time, or broke a request off: what it owed is issued again, there or
+    elsewhere."""
 
 
 class RequestRefused(RuntimeError):
-    """The engine will never serve this request or update (a prompt too long, a token outside its vocabulary, a wrong key)."""
+    """The engine will never serve this request or update (a prompt too long, a token outside its vocabulary, a wrong
+    key)."""
 
 
 class Replica(Protocol):
@@ -84,7 +92,8 @@ class Replica(Protocol):
 
     ours: bool  # whether restart() ends it
     name: str  # for messages: the URL, or the process id
-    weight_version: int  # what this side knows it to hold; NO_WEIGHTS before, during and after a failed sync, UPDATING during one in flight
+    # what this side knows it to hold; NO_WEIGHTS before, during and after a failed sync, UPDATING during one in flight
+    weight_version: int
 
     def start(self) -> None:
         """Begins to start or to connect; returns at once."""
@@ -95,7 +104,8 @@ class Replica(Protocol):
         ...
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Raises RequestRefused where it would encode a text otherwise than the trainer; nothing for an engine without a tokenizer."""
+        """Raises RequestRefused where it would encode a text otherwise than the trainer; nothing for an engine without
+        a tokenizer."""
         ...
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
@@ -107,21 +117,22 @@ class Replica(Protocol):
         ...
 
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
-        """One of: init_weight_transfer, start_weight_update, update_weights, finish_weight_update, reset_prefix_cache, weights_received,
-        sleep, wake, pause, resume. JSON in, JSON out.
+        """One of: init_weight_transfer, start_weight_update, update_weights, finish_weight_update, reset_prefix_cache,
+        weights_received, sleep, wake, pause, resume. JSON in, JSON out.
 
-        ``pause`` keeps what is under way, and nothing is sampled until ``resume``; reset_prefix_cache with ``running`` set makes what is
-        under way compute its keys and values again.
+        ``pause`` keeps what is under way, and nothing is sampled until ``resume``; reset_prefix_cache with ``running``
+        set makes what is under way compute its keys and values again.
         """
         ...
 
     def give_up(self, cause: str) -> None:
-        """After an update in flight that failed: what is under way ends, ReplicaLost here, and a server goes on serving; one of ours is
-        restarted anyway. Raises nothing."""
+        """After an update in flight that failed: what is under way ends, ReplicaLost here, and a server goes on
+        serving; one of ours is restarted anyway. Raises nothing."""
         ...
 
     def restart(self) -> None:
-        """Ends it where it is ours to end, and starts it again; its weights are those of its files then (``weight_version`` says so)."""
+        """Ends it where it is ours to end, and starts it again; its weights are those of its files then
+        (``weight_version`` says so)."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""How a request is put to vLLM: every sampling parameter said, so that no default of an engine or a generation_config.json applies."""
+"""How a request is put to vLLM: every sampling parameter said, so that no default of an engine or a
+generation_config.json applies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a vLLM server is started for this trainer: the one place that the supervisor, the error messages and the docs take it from."""
+"""How a vLLM server is started for this trainer: the one place that the supervisor, the error messages and the docs
+take it from."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 MODULE = "vllm.entrypoints.openai.api_server"
 API_KEY = "VLLM_API_KEY"  # by environment: an argument stands in the host's process list
-# Routes for weights, cache and collective_rpc exist only under it (vLLM 0.32.0, entrypoints/launchers/api_server/routers.py).
+# Routes for weights, cache and collective_rpc exist only under it (vLLM 0.32.0,
+# entrypoints/launchers/api_server/routers.py).
 DEV_MODE = ("VLLM_SERVER_DEV_MODE", "1")
 SCALE_OUT = "--enable-scale-out"
 LOGPROBS_MODE = "processed_logprobs"
@@ -59,7 +61,8 @@ def example(model: str, host: str, port: int) -> str:
 def server_environment(
     parent: Mapping[str, str], *, api_key: str | None, devices: Sequence[str] | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What a server is started with, and the variables of ``parent`` that it does not get. ``devices``: its GPUs, None for all or none."""
+    """What a server is started with, and the variables of ``parent`` that it does not get. ``devices``: its GPUs, None
+    for all or none."""
     dropped = tuple(sorted(name for name in parent if name == INSECURE or LAUNCHER_VARIABLES.fullmatch(name)))
     environment = {name: value for name, value in parent.items() if name not in (*dropped, API_KEY)}
     environment.update([DEV_MODE])

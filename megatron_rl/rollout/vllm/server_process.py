@@ -1,9 +1,11 @@
 """Runs one server and ends all of it: with its parent, at a signal, and what is left of it when it dies.
 
-    python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by rollout/vllm/supervisor.py, never by hand
+    python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by
+    rollout/vllm/supervisor.py, never by hand
 
-A vLLM server is several processes. Killed (kill -9, out of memory), its API process leaves the engine behind, which holds the GPU's
-memory, and the next server finds none. So each server gets this small parent, which ends the server's whole process group.
+A vLLM server is several processes. Killed (kill -9, out of memory), its API process leaves the engine behind, which
+holds the GPU's memory, and the next server finds none. So each server gets this small parent, which ends the server's
+whole process group.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Replica (see rollout/vllm/replica.py) over one ``vllm serve`` endpoint: tokens in and out by /inference/v1/generate, weights by vLLM's RL routes.
+"""Replica (see rollout/vllm/replica.py) over one ``vllm serve`` endpoint: tokens in and out by /inference/v1/generate,
+weights by vLLM's RL routes.
 
-Read and run with vLLM 0.32.0. What this file stands on: ``/inference/v1/generate`` takes SamplingParams field by field, and a field that
-is sent is not replaced by the server's generation_config (entrypoints/scale_out/token_in_token_out/serving.py); a stop token of
-``stop_token_ids`` ends a sample, with it as the last token, whatever ``ignore_eos`` says (v1/core/sched/utils.py, check_stop); a log-prob
-of −inf or NaN, or a missing one, comes as −9999; a client that hangs up ends what was generated for it. /pause?mode=keep answers once no
-step is under way, and requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
+Read and run with vLLM 0.32.0. What this file stands on: ``/inference/v1/generate`` takes SamplingParams field by field,
+and a field that is sent is not replaced by the server's generation_config
+(entrypoints/scale_out/token_in_token_out/serving.py); a stop token of ``stop_token_ids`` ends a sample, with it as the
+last token, whatever ``ignore_eos`` says (v1/core/sched/utils.py, check_stop); a log-prob of −inf or NaN, or a missing
+one, comes as −9999; a client that hangs up ends what was generated for it. /pause?mode=keep answers once no step is
+under way, and requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ KEY_SETTING = "rollout.api_key_env"
 
 
 def api_key_of(variable: str | None) -> str | None:
-    """The key in the environment variable of that name; None where there is none, which a server that wants one answers by 401."""
+    """The key in the environment variable of that name; None where there is none, which a server that wants one answers
+    by 401."""
     return (os.environ.get(variable) or None) if variable else None
 
 
@@ -73,12 +76,13 @@ class ServerReplica:
         self._numbers = itertools.count()
 
     def start(self) -> None:
-        """The server runs already, or somebody starts it; from here on its health is watched while it owes an answer."""
+        """The server runs already, or somebody starts it; from here on its health is watched while it owes an
+        answer."""
         threading.Thread(target=self._watch_health, daemon=True, name=f"health-{self.name}").start()
 
     def _watch_health(self) -> None:
-        """A server whose engine died may go on holding requests for ever, and end only once they are cut. One that is merely busy, and
-        answers /health late, is left alone."""
+        """A server whose engine died may go on holding requests for ever, and end only once they are cut. One that is
+        merely busy, and answers /health late, is left alone."""
         server, bad = self.server, 0
         while not self._closed:
             time.sleep(HEALTH_S)
@@ -96,7 +100,8 @@ class ServerReplica:
                 bad = 0
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Tried until the time is up: a server that starts, or dies under its supervisor, fails in every way for a while."""
+        """Tried until the time is up: a server that starts, or dies under its supervisor, fails in every way for a
+        while."""
         ends_at = time.monotonic() + timeout_s
         while True:
             try:
@@ -134,14 +139,16 @@ class ServerReplica:
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
             raise RequestRefused(
-                f"{self.name} runs vLLM {version}; {'.'.join(map(str, OLDEST_VLLM))} or newer is needed, update it there"
+                f"{self.name} runs vLLM {version}; {'.'.join(map(str, OLDEST_VLLM))} or newer is needed, update it "
+                "there"
             )
         models = self._get("/v1/models", "data")
         said = self._describe()
         mode = said["logprobs_mode"]
         if mode != LOGPROBS_MODE:
             raise RequestRefused(
-                f"{self.name} gives log-probs in the mode {mode!r}, which are not those at the sampling temperature; start it with "
+                f"{self.name} gives log-probs in the mode {mode!r}, which are not those at the sampling temperature; "
+                "start it with "
                 f"--logprobs-mode {LOGPROBS_MODE}"
             )
         limits = [said["max_model_tokens"], *(x["max_model_len"] for x in models if x.get("max_model_len"))]
@@ -182,7 +189,8 @@ class ServerReplica:
         return f"--worker-extension-cls {WORKER_EXTENSION}"
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Raises RequestRefused where the server's tokenizer gives other ids than ``encode`` (no special tokens added) for a text.
+        """Raises RequestRefused where the server's tokenizer gives other ids than ``encode`` (no special tokens added)
+        for a text.
 
         A server without a tokenizer has none that could differ, and passes.
         """
@@ -203,7 +211,8 @@ class ServerReplica:
             ours = list(encode(text))
             if theirs != ours:
                 raise RequestRefused(
-                    f"{self.name} has another tokenizer than the trainer: {text!r} is {theirs} there and {ours} here; serve the model "
+                    f"{self.name} has another tokenizer than the trainer: {text!r} is {theirs} there and {ours} here; "
+                    "serve the model "
                     "folder that model.hf_path names, with its own tokenizer"
                 )
 
@@ -319,8 +328,8 @@ class ServerReplica:
         return answer["results"]
 
     def give_up(self, cause: str) -> None:
-        """Everybody's requests end there, and then it is resumed: half an update's weights are to sample nothing more, and no server stays
-        paused. One that does not hear of it is cut off here."""
+        """Everybody's requests end there, and then it is resumed: half an update's weights are to sample nothing more,
+        and no server stays paused. One that does not hear of it is cut off here."""
         log.warning("%s gives up what is under way: %s", self.name, cause)
         try:
             self._post("/pause?mode=abort&clear_cache=false", None, ANSWER_S)
@@ -347,7 +356,8 @@ class ServerReplica:
             time.sleep(POLL_S)
 
     def _reset_prefix_cache(self, running: bool, timeout_s: float) -> None:
-        """Blocks that a request holds cannot be reset; one that was just aborted gives its own back within a step or two."""
+        """Blocks that a request holds cannot be reset; one that was just aborted gives its own back within a step or
+        two."""
         ends_at = time.monotonic() + timeout_s
         path = "/reset_prefix_cache?reset_running_requests=true" if running else "/reset_prefix_cache"
         while True:
@@ -356,12 +366,14 @@ class ServerReplica:
                 return
             if time.monotonic() + POLL_S >= ends_at:
                 raise ReplicaLost(
-                    f"{self.name} did not reset its prefix cache in {timeout_s:g} s ({answer!r:.200}): requests hold its blocks"
+                    f"{self.name} did not reset its prefix cache in {timeout_s:g} s ({answer!r:.200}): requests hold "
+                    "its blocks"
                 )
             time.sleep(POLL_S / 5)
 
     def restart(self) -> None:
-        """The server is not ours to end: what is under way here is given up, and ``wait_ready`` waits for whoever restarts it."""
+        """The server is not ours to end: what is under way here is given up, and ``wait_ready`` waits for whoever
+        restarts it."""
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
         self._sick = ""
         self._cut_all()

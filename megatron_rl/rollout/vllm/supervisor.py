@@ -1,6 +1,8 @@
-"""Starts vLLM servers, one per replica, waits until they serve, starts those again that die, and ends them all with itself.
+"""Starts vLLM servers, one per replica, waits until they serve, starts those again that die, and ends them all with
+itself.
 
-What a restarted server holds are the weights of its files; the trainer sees that (its weight version is gone) and syncs it.
+What a restarted server holds are the weights of its files; the trainer sees that (its weight version is gone) and syncs
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """restarts: of all servers together within ``window_s`` · ready_s: from start to /health · grace_s: from SIGTERM to SIGKILL ·
+    """restarts: of all servers together within ``window_s`` · ready_s: from start to /health · grace_s: from SIGTERM to
+    SIGKILL ·
     sick_s: so long a server that was ready may refuse /health."""
 
     restarts: int = 5
@@ -81,8 +84,10 @@ def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_ke
     """Raises ConfigError where servers would be open to the network without a key."""
     if not is_loopback(host) and not api_key and not allow_no_key:
         raise ConfigError(
-            f"--host {host} opens the servers to the network, where anyone could replace the model's weights, and no API key is set; "
-            f"put one into the environment variable that {key_setting} names, bind to 127.0.0.1, or insist with --allow-no-key"
+            f"--host {host} opens the servers to the network, where anyone could replace the model's weights, and no "
+            "API key is set; "
+            f"put one into the environment variable that {key_setting} names, bind to 127.0.0.1, or insist with "
+            "--allow-no-key"
         )
 
 
@@ -104,14 +109,16 @@ def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> li
         return [None] * replicas
     if replicas * per_replica > len(devices):
         raise ConfigError(
-            f"{replicas} servers with --tensor-parallel-size {per_replica} want {replicas * per_replica} GPUs, {len(devices)} are visible "
+            f"{replicas} servers with --tensor-parallel-size {per_replica} want {replicas * per_replica} GPUs, "
+            f"{len(devices)} are visible "
             f"({', '.join(devices)}); lower one of the two, or widen CUDA_VISIBLE_DEVICES"
         )
     return [list(devices[i * per_replica : (i + 1) * per_replica]) for i in range(replicas)]
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises ConfigError where somebody listens already: a server could not start, and the other one would be taken for it."""
+    """Raises ConfigError where somebody listens already: a server could not start, and the other one would be taken for
+    it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -168,7 +175,8 @@ class Supervisor:
             str(self.limits.grace_s),
             *spec.command,
         ]
-        # No preexec_fn: this process has threads, and the child could wait for a lock that one of them held at the fork.
+        # No preexec_fn: this process has threads, and the child could wait for a lock that one of them held at the
+        # fork.
         with open(spec.log_path, "ab") as output:
             process = subprocess.Popen(
                 command,
@@ -184,8 +192,8 @@ class Supervisor:
         return running
 
     def _watch_health(self, running: _Running) -> None:
-        """Until it is healthy, and then whether it stays so: one whose engine died can wait for ever for requests that it still holds.
-        A late answer is no sign of that; a busy server gives one."""
+        """Until it is healthy, and then whether it stays so: one whose engine died can wait for ever for requests that
+        it still holds. A late answer is no sign of that; a busy server gives one."""
         server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health wants none
         bad_since: float | None = None
         while not running.gone.wait(POLL_S if not running.ready.is_set() else WATCH_S):
@@ -221,13 +229,15 @@ class Supervisor:
             self._restarts.popleft()
         if len(self._restarts) >= self.limits.restarts:
             self.say(
-                f"{spec.name}: {cause}, after {len(self._restarts)} restarts in {self.limits.window_s:g} s (--max-restarts "
+                f"{spec.name}: {cause}, after {len(self._restarts)} restarts in {self.limits.window_s:g} s "
+                "(--max-restarts "
                 f"{self.limits.restarts}): ending all servers. {spec.log_path} ends:\n{last_lines(spec.log_path)}"
             )
             return False
         self._restarts.append(now)
         self.say(
-            f"{spec.name}: {cause}; restart {len(self._restarts)} of {self.limits.restarts} in {self.limits.window_s:g} s"
+            f"{spec.name}: {cause}; restart {len(self._restarts)} of {self.limits.restarts} in "
+            f"{self.limits.window_s:g} s"
         )
         return True
 

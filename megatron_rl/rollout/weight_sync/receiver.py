@@ -1,10 +1,13 @@
-"""What takes the trainer's weights inside a vLLM worker: a backend of vLLM's own weight-transfer API, named ``megatron_rl``.
+"""What takes the trainer's weights inside a vLLM worker: a backend of vLLM's own weight-transfer API, named
+``megatron_rl``.
 
-    vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver --weight-transfer-config '{"backend": "megatron_rl"}'
+    vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver --weight-transfer-config
+    '{"backend": "megatron_rl"}'
 
-vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's process, so it imports neither
-Megatron-Core nor a stage of the trainer. A sync is start, one update per bucket, an ``end`` that states what must have arrived, finish;
-whatever is not as stated raises, and the engine has no version until a later sync comes through whole.
+vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's process, so it
+imports neither Megatron-Core nor a stage of the trainer. A sync is start, one update per bucket, an ``end`` that states
+what must have arrived, finish; whatever is not as stated raises, and the engine has no version until a later sync comes
+through whole.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ BACKEND = "megatron_rl"
 
 @dataclass
 class ChannelInfo(WeightTransferInitInfo):
-    """How buckets arrive: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the trainer) or
-    ``cuda_ipc`` (the trainer's memory on the same GPU)."""
+    """How buckets arrive: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the
+    trainer) or ``cuda_ipc`` (the trainer's memory on the same GPU)."""
 
     channel: str
     address: str = ""
@@ -58,7 +61,8 @@ class ChannelInfo(WeightTransferInitInfo):
 class BucketInfo(WeightTransferUpdateInfo):
     """One message of a sync.
 
-    kind:     ``bucket``: the tensors listed, packed one after the other · ``end``: what the whole sync must have brought · ``abort``.
+    kind:     ``bucket``: the tensors listed, packed one after the other · ``end``: what the whole sync must have
+              brought · ``abort``.
     tensors:  [name, dtype, shape, first byte] of each.
     checksum: of the bucket's tensors (weights/checksum.py), or, at the end, over all buckets (channel.Tally).
     """
@@ -139,8 +143,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         return sum(get_tensor_load_numel(parameter) - padding.get(id(parameter), 0) for parameter in wanted)
 
     def _drop_half_loaded(self) -> None:
-        """The sync before this one broke off. What vLLM still holds back of it is forgotten, and every layer gets its tensors of before
-        again, all to be overwritten: finalizing as it is would load what was refused, a wrong shape for one, and raise for ever."""
+        """The sync before this one broke off. What vLLM still holds back of it is forgotten, and every layer gets its
+        tensors of before again, all to be overwritten: finalizing as it is would load what was refused, a wrong shape
+        for one, and raise for ever."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -218,7 +223,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # torch wants writable memory, even to read it
         except OSError as error:
             raise ValueError(
-                f"the trainer's segment {path} cannot be opened here ({error.strerror}); an engine on another host or in a container "
+                f"the trainer's segment {path} cannot be opened here ({error.strerror}); an engine on another host or "
+                "in a container "
                 "without the host's /dev/shm needs weight_sync.channel=broadcast"
             ) from error
         try:
@@ -230,12 +236,14 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         arrived = (self._tally.count, self._tally.value())
         if arrived != (end.num_tensors, end.checksum):
             raise ValueError(
-                f"{arrived[0]} tensors arrived with checksum {arrived[1]}, the trainer sent {end.num_tensors}, {end.checksum}"
+                f"{arrived[0]} tensors arrived with checksum {arrived[1]}, the trainer sent {end.num_tensors}, "
+                f"{end.checksum}"
             )
         missing = sorted(self._wanted - self._loaded)
         if missing:
             raise ValueError(
-                f"{len(missing)} of the engine's {len(self._wanted)} parameters did not arrive: {', '.join(missing[:8])}"
+                f"{len(missing)} of the engine's {len(self._wanted)} parameters did not arrive: "
+                f"{', '.join(missing[:8])}"
             )
         partial = self._partial()
         if partial:
@@ -246,14 +254,15 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self.parallel_config.world_size == 1 and values != self._wanted_values
         ):  # vLLM takes what it needs, and says nothing
             raise ValueError(
-                f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has another shape there, or "
+                f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has "
+                "another shape there, or "
                 "the engine has no such weight"
             )
         self._ended = end
 
     def _partial(self) -> list[str]:
-        """Layers that several weights fill (q, k and v; gate and up; experts) and that some of these did not reach. A layer that is
-        complete is processed at once and no longer open; the rows that pad a vocabulary never arrive."""
+        """Layers that several weights fill (q, k and v; gate and up; experts) and that some of these did not reach. A
+        layer that is complete is processed at once and no longer open; the rows that pad a vocabulary never arrive."""
         found = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
@@ -275,15 +284,16 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self.receipt = {"version": end.version, "checksum": end.checksum, "num_tensors": end.num_tensors}
 
     def _forget_packed_experts(self) -> None:
-        """vLLM (0.32.0) packs a mixture's experts for a CPU when it first builds their kernel, and not again when weights are reloaded:
-        the kernel would read plain weights as packed ones. Without a kernel it builds one anew, and packs."""
+        """vLLM (0.32.0) packs a mixture's experts for a CPU when it first builds their kernel, and not again when
+        weights are reloaded: the kernel would read plain weights as packed ones. Without a kernel it builds one anew,
+        and packs."""
         for module in self.model.modules():
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
 
     def _process_tied(self) -> None:
-        """An output layer tied to the embedding receives nothing itself, so vLLM (0.32.0) does not process it again; on a CPU its matrix
-        product would go on with the packed weights of the sync before, 4 nats off."""
+        """An output layer tied to the embedding receives nothing itself, so vLLM (0.32.0) does not process it again; on
+        a CPU its matrix product would go on with the packed weights of the sync before, 4 nats off."""
         seen: set[int] = set()
         for module in self.model.modules():
             tied = [p for p in module.parameters(recurse=False) if id(p) in seen]

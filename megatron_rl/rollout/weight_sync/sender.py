@@ -1,11 +1,13 @@
 """Delivers the trainer's weights to running engines, whole or not at all.
 
-A sync is start, one message per bucket, an end that states version, number and checksum of what must have arrived, finish, a fresh
-prefix cache, and a receipt from every worker that is compared. Whatever fails before that leaves the engine without a version, and the
-caller sends everything again or stops. The exporting iterator is always run to its end, since other ranks are in its collectives.
+A sync is start, one message per bucket, an end that states version, number and checksum of what must have arrived,
+finish, a fresh prefix cache, and a receipt from every worker that is compared. Whatever fails before that leaves the
+engine without a version, and the caller sends everything again or stops. The exporting iterator is always run to its
+end, since other ranks are in its collectives.
 
-In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache then takes the running requests' keys
-and values too, which are computed again with the new weights. An engine whose update fails gives up what is under way there.
+In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache then takes the
+running requests' keys and values too, which are computed again with the new weights. An engine whose update fails gives
+up what is under way there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from megatron_rl.rollout.weight_sync.transport import Segment, Tally, broadcast,
 from megatron_rl.weights.checksum import Checksum
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
-OPEN = "already active"  # vLLM (0.32.0, gpu_worker.py) of an update that broke off, this trainer's or that of one before it
+# vLLM (0.32.0, gpu_worker.py) of an update that broke off, this trainer's or that of one before it
+OPEN = "already active"
 ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 
 
@@ -72,10 +75,10 @@ class _Half:
 class WeightSender:
     """One rank's sender to the replicas that it drives.
 
-    channel:      ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs), or
-                  ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
-    bucket_bytes: memory of the two halves together; a tensor above a half enlarges it to its size. Shared memory is kept from one sync to
-                  the next, since fresh pages cost more than the copy; memory of a device is not.
+    channel:      ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on
+                  CPUs), or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
+    bucket_bytes: memory of the two halves together; a tensor above a half enlarges it to its size. Shared memory is
+                  kept from one sync to the next, since fresh pages cost more than the copy; memory of a device is not.
     deadline_s:   of every single answer.
     """
 
@@ -115,7 +118,8 @@ class WeightSender:
         *,
         in_flight: bool = False,
     ) -> SyncReport:
-        """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the report.
+        """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the
+        report.
 
         in_flight: requests may be under way on them.
         """

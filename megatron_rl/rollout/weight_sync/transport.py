@@ -1,5 +1,5 @@
-"""How a bucket's bytes get from the trainer to an engine: a file in memory that both map, a broadcast in a process group of their own, or
-the trainer's own GPU memory, opened by the engine.
+"""How a bucket's bytes get from the trainer to an engine: a file in memory that both map, a broadcast in a process
+group of their own, or the trainer's own GPU memory, opened by the engine.
 
 Both sides import this, so it needs torch alone.
 """
@@ -25,14 +25,16 @@ SEGMENT_PREFIX = "megatron_rl-weights-"
 
 
 def segment_folders() -> tuple[pathlib.Path, ...]:
-    """Where segments may lie, the preferred one first: memory where the host has it mounted, or the folder for temporary files."""
+    """Where segments may lie, the preferred one first: memory where the host has it mounted, or the folder for
+    temporary files."""
     shared = pathlib.Path("/dev/shm")
     temporary = pathlib.Path(tempfile.gettempdir())
     return (shared, temporary) if shared.is_dir() else (temporary,)
 
 
 class Segment:
-    """A file of so many bytes that this process maps and the engine opens by its path; only this user may. ``close`` removes it."""
+    """A file of so many bytes that this process maps and the engine opens by its path; only this user may. ``close``
+    removes it."""
 
     def __init__(self, num_bytes: int) -> None:
         """Raises OSError where the memory is not there, rather than a bus error on a later write."""
@@ -49,7 +51,8 @@ class Segment:
             self.close()
             raise OSError(
                 error.errno,
-                f"{num_bytes:,} bytes of shared memory in {self.path.parent}: {error.strerror}; lower weight_sync.bucket_mb, enlarge it "
+                f"{num_bytes:,} bytes of shared memory in {self.path.parent}: {error.strerror}; lower "
+                "weight_sync.bucket_mb, enlarge it "
                 "(docker: --shm-size), or use weight_sync.channel=broadcast",
             ) from error
 
@@ -76,10 +79,11 @@ def remove_abandoned(folder: pathlib.Path) -> None:
 
 
 def share_storage(packed: torch.Tensor) -> dict[str, object]:
-    """What another process on this host needs to open ``packed``'s GPU memory, in JSON: CUDA's handles are bytes, and nothing is pickled.
+    """What another process on this host needs to open ``packed``'s GPU memory, in JSON: CUDA's handles are bytes, and
+    nothing is pickled.
 
-    Each call is an export of its own, which that process releases with its tensor (torch/multiprocessing/reductions.py, 2.13). NOT RUN:
-    no GPU was at hand.
+    Each call is an export of its own, which that process releases with its tensor (torch/multiprocessing/reductions.py,
+    2.13). NOT RUN: no GPU was at hand.
     """
     _, handle, num_bytes, offset, counter, counter_offset, event, waits = packed.untyped_storage()._share_cuda_()
     plain = {"num_bytes": num_bytes, "offset": offset, "counter_offset": counter_offset, "waits": waits}

@@ -8,7 +8,8 @@ from megatron_rl.config import LossConfig
 
 
 def clipped_surrogate(ratio, advantage, config: LossConfig, *, dual: float | None):
-    """−objective of one token by cases: which side of the clip it stands on, and whether that side is the pessimistic one."""
+    """−objective of one token by cases: which side of the clip it stands on, and whether that side is the pessimistic
+    one."""
     if advantage > 0 and ratio > 1 + config.clip_high:
         return -(1 + config.clip_high) * advantage
     if advantage < 0 and dual is not None and ratio > dual:

@@ -1,4 +1,5 @@
-"""algorithm/advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop over its formula."""
+"""algorithm/advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop over its
+formula."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.unit.algorithm.facts import make_facts
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 EPSILON = 1e-3
 
-# Rounding of a sum over a few rewards below 10 is some 1e-15. A group whose rewards differ by rounding alone (0.1 + 0.2 and 0.3)
+# Rounding of a sum over a few rewards below 10 is some 1e-15. A group whose rewards differ by rounding alone (0.1 + 0.2
+# and 0.3)
 # divides it by a spread of about 0 + EPSILON, and whitening does so once more: 1e-9.
 NOISE = 1e-8
 

@@ -1,4 +1,5 @@
-"""algorithm/gae.py: every invariant under Hypothesis; the recursion against a sum per token written from the paper; whitening against numpy."""
+"""algorithm/gae.py: every invariant under Hypothesis; the recursion against a sum per token written from the paper;
+whitening against numpy."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    """Sizes by Hypothesis, numbers by a seed; holes anywhere, samples without a loss token, NaN where no loss token stands."""
+    """Sizes by Hypothesis, numbers by a seed; holes anywhere, samples without a loss token, NaN where no loss token
+    stands."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     lengths = random.integers(0, 12, draw(st.integers(0, 7)))
     total = int(lengths.sum())
@@ -192,7 +194,8 @@ def test_one_token_and_equal_tokens_are_not_whitened() -> None:
 
 
 def test_a_million_tokens_are_no_loop_over_tokens() -> None:
-    """500 samples of up to 4,000 tokens: some lines for each place in the longest, where a loop runs one for each token at least."""
+    """500 samples of up to 4,000 tokens: some lines for each place in the longest, where a loop runs one for each token
+    at least."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, 4001, 500)
     total = int(lengths.sum())

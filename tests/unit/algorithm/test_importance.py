@@ -1,4 +1,5 @@
-"""algorithm/importance.py: every mode against a loop over tokens, what a mask leaves of signal and of denominators, and what is refused."""
+"""algorithm/importance.py: every mode against a loop over tokens, what a mask leaves of signal and of denominators, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def run(
     *,
     rollout: float = -2.0,
 ):
-    """The correction of samples whose engine said ``rollout`` at every token and whose trainer says ``rollout`` + gap."""
+    """The correction of samples whose engine said ``rollout`` at every token and whose trainer says ``rollout`` +
+    gap."""
     flat = np.array([d for sample in gaps for d in sample])
     mask = np.array([m for sample in masks for m in sample], dtype=bool)
     old = np.where(mask, rollout + flat, np.nan)  # what carries no loss may be anything
@@ -79,7 +81,8 @@ def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> Non
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mask_zeroes_what_truncation_moves_to_the_bound(mode: str) -> None:
-    """e^1 above 2, e^−1 below 0.5, both in every token, so that product, mean and token agree on which side they are."""
+    """e^1 above 2, e^−1 below 0.5, both in every token, so that product, mean and token agree on which side they
+    are."""
     config = CorrectionConfig(mode=mode, cap=2.0, floor=0.5)
     weights = run(config, [1.0] * 3, [[1.0, 1.0], [-1.0], [0.0, 0.0]], [[True, True], [True], [True, True]]).weights
     assert weights.tolist() == ([0.0] * 3 if mode.endswith("mask") else [2.0, 2.0, 0.5]) + [1.0, 1.0]
@@ -130,7 +133,8 @@ def test_samples_that_were_not_passed_have_weight_zero() -> None:
 
 
 def test_an_impossible_token_is_capped_and_nan_is_named() -> None:
-    """The engine says −inf where the trainer does not: the weight is the cap, or masked; where both do, it is an error."""
+    """The engine says −inf where the trainer does not: the weight is the cap, or masked; where both do, it is an
+    error."""
     for mode, wanted in (("token_truncate", 2.0), ("sequence_mask", 0.0)):
         assert run(CorrectionConfig(mode=mode), [1.0], [[math.inf]], [[True]]).weights.tolist() == [wanted]
     with pytest.raises(ValueError, match="sample 1 is NaN"):

@@ -1,4 +1,5 @@
-"""algorithm/noise.py: every invariant under Hypothesis, the distribution, and a run whose first steps have noise, on several layouts."""
+"""algorithm/noise.py: every invariant under Hypothesis, the distribution, and a run whose first steps have noise, on
+several layouts."""
 
 from __future__ import annotations
 
@@ -64,13 +65,15 @@ def test_a_group_of_equal_rewards_stays_exactly_zero() -> None:
 
 
 def test_numbers_are_normal_and_pinned() -> None:
-    """20,000 numbers: mean and deviation within five standard errors, no quantile off by more than the Kolmogorov bound for 1e-6."""
+    """20,000 numbers: mean and deviation within five standard errors, no quantile off by more than the Kolmogorov bound
+    for 1e-6."""
     count = 20_000
     numbers = np.sort([standard_normal(7, f"{i}@0#0") for i in range(count)])
     assert abs(numbers.mean()) < 5 / math.sqrt(count) and abs(numbers.std() - 1) < 5 / math.sqrt(2 * count)
     ranks = np.array([NormalDist().cdf(x) for x in numbers])
     assert np.abs(ranks - (np.arange(count) + 0.5) / count).max() < math.sqrt(math.log(2 / 1e-6) / 2 / count)
-    # What a run draws must not change with a version: a tail (a logarithm, whose last bit is the library's) and the middle.
+    # What a run draws must not change with a version: a tail (a logarithm, whose last bit is the library's) and the
+    # middle.
     for name, value in {"17@0#19": 2.7173410046028237, "17@0.1#3": -0.7336562692372715}.items():
         assert standard_normal(0, name) == pytest.approx(value, rel=1e-14)
 
@@ -88,8 +91,9 @@ WHOLE = ("loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", "s
 
 
 def test_first_losses_are_zero_without_noise_and_only_the_first_with_it(pool, arithmetic, tmp_path):
-    """One step a rollout, whole groups: Σ A = 0, so the loss is 0 to rounding, and the gradient is not. Noise for one step, counted after
-    the warm-up, moves the first loss and the second not; what is dropped in the first is the same."""
+    """One step a rollout, whole groups: Σ A = 0, so the loss is 0 to rounding, and the gradient is not. Noise for one
+    step, counted after the warm-up, moves the first loss and the second not; what is dropped in the first is the
+    same."""
     found = {}
     for name, extra in (("plain", ()), ("noisy", NOISE)):
         given = arguments(arithmetic, tmp_path / name, *WHOLE, *extra)

@@ -30,7 +30,8 @@ CONFIGS = {
 
 
 def make_tokens(seed: int = 0) -> SimpleNamespace:
-    """60 tokens of 6 sequences, in no order; ratios from 0.1 to 10, so that every clip is met from both sides of both signs."""
+    """60 tokens of 6 sequences, in no order; ratios from 0.1 to 10, so that every clip is met from both sides of both
+    signs."""
     random = torch.Generator().manual_seed(seed)
     sequences = torch.randint(0, 6, (60,), generator=random)
     old = -3 * torch.rand(60, generator=random, dtype=torch.float64)
@@ -119,7 +120,8 @@ def test_every_policy_is_tested() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_folded_weight_equals_weight_outside(name: str) -> None:
-    """w·term(A) = term(w·A), bit by bit for a power of two (the exponent alone changes), and to rounding for any w > 0."""
+    """w·term(A) = term(w·A), bit by bit for a power of two (the exponent alone changes), and to rounding for any w >
+    0."""
     tokens = make_tokens()
     plain = {"advantages": tokens.advantages / tokens.weights, "weights": torch.ones_like(tokens.weights)}
     outside, gradient_outside = run_term(CONFIGS[name], tokens, **plain)
@@ -182,7 +184,8 @@ def test_kl_equals_definition(estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "unbiased"])
 def test_kl_is_unbiased_in_value_and_unbiased_in_gradient_too(estimator: str) -> None:
-    """Σ_v π_old(v)·estimate(v) over a whole vocabulary: KL(π_θ ‖ π_ref) itself for ``unbiased``, gradient included, off-policy.
+    """Σ_v π_old(v)·estimate(v) over a whole vocabulary: KL(π_θ ‖ π_ref) itself for ``unbiased``, gradient included,
+    off-policy.
 
     k1 and k3 need π_old = π_θ for the value, and their gradient is another one (DeepSeek-V3.2, section 3.1).
     """
@@ -217,7 +220,8 @@ def run_objective(config: LossConfig, tokens: SimpleNamespace, entropy: torch.Te
 
 @pytest.mark.parametrize("policy", ["ppo", "dro"])
 def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
-    """L = Σ policy + Σ w·(β·kl − c·entropy), and the six sums that metrics read. dro's quadratic is against the engine's μ."""
+    """L = Σ policy + Σ w·(β·kl − c·entropy), and the six sums that metrics read. dro's quadratic is against the
+    engine's μ."""
     tokens, entropy = make_tokens(), torch.linspace(0.1, 3, 60, dtype=torch.float64)
     config = LossConfig(policy=policy, kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.02)
     loss, sums, (gradient, entropy_gradient) = run_objective(config, tokens, entropy)

@@ -1,5 +1,5 @@
-"""loss.reduction × loss.denominator × skip.steps, against a naive loop written from semantics §1 and §3: who runs in which step, with
-which weight. tests/equality/test_products.py takes the same products through real schedules."""
+"""loss.reduction × loss.denominator × skip.steps, against a naive loop written from semantics §1 and §3: who runs in
+which step, with which weight. tests/equality/test_products.py takes the same products through real schedules."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ def test_steps_and_weights_equal_the_naive_loop(case: Case, reduction: str, deno
 @SETTINGS
 @given(case=cases())
 def test_kept_equals_original_when_nothing_is_dropped(case: Case, reduction: str, denominator: str, steps: str) -> None:
-    """Bit by bit, in each step that drops nothing: of a whole batch with signal, and under skip.mode=off of any batch."""
+    """Bit by bit, in each step that drops nothing: of a whole batch with signal, and under skip.mode=off of any
+    batch."""
     alive = np.where(case.advantages == 0, 1.0, case.advantages)
     for plan, values, mode in (
         (case.plan(steps=steps, advantages=alive), alive, "approximate"),
@@ -162,7 +163,8 @@ def test_kept_equals_original_when_nothing_is_dropped(case: Case, reduction: str
 @SETTINGS
 @given(case=cases(), size=st.integers(1, 4))
 def test_kept_denominators_do_not_depend_on_the_cut(case: Case, reduction: str, size: int) -> None:
-    """Without repacking, samples without signal run next to survivors: they are counted no more than where they do not."""
+    """Without repacking, samples without signal run next to survivors: they are counted no more than where they do
+    not."""
     whole = dataclasses.replace(case.rules, repack=False, max_tokens=10_000, samples_per_microbatch=size)
     cut = dataclasses.replace(case, rules=whole).plan()
     for found, wanted in zip(*(weights_of(case, plan, reduction, "kept") for plan in (cut, case.plan())), strict=True):

@@ -104,7 +104,8 @@ def test_every_coupling_field_is_tested() -> None:
 
 
 def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
-    """A renamed field would let a coupled run pass; a default that couples must be one that model/build.py overrides."""
+    """A renamed field would let a coupled run pass; a default that couples must be one that model/build.py
+    overrides."""
     from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 
     from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
@@ -154,7 +155,8 @@ def test_exact_allows_neutral_values(name: str) -> None:
 @pytest.mark.parametrize("mode", ["exact", "approximate", "off"])
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNCOUNTED for value in UNCOUNTED[name]])
 def test_uncounted_losses_are_refused_in_every_mode(name: str, value: object, mode: str) -> None:
-    """By the run and by the library: the message names key, value, reason and way out, and of exact that it could not hold."""
+    """By the run and by the library: the message names key, value, reason and way out, and of exact that it could not
+    hold."""
     config = make_config(mode, transformer={name: value})
     for refuse in (signal_rule, refuse_uncounted_losses):
         with pytest.raises(ConfigError) as caught:

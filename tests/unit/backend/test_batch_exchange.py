@@ -1,4 +1,5 @@
-"""Checks backend/batch_exchange.py without a world: which ranks need which rows, and that a row comes off the wire as it was put on it."""
+"""Checks backend/batch_exchange.py without a world: which ranks need which rows, and that a row comes off the wire as
+it was put on it."""
 
 from __future__ import annotations
 

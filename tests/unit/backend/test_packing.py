@@ -1,4 +1,5 @@
-"""backend/packing.py and model/attention.py: sequences laid end to end see nothing of another, and each loss token is where it says."""
+"""backend/packing.py and model/attention.py: sequences laid end to end see nothing of another, and each loss token is
+where it says."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float
 def test_packed_attention_equals_each_sequence_alone(
     lengths: tuple[int, ...], groups: int, scale: float | None
 ) -> None:
-    """Output and gradients, grouped queries too, in double: what differs is the order of additions in SDPA's kernels."""
+    """Output and gradients, grouped queries too, in double: what differs is the order of additions in SDPA's
+    kernels."""
     qkv = make_qkv(sum(lengths), torch.float64, groups=groups)
     coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = attend(qkv, lengths, scale)
@@ -110,7 +112,8 @@ def attend_split(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], size: 
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_a_neighbour_changes_nothing(context: int) -> None:
-    """Other numbers in one sequence, NaN among them: output and gradient of every other sequence are bit by bit the same."""
+    """Other numbers in one sequence, NaN among them: output and gradient of every other sequence are bit by bit the
+    same."""
     lengths = (8, 4, 8, 4)
     place = torch.arange(24)
     outside = (place < 8) | (place >= 12)  # all but the second sequence
@@ -246,7 +249,8 @@ def test_pads_carry_no_loss() -> None:
 
 
 def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
-    """A tool's token: it stands in the input, the next token is predicted from it, and nothing is predicted at its place."""
+    """A tool's token: it stands in the input, the next token is predicted from it, and nothing is predicted at its
+    place."""
     sample = Sample(
         sample_id="s",
         prompt_tokens=2,
@@ -327,7 +331,8 @@ def test_logprob_pass_has_no_loss_inputs() -> None:
 
 
 def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
-    """While micro-batch k runs, k + 1 is packed and k + 2 is not; a second pass (another chunk of the pipeline) gets the same objects."""
+    """While micro-batch k runs, k + 1 is packed and k + 2 is not; a second pass (another chunk of the pipeline) gets
+    the same objects."""
     asked: list[int] = []
     plans = [MicroBatch(samples=np.array([i]), filler=False) for i in range(4)]
     with ThreadPoolExecutor(max_workers=1) as packer:

@@ -1,4 +1,5 @@
-"""Checks backend/trainable_model.py without a model: which plans merge, and which measurements reach the fitted costs."""
+"""Checks backend/trainable_model.py without a model: which plans merge, and which measurements reach the fitted
+costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""checkpoint/folder.py: a checkpoint is whole or invisible, damage of any file is found and named, pruning spares the newest."""
+"""checkpoint/folder.py: a checkpoint is whole or invisible, damage of any file is found and named, pruning spares the
+newest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""checkpoint/pickled.py: nothing runs that a checkpoint or another rank names; the lists hold what is met, and no more."""
+"""checkpoint/pickled.py: nothing runs that a checkpoint or another rank names; the lists hold what is met, and no
+more."""
 
 from __future__ import annotations
 
@@ -148,8 +149,9 @@ def test_what_is_no_pickle_is_refused(tmp_path, content):
 
 
 def load_poisoned(rank: int, world: int, root: str, ran: str) -> str:
-    """A checkpoint whose metadata, of allowed classes alone, says that a weight is an object, and whose object is a call. The object's
-    entry has the weight's size, which Megatron-Core compares first. Without ``guarded`` the call runs (0.16.1)."""
+    """A checkpoint whose metadata, of allowed classes alone, says that a weight is an object, and whose object is a
+    call. The object's entry has the weight's size, which Megatron-Core compares first. Without ``guarded`` the call
+    runs (0.16.1)."""
     from megatron_rl.checkpoint import model_state
     from tests.equality.saved_steps import PLAIN, open_like, sizes
 

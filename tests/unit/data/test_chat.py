@@ -1,4 +1,5 @@
-"""Observations: what a chat template writes behind a turn, less what the policy sampled itself, for templates of several families."""
+"""Observations: what a chat template writes behind a turn, less what the policy sampled itself, for templates of
+several families."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
 # As Qwen3's: an assistant's last message gets an empty thought before its text, any other none.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # As Llama 3's: no newline behind the end of a turn.

@@ -1,4 +1,5 @@
-"""data/prompt_dataset.py: what a bad dataset says, and that the order is a function of (seed, epoch) that can be resumed."""
+"""data/prompt_dataset.py: what a bad dataset says, and that the order is a function of (seed, epoch) that can be
+resumed."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def test_calls_that_hang_cost_their_deadline_and_nothing_else() -> None:
 
 
 def test_an_environment_that_is_down_costs_a_few_deadlines_and_not_one_per_sample() -> None:
-    """Forty calls that hang, two threads: four are waited for, or five, where the fourth began later; none of the rest has begun.
+    """Forty calls that hang, two threads: four are waited for, or five, where the fourth began later; none of the rest
+    has begun.
 
     What comes back later is tried again.
     """

@@ -1,4 +1,5 @@
-"""model/logprob.py against torch.log_softmax in double precision; linear_logprob also against the logits' path, on two tensor ranks.
+"""model/logprob.py against torch.log_softmax in double precision; linear_logprob also against the logits' path, on two
+tensor ranks.
 
 vocab_parallel_logprob on several tensor ranks: tests/equality/test_gradient.py and the matrix, through the whole model.
 """
@@ -16,7 +17,8 @@ from megatron_rl.model.logprob import linear_logprob, vocab_parallel_logprob
 
 # Float32 throughout: logits up to 20 carry some 1e-6 of rounding each, and a sum over the vocabulary adds its own.
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}
-# log p = x − log Z of numbers near 30 is rounded to 2e-6, and the entropy, a difference of such numbers, to some 5e-6; a gradient
+# log p = x − log Z of numbers near 30 is rounded to 2e-6, and the entropy, a difference of such numbers, to some 5e-6;
+# a gradient
 # is a probability times that, over the temperature.
 GRADIENT = {"rtol": 1e-5, "atol": 1e-5}
 # A gradient in bfloat16 is the float32 one rounded to 8 bits.
@@ -40,7 +42,8 @@ def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float, v
 def gradients(
     function, logits: torch.Tensor, *coefficients: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(outputs, gradient of Σ coefficient · output). A float64 leaf for the reference, the given dtype for what is tested."""
+    """(outputs, gradient of Σ coefficient · output). A float64 leaf for the reference, the given dtype for what is
+    tested."""
     leaf = logits.clone().requires_grad_()
     outputs = function(leaf)
     total = sum((c * x).sum() for c, x in zip(coefficients, outputs, strict=False))
@@ -107,7 +110,8 @@ def test_entropy_alone_has_the_gradient_of_its_definition() -> None:
 
 
 def test_gradient_equals_central_differences() -> None:
-    """Against the function itself, not another formula. Float32 outputs of size 10 over a step of 2^-5 differ by some 1e-4."""
+    """Against the function itself, not another formula. Float32 outputs of size 10 over a step of 2^-5 differ by some
+    1e-4."""
     logits, targets = make_logits(2, 7)
     _, gradient = gradients(
         lambda x: vocab_parallel_logprob(x, targets, temperature=1.3, vocab_size=7), logits, torch.ones(2)
@@ -164,7 +168,8 @@ def test_no_rows_give_no_outputs_and_a_gradient_of_no_rows() -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    """The peak is taken off before the exponential; rounding of logits near 1e4 is 1e-3, over the sum of the row's two peaks."""
+    """The peak is taken off before the exponential; rounding of logits near 1e4 is 1e-3, over the sum of the row's two
+    peaks."""
     logits = torch.tensor([[1e4, 1e4 - 1, -1e4], [-1e4, -1e4, -1e4]])
     targets = torch.tensor([1, 2])
     logprobs, entropy = vocab_parallel_logprob(logits, targets, vocab_size=3)
@@ -178,12 +183,14 @@ def test_a_rank_without_true_columns_is_refused() -> None:
         vocab_parallel_logprob(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), vocab_size=12, tensor_rank=3)
 
 
-# ---- linear_logprob: the same from hidden and weight -----------------------------------------------------------------------
+# ---- linear_logprob: the same from hidden and weight
+# -----------------------------------------------------------------------
 
 TOKENS, WIDTH, VOCAB, PADDED = 11, 12, 37, 40
 # ‖found − wanted‖ / ‖wanted‖: sums of float32 products over H = 12 or V = 37, every term rounded to 6e-8
 CLOSE = 1e-6
-# bfloat16 logits of some 4 are rounded to 2^-8 relative, a target's log-prob is such a number; the reference does the same, and
+# bfloat16 logits of some 4 are rounded to 2^-8 relative, a target's log-prob is such a number; the reference does the
+# same, and
 # where its matrix product adds in another order a logit falls on the next bfloat16
 CLOSE_BFLOAT16 = 2**-7
 
@@ -322,7 +329,8 @@ def test_linear_of_no_rows_gives_no_outputs_and_zero_gradients() -> None:
 
 @pytest.mark.parametrize("train_entropy", [False, True])
 def test_masked_logits_take_no_probability_and_no_nan(train_entropy: bool) -> None:
-    """Rows of weight that send a logit to −inf equal a vocabulary without them, here its last rows, in both functions."""
+    """Rows of weight that send a logit to −inf equal a vocabulary without them, here its last rows, in both
+    functions."""
     hidden, weight, targets, coefficients = make_head()
     hidden, targets, kept = hidden.abs(), targets % 30, 30
     masked = torch.cat([weight[:kept], torch.full((VOCAB - kept, WIDTH), float("-inf"))])
@@ -362,7 +370,8 @@ class LargestResult(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_never_holds_more_than_a_chunk_of_logits(dtype: torch.dtype) -> None:
-    """The logits' path meets all 400 x 40 of them, so the measure sees what it should; hidden and weight are smaller than a chunk."""
+    """The logits' path meets all 400 x 40 of them, so the measure sees what it should; hidden and weight are smaller
+    than a chunk."""
     hidden, weight, targets, coefficients = make_head(400, dtype)
     with LargestResult() as lean:
         head_gradients(
@@ -386,7 +395,8 @@ def test_linear_refuses_a_chunk_of_no_tokens() -> None:
 def shard_of_linear(
     rank: int, world: int, tokens: int, masked: bool, options: dict
 ) -> tuple[tuple[torch.Tensor, ...], int]:
-    """This tensor rank's outputs and gradients, and the number of all-reduces; where ``masked``, all of rank 1's logits are −inf."""
+    """This tensor rank's outputs and gradients, and the number of all-reduces; where ``masked``, all of rank 1's logits
+    are −inf."""
     hidden, weight, targets, coefficients = make_head(tokens)
     width, calls, all_reduce = PADDED // world, [], dist.all_reduce
     if masked:
@@ -424,7 +434,8 @@ def test_linear_tp2_equals_tp1(pool, chunk_tokens: int, train_entropy: bool) -> 
 
 
 def test_linear_tp2_leaves_the_sum_of_hiddens_gradient_to_the_caller(pool) -> None:
-    """Under sequence parallelism the gather's backward reduces and scatters: this rank's part, no all-reduce in backward."""
+    """Under sequence parallelism the gather's backward reduces and scatters: this rank's part, no all-reduce in
+    backward."""
     hidden, weight, targets, coefficients = make_head()
     wanted = plain_path(hidden, weight, targets, coefficients, temperature=1.0, train_entropy=False)
     ranks = pool.run(

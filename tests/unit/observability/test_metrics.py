@@ -1,4 +1,5 @@
-"""observability/metrics.py: sums are divided last, rows survive the file and back, nothing of an earlier run is lost."""
+"""observability/metrics.py: sums are divided last, rows survive the file and back, nothing of an earlier run is
+lost."""
 
 from __future__ import annotations
 

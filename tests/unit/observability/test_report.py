@@ -1,4 +1,5 @@
-"""observability/report.py and observability/svg.py: one self-contained page, well-formed, every series that the run has, a word on those it lacks."""
+"""observability/report.py and observability/svg.py: one self-contained page, well-formed, every series that the run
+has, a word on those it lacks."""
 
 from __future__ import annotations
 

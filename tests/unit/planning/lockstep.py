@@ -9,7 +9,8 @@ from megatron_rl.types import StepPlan
 
 
 def microbatches_of(plan: StepPlan, data_size: int) -> list[list[list[int]]]:
-    """Per data-parallel rank, its micro-batches without fillers, each the samples in it; what the ranks will iterate over."""
+    """Per data-parallel rank, its micro-batches without fillers, each the samples in it; what the ranks will iterate
+    over."""
     per_rank = [[*plan.microbatches(rank)] for rank in range(data_size)]
     for rank, microbatches in enumerate(per_rank):
         assert plan.rank_samples(rank).tolist() == [i for m in microbatches for i in m.samples.tolist()]

@@ -1,4 +1,5 @@
-"""planning/cost.py: its invariants under Hypothesis, fits against what generated them, and the closed form against planning/timeline.py's clock."""
+"""planning/cost.py: its invariants under Hypothesis, fits against what generated them, and the closed form against
+planning/timeline.py's clock."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_seconds_of_a_count_equal_the_ranks_that_runs_so_many(model, count, toke
 
 
 def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
-    """Four equal stages: beyond the count at which all others are as short, more micro-batches only cost their overhead."""
+    """Four equal stages: beyond the count at which all others are as short, more micro-batches only cost their
+    overhead."""
     model = CostModel(stages=(StageCost(overhead=10, token=1, square=0),) * 4)
     assert model.best_count(10_000, 0) == 55 and model.best_count(10_000, 0, longest=2_500) == 4
 
@@ -137,7 +139,8 @@ def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
 @SETTINGS
 @given(st.integers(0, 2**32 - 1), st.integers(2, 12))
 def test_the_priors_own_proportions_are_found_again(seed, count) -> None:
-    """The ridge draws towards the prior's shape, so where that is the truth nothing is lost: equal to rounding, in seconds."""
+    """The ridge draws towards the prior's shape, so where that is the truth nothing is lost: equal to rounding, in
+    seconds."""
     tokens, squares = microbatches(seed, count)
     truth = CostModel(
         stages=tuple(
@@ -164,7 +167,8 @@ def test_older_steps_weigh_less_and_a_ghost_forgets_nothing() -> None:
 
 
 def test_other_proportions_are_found_from_enough_microbatches() -> None:
-    """2,000 micro-batches with ±10 % of noise: predictions within 1 % of a mean micro-batch; the ridge weighs one of them."""
+    """2,000 micro-batches with ±10 % of noise: predictions within 1 % of a mean micro-batch; the ridge weighs one of
+    them."""
     truth = CostModel(
         stages=(StageCost(overhead=8e-3, token=2e-5, square=4e-8), StageCost(overhead=9e-3, token=3e-5, square=1e-8))
     )
@@ -247,7 +251,8 @@ def test_rank_seconds_equals_the_clock_for_equal_microbatches(virtual, heavier) 
 
 @pytest.mark.parametrize(("spread", "median", "worst"), [(0.05, 0.03, 0.10), (0.2, 0.08, 0.20), (0.5, 0.12, 0.30)])
 def test_rank_seconds_is_near_the_clock_for_ragged_microbatches(spread, median, worst) -> None:
-    """How far the closed form is off on 1F1B with equal stages and the costliest micro-batch in the middle, as the planner orders them."""
+    """How far the closed form is off on 1F1B with equal stages and the costliest micro-batch in the middle, as the
+    planner orders them."""
     random, inner, errors = np.random.default_rng(0), StageCost(overhead=10, token=1, square=1e-3), []
     for _ in range(40):
         pipeline, count = int(random.choice([2, 4, 8])), int(random.integers(1, 33))

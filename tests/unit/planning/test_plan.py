@@ -1,4 +1,5 @@
-"""planning/plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches against brute force."""
+"""planning/plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches against
+brute force."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def assert_costliest_in_the_middle(planned: StepPlan, rules: PlanRules, each: np
 
 
 def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
-    """Equal inputs, equal fingerprints; a sample that is no member changes nothing, whatever its length and its signal."""
+    """Equal inputs, equal fingerprints; a sample that is no member changes nothing, whatever its length and its
+    signal."""
     again = case.plan(
         lengths=case.lengths.copy(), signal=case.signal.copy(), mini_batches=[x.copy() for x in case.mini_batches]
     )
@@ -145,7 +147,8 @@ def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
 
 
 def assert_long_samples_fail_alike(case: Case) -> None:
-    """An error iff a member is above the cap, whatever is dropped, else the plan of ``own_microbatch``; a static cut has no cap."""
+    """An error iff a member is above the cap, whatever is dropped, else the plan of ``own_microbatch``; a static cut
+    has no cap."""
     failing = dataclasses.replace(case.rules, on_long_sample="fail")
     above = padded_lengths(case.lengths, failing.pad_multiple) > failing.max_tokens
     for drops in (False, True):
@@ -196,7 +199,8 @@ def test_balance_equals_greedy_longest_first(case: Case, bins: int) -> None:
 
 
 def test_ghost_stands_at_its_own_position() -> None:
-    """Three mini-batches of two, signal in the first and the last: the ghost is the second, and the optimizer steps thrice."""
+    """Three mini-batches of two, signal in the first and the last: the ghost is the second, and the optimizer steps
+    thrice."""
     signal = np.array([False, True, False, False, True, True])
     plan = plan_steps(
         "train", split_mini_batches(np.arange(6), 2), np.full(6, 5), signal, PlanRules(data_size=2), drops=True
@@ -232,7 +236,8 @@ def test_pads_count_against_the_cap() -> None:
 
 
 def test_no_microbatch_exceeds_the_token_cap() -> None:
-    """Not by one token: longest first lays 9, 7, 4 and 4 tokens out as 13 and 11, two micro-batches under a cap of 13, three under 12."""
+    """Not by one token: longest first lays 9, 7, 4 and 4 tokens out as 13 and 11, two micro-batches under a cap of 13,
+    three under 12."""
     lengths = np.array([9, 7, 4, 4])
     for cap, microbatches in ((11, 3), (12, 3), (13, 2), (14, 2)):
         (one,) = plan_steps(
@@ -282,7 +287,8 @@ def test_rules_of_a_run_are_its_settings(
 
 
 def test_fingerprint_sees_every_field() -> None:
-    """Membership, drop, cut, order, ranks, fillers, kind and purpose: a rank that differs in one of them must not go on."""
+    """Membership, drop, cut, order, ranks, fillers, kind and purpose: a rank that differs in one of them must not go
+    on."""
     lengths = np.arange(1, 9)
     signal = np.array([True, True, False, True, True, True, True, False])
     base = plan_steps("train", [np.arange(8)], lengths, signal, PlanRules(data_size=2, max_tokens=12), drops=True)
@@ -338,7 +344,8 @@ def test_pipeline_takes_the_best_number_under_the_cap() -> None:
 
 
 def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
-    """The planner's order against the order of the samples, on planning/timeline.py's clock: shorter in the mean on every pipeline."""
+    """The planner's order against the order of the samples, on planning/timeline.py's clock: shorter in the mean on
+    every pipeline."""
     for stages, cap, spread in ((2, 4096, 0.6), (4, 4096, 0.6), (4, 2048, 0.9), (8, 2048, 0.6)):
         saved = []
         for seed in range(20):

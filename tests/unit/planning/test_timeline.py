@@ -1,4 +1,5 @@
-"""planning/timeline.py: its invariants under Hypothesis, an independent longest-path reference, and Megatron-Core's own tables."""
+"""planning/timeline.py: its invariants under Hypothesis, an independent longest-path reference, and Megatron-Core's own
+tables."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_equal_times_take_what_the_paper_says(layout, forward, backward) -> None
 
 
 def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: int) -> float:
-    """The longest path through a graph that is written down from the schedule's words, not from planning/timeline.py's loop."""
+    """The longest path through a graph that is written down from the schedule's words, not from planning/timeline.py's
+    loop."""
     stages, microbatches = forward_s.shape
     virtual = stages // pipeline
     before: dict[tuple, tuple] = {}

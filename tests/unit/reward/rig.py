@@ -68,7 +68,8 @@ def is_alive(pid: int) -> bool:
 
 
 class OnlyEndless(WorkerProcess):
-    """A worker whose tasks meet their deadline only where they never end: a loaded host may hold up any other for longer than that.
+    """A worker whose tasks meet their deadline only where they never end: a loaded host may hold up any other for
+    longer than that.
 
     And where it stood is read once it is written, which such a host may put off beyond the deadline.
     """

@@ -1,4 +1,5 @@
-"""Overlong punishment and filtering (DAPO, section 3.4): eq. 13 against its three cases, what joins which reward, and what is masked."""
+"""Overlong punishment and filtering (DAPO, section 3.4): eq. 13 against its three cases, what joins which reward, and
+what is masked."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
 
 
 def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):
-    """Rewards of the trace are 0 or 1 plus eq. 13 of their lengths; what is cut off is masked, and dropped as in the dense run."""
+    """Rewards of the trace are 0 or 1 plus eq. 13 of their lengths; what is cut off is masked, and dropped as in the
+    dense run."""
     weights = {}
     extra = [
         "reward.overlong_buffer_tokens=3",

@@ -1,4 +1,5 @@
-"""reward/ in workers: what they answer equals what the rank's own process answers, and one sample cannot hold up the others."""
+"""reward/ in workers: what they answer equals what the rank's own process answers, and one sample cannot hold up the
+others."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def test_a_stream_in_pieces_equals_its_messages():
 
 
 def test_a_worker_is_a_process_of_its_own(monkeypatch):
-    """No torch, its own main thread, whole groups, nothing of torchrun; signals do not end it, and do end what it starts."""
+    """No torch, its own main thread, whole groups, nothing of torchrun; signals do not end it, and do end what it
+    starts."""
     monkeypatch.setenv("RANK", "0")
     names = ("has_torch", "is_main_thread", "group_size", "rank_variables", "stays_when_asked", "process_number")
     with reward_of(*names) as reward:
@@ -236,7 +238,8 @@ def test_slow_together_is_not_slow_alone(only_endless):
 
 
 def test_a_late_answer_is_nobody_elses(only_endless, tmp_path):
-    """The answer of an abandoned task comes while the next batch is scored: by a worker that is gone, or under a number that is not its."""
+    """The answer of an abandoned task comes while the next batch is scored: by a worker that is gone, or under a number
+    that is not its."""
     go = tmp_path / "go"
     with reward_of("act", deadline_s=SHORT_S) as reward:
         assert totals(reward.score(groups_of([f"wait_for {go}"]))) == [None]
@@ -381,7 +384,8 @@ def misbehaving(num_samples: int, group: int, each: int) -> tuple[list[Rollout],
 
 
 def check_stress(num_samples: int, each: int, num_workers: int, caplog) -> None:
-    """What a batch takes is what its faults cost: at most two deadlines for a hang, two starts for it and three for a kill."""
+    """What a batch takes is what its faults cost: at most two deadlines for a hang, two starts for it and three for a
+    kill."""
     rollouts, expected = misbehaving(num_samples, 8, each)
     with reward_of("act", num_workers=num_workers, deadline_s=SHORT_S) as reward:
         assert totals(reward.score(rollouts)) == expected

@@ -1,4 +1,5 @@
-"""Reward functions that workers import, by dotted path: ``tests.unit.reward.worker_rewards:<name>``. Nothing here imports torch."""
+"""Reward functions that workers import, by dotted path: ``tests.unit.reward.worker_rewards:<name>``. Nothing here
+imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A vLLM server of the tests: the routes that server_replica.py uses, from memory, each of which a test can make go wrong."""
+"""A vLLM server of the tests: the routes that server_replica.py uses, from memory, each of which a test can make go
+wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def generate(body: dict) -> dict:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Looks its route up in ``server.routes``: a value is sent as JSON, a function gets the body, a fault gets the handler itself."""
+    """Looks its route up in ``server.routes``: a value is sent as JSON, a function gets the body, a fault gets the
+    handler itself."""
 
     def do_GET(self) -> None:
         self._serve()

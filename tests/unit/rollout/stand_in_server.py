@@ -1,4 +1,5 @@
-"""What supervisor tests run in vLLM's place (``python -m tests.unit.rollout.stand_in_server --host H --port P ...``): two processes and a /health.
+"""What supervisor tests run in vLLM's place (``python -m tests.unit.rollout.stand_in_server --host H --port P ...``):
+two processes and a /health.
 
 STAND_IN_FOLDER   each start leaves a file there, PORT-N.json: process ids, arguments, environment
 STAND_IN_DIES     "at once": exit code 3 · "never healthy": no /health · "stubborn": SIGTERM is ignored

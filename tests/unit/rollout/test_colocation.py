@@ -189,7 +189,8 @@ def generation_of(engine: RecordingEngine) -> RolloutManager:
 
 
 def test_generation_goes_in_order(alone):
-    """Two steps: the trainer's state leaves, weights wake, are sent, keys and values wake, rollouts, sleep, the state returns."""
+    """Two steps: the trainer's state leaves, weights wake, are sent, keys and values wake, rollouts, sleep, the state
+    returns."""
     engine = RecordingEngine()
     generation = generation_of(engine)
     for _ in range(2):

@@ -40,10 +40,11 @@ def completion_of(mark: int, *, tokens: int = 3, logprobs: int = 3, finish_reaso
 
 
 class FakeReplica:
-    """Does with its k-th request what the k-th word of ``plan`` says, and with what comes after the plan what ``rest`` says.
+    """Does with its k-th request what the k-th word of ``plan`` says, and with what comes after the plan what ``rest``
+    says.
 
-    hang: nothing, ever · late: answers as soon as it is aborted · held: answers when ``release`` is called · soon, slow: answers from a
-    thread within 2 ms, after 15 ms · any other word: at once.
+    hang: nothing, ever · late: answers as soon as it is aborted · held: answers when ``release`` is called · soon,
+    slow: answers from a thread within 2 ms, after 15 ms · any other word: at once.
     """
 
     def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION, rest: str = "answer") -> None:

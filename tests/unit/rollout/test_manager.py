@@ -1,4 +1,5 @@
-"""Rollouts and weights over an engine that fails: what is lost is asked for again, and what cannot be mended ends with its numbers."""
+"""Rollouts and weights over an engine that fails: what is lost is asked for again, and what cannot be mended ends with
+its numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def rollout_of(prompt: Prompt, index: int, version: int) -> Rollout:
 
 
 class FakeEngine:
-    """answers[k]: how many prompts its k-th call finishes before it is lost, whole after these; syncs: what its first syncs end with."""
+    """answers[k]: how many prompts its k-th call finishes before it is lost, whole after these; syncs: what its first
+    syncs end with."""
 
     def __init__(
         self, answers: tuple[int, ...] = (), syncs: tuple[str, ...] = (), refusal: Exception | None = None
@@ -199,7 +201,8 @@ def test_a_lost_engine_is_mended_even_where_nothing_moved():
     assert engine.recovered == [(), ("the engine",)] and engine.sent == [4, 4]
 
 
-# ---- the gap between trainer and engine --------------------------------------------------------------------------------------
+# ---- the gap between trainer and engine
+# --------------------------------------------------------------------------------------
 
 
 def guard(mean: float, highest: float, dtype: str = "bfloat16", **settings) -> None:
@@ -257,7 +260,8 @@ def test_a_pass_without_tokens_says_nothing(sums, caplog):
 
 @pytest.mark.parametrize("mode", ["sync", "prefetch"])
 def test_whoever_goes_on_after_an_error_owes_nothing(mode):
-    """A call that ended by too many failed syncs, or by what an engine refused, leaves no job behind that a later one would wait for."""
+    """A call that ended by too many failed syncs, or by what an engine refused, leaves no job behind that a later one
+    would wait for."""
     engine = FakeEngine(answers=(2,), syncs=("whole", "failed", "failed"))
     generation = generation_of(engine, "weight_sync.attempts=2", f"rollout.producer.mode={mode}")
     with pytest.raises(EngineError, match="did not arrive in 2 attempts"):

@@ -1,4 +1,5 @@
-"""Episodes against a plain loop that asks an engine for one turn of one sample at a time, and how they end, fail and are lost."""
+"""Episodes against a plain loop that asks an engine for one turn of one sample at a time, and how they end, fail and
+are lost."""
 
 from __future__ import annotations
 

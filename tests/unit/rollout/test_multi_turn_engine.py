@@ -1,4 +1,5 @@
-"""Episodes on the real embedded engine: Hugging Face's log-probs where a token was sampled, a plain loop's tokens, any split of prompts."""
+"""Episodes on the real embedded engine: Hugging Face's log-probs where a token was sampled, a plain loop's tokens, any
+split of prompts."""
 
 from __future__ import annotations
 

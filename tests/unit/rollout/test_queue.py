@@ -1,4 +1,5 @@
-"""Checks rollout/queue.py and rollout/training_batch.py without a world: the age of groups, which are replayed, and which log-probs are known already."""
+"""Checks rollout/queue.py and rollout/training_batch.py without a world: the age of groups, which are replayed, and
+which log-probs are known already."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def feed_of(*overrides: str, version: int = 0) -> RolloutQueue:
     ("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])]
 )
 def test_a_group_is_too_old_where_one_of_its_samples_is(limit: object, wanted: list[int]) -> None:
-    """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness_steps`` itself is not too old."""
+    """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness_steps`` itself is not too
+    old."""
     feed = feed_of(f"rollout.producer.max_staleness_steps={limit}", version=7)
     assert feed._fresh_places(scored_of(facts_of([0, 1, 2, 3], versions=[6, 6, 4, 7, 7, 3, 5, 5]))) == wanted
 
@@ -121,7 +123,8 @@ def test_no_group_is_replayed_beside_itself() -> None:
 
 
 def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() -> None:
-    """Three groups were passed in two parts, one sample of them left out; group 1 has given way to another of other lengths."""
+    """Three groups were passed in two parts, one sample of them left out; group 1 has given way to another of other
+    lengths."""
     whole = facts_of([0, 1, 2], lengths=[2, 3, 5, 4, 1, 3])
     random, passes = np.random.default_rng(0), []
     for facts, chosen in (

@@ -1,4 +1,5 @@
-"""rollout/replay_buffer.py: every invariant under Hypothesis against a plain list that is sorted anew each time, and draws against their odds."""
+"""rollout/replay_buffer.py: every invariant under Hypothesis against a plain list that is sorted anew each time, and
+draws against their odds."""
 
 from __future__ import annotations
 
@@ -210,7 +211,8 @@ def test_the_next_of_a_draw_is_in_proportion_to_what_is_left() -> None:
 
 @pytest.mark.parametrize(("uniform", "key"), [(0.0, "a"), (0.5 - 2**-53, "a"), (0.5, "b"), (1 - 2**-53, "b")])
 def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key has its own end of the line and not the next one's; one that vanishes beside the others is not drawn before them."""
+    """A key has its own end of the line and not the next one's; one that vanishes beside the others is not drawn before
+    them."""
     monkeypatch.setattr(replay_buffer, "_uniforms", lambda seed, rollout, count: [uniform] * count)
     buffer = ReplayBuffer(ReplayConfig(capacity_groups=4), 0)
     buffer.add(
@@ -234,7 +236,8 @@ def test_another_rollout_or_seed_draws_anew_and_the_same_draws_the_same() -> Non
     assert len({tuple(drawn(seed, rollout)) for seed in (0, 1, 2, -1) for rollout in (0, 1, 2)}) == 12
 
 
-# ---- the faults that such buffers are known for -----------------------------------------------------------------------
+# ---- the faults that such buffers are known for
+# -----------------------------------------------------------------------
 
 
 def test_equal_scores_keep_the_newer_then_the_smaller_key() -> None:

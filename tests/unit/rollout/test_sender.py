@@ -1,4 +1,5 @@
-"""Checks rollout/weight_sync/sender.py over shared memory, with engines that read each bucket late: every tensor arrives bit by bit, or no version."""
+"""Checks rollout/weight_sync/sender.py over shared memory, with engines that read each bucket late: every tensor
+arrives bit by bit, or no version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A replica over HTTP against a server that misbehaves: recovery on another replica, or a clear error, in bounded time."""
+"""A replica over HTTP against a server that misbehaves: recovery on another replica, or a clear error, in bounded
+time."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def test_every_state(trained, lag, between, steps, bound, interval, renew, empty
 def staleness_of_a_run(
     *, rollouts: int, depth: int, steps: int, bound: int | None, interval: int, moved: list[int]
 ) -> list[int]:
-    """Plays a run: the staleness of each rollout at its turn. moved[k]: optimizer steps of rollout k that moved the weights."""
+    """Plays a run: the staleness of each rollout at its turn. moved[k]: optimizer steps of rollout k that moved the
+    weights."""
     version, engine, started = 0, NO_WEIGHTS, {}
     found = []
     for turn in range(rollouts):

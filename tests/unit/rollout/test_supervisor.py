@@ -1,4 +1,5 @@
-"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM: restarts, bounds, and nobody left behind."""
+"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM: restarts, bounds, and nobody left
+behind."""
 
 from __future__ import annotations
 

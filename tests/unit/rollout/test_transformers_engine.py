@@ -1,4 +1,5 @@
-"""The embedded engine against plain Hugging Face forwards: same log-probs, same greedy tokens, seeded and exact draws."""
+"""The embedded engine against plain Hugging Face forwards: same log-probs, same greedy tokens, seeded and exact
+draws."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def test_rows_do_not_depend_on_their_batch(model, hf_path):
 
 @pytest.mark.parametrize("max_batch_samples, at_once", [(64, 7), (10, 2), (3, 1)])
 def test_finished_groups_are_told_once_and_whole(hf_path, model, max_batch_samples, at_once):
-    """After each internal batch those that it completed: seven prompts of five samples in batches of 64, 10 and 3 rows."""
+    """After each internal batch those that it completed: seven prompts of five samples in batches of 64, 10 and 3
+    rows."""
     engine = _engine(hf_path, model, max_batch_samples=max_batch_samples)
     told, batches = [], []
     sample = engine._sample
@@ -267,7 +269,8 @@ MIXTURES = {
 
 
 def _mixture(family: str, tmp_path):
-    """(model that loops over its experts, its checkpoint's tensors as transformers writes them, the name of one expert's)."""
+    """(model that loops over its experts, its checkpoint's tensors as transformers writes them, the name of one
+    expert's)."""
     config, name = MIXTURES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -284,7 +287,8 @@ def test_a_mixture_takes_the_names_of_its_files(tmp_path, family):
     loaded = engine._model.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
     for rollout in engine.generate(PROMPTS, 4):
-        # 1e-5: cached against full attention, and one grouped product of all experts against a loop over them, in float32.
+        # 1e-5: cached against full attention, and one grouped product of all experts against a loop over them, in
+        # float32.
         assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
 
 

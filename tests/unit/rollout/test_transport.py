@@ -96,7 +96,8 @@ def test_a_tally_is_of_the_order_and_of_the_counts():
 
 
 def test_broadcast_brings_the_bytes_to_every_rank():
-    """Rank 0 here, rank 1 in a thread: two ends of one group, as trainer and worker have them; loopback alone is listened on."""
+    """Rank 0 here, rank 1 in a thread: two ends of one group, as trainer and worker have them; loopback alone is
+    listened on."""
     import threading
     from datetime import timedelta
 

@@ -1,4 +1,5 @@
-"""The producer's invariants under engines that finish in any order, are lost and hang, and under rewards that raise and hang."""
+"""The producer's invariants under engines that finish in any order, are lost and hang, and under rewards that raise and
+hang."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def value_of(rollout: Rollout) -> float:
 class FakeEngine:
     """Groups in an order of its own. losses[k]: how many groups its k-th call finishes before the engine is lost.
 
-    group_s: before each group · finished: names, one each time that a group is finished · held: set to go on, once ``holds`` groups are
-    finished.
+    group_s: before each group · finished: names, one each time that a group is finished · held: set to go on, once
+    ``holds`` groups are finished.
     """
 
     def __init__(
@@ -216,7 +217,8 @@ def assert_invariants(
     rank=st.integers(0, 2),
 )
 def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, losses, seed, rank, part, quick):
-    """Jobs queued behind one another, an engine that is lost up to four times, one rank of one or of three, waited for in parts."""
+    """Jobs queued behind one another, an engine that is lost up to four times, one rank of one or of three, waited for
+    in parts."""
     engine, score = FakeEngine(seed=seed, losses=losses, group_s=0.0 if quick else 0.001), FakeReward()
     share = (0, 1) if rank == 0 else (rank, 3)
     producer = producer_of(engine, score, mode, apart=apart, min_groups=min_groups, share=share)
@@ -362,7 +364,8 @@ def test_a_wait_takes_no_processor_time(mode, apart):
     end(producer)
 
 
-# ---- its end -----------------------------------------------------------------------------------------------------------------
+# ---- its end
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
@@ -402,7 +405,8 @@ def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
     assert until(lambda: not late.is_alive())
 
 
-# ---- no more than what was started -------------------------------------------------------------------------------------------
+# ---- no more than what was started
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -415,7 +419,8 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize(("mode", "depth"), [("sync", 1), ("prefetch", 1), ("prefetch", 3), ("streaming", 2)])
 def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
-    """A feed over an engine that takes no time: depth + 1 rollouts are held at most, and in a slow loop that many are."""
+    """A feed over an engine that takes no time: depth + 1 rollouts are held at most, and in a slow loop that many
+    are."""
     prompts_per_rollout, turns = 4, 6
     overrides = [
         f"train.prompts_per_rollout={prompts_per_rollout}",

@@ -1,4 +1,5 @@
-"""Evaluation without engines: pass@k against enumeration, a set's metrics against the naive loop, and the names of its prompts."""
+"""Evaluation without engines: pass@k against enumeration, a set's metrics against the naive loop, and the names of its
+prompts."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def write_rows(path, texts) -> str:
 
 
 def test_sets_share_rows_and_no_names(tmp_path):
-    """The same row in two sets, and in the training data, is three prompts: three seeds. None of them is a place in the data."""
+    """The same row in two sets, and in the training data, is three prompts: three seeds. None of them is a place in the
+    data."""
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3=", "4-2="])
     config = load_config(
         None, [f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2", "data.max_prompt_tokens=8"]

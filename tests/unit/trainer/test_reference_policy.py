@@ -1,4 +1,5 @@
-"""The reference policy's rules without a model: what a KL in the reward is, what goes together, and how the coefficient moves."""
+"""The reference policy's rules without a model: what a KL in the reward is, what goes together, and how the coefficient
+moves."""
 
 from __future__ import annotations
 
@@ -163,7 +164,8 @@ def open_reference(*overrides: str, kept: int = 1) -> ReferencePolicy:
 
 
 def test_adaptive_coefficient_follows_the_recurrence_over_rollouts_of_several_steps() -> None:
-    """One coefficient per rollout, of the sums over its applied steps; ghosts and steps that were not applied count nothing."""
+    """One coefficient per rollout, of the sums over its applied steps; ghosts and steps that were not applied count
+    nothing."""
     reference, wanted = open_reference(*ADAPTIVE), 0.2
     random = np.random.default_rng(1)
     for index in range(6):
