@@ -40,7 +40,8 @@ setup(
         "bridge": ["megatron-bridge>=0.3.1"],
         "wandb": ["wandb>=0.17"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
-        # verl itself has no place here: it asks for an older transformers. `make test-oracles` installs it without what it asks for.
+        # verl itself has no place here: it asks for an older transformers. `make test-oracles` installs it without
+        # what it asks for.
         "oracles": [
             "trl==1.16.0",
             "accelerate==1.15.0",

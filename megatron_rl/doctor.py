@@ -230,8 +230,8 @@ def check_transformer_engine(host: Host) -> list[Finding]:
             Finding(
                 Level.INFO,
                 "transformer-engine",
-                f"{named}; its modules need a GPU and there is none, "
-                "so megatron_rl hides it from Megatron-Core and uses the torch layer spec",
+                f"{named}; its modules need a GPU and there is none, so megatron_rl hides it from Megatron-Core and "
+                "uses the torch layer spec",
             )
         ]
     core = host.probes.get("megatron.core")
@@ -240,7 +240,10 @@ def check_transformer_engine(host: Host) -> list[Finding]:
     harmless = (
         probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
     )
-    mend = "delete the leftover folder: python -c 'import transformer_engine; print(transformer_engine.__path__)' says where"
+    mend = (
+        "delete the leftover folder: python -c 'import transformer_engine; print(transformer_engine.__path__)' says "
+        "where"
+    )
     if distributions:
         mend = "pip uninstall -y " + " ".join(distributions)
     if host.gpus:

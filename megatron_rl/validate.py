@@ -30,8 +30,7 @@ def validate_config(config: Config) -> None:
     if config.train.num_rollouts != 0 and config.rollout.samples_per_prompt < 2 and not config.has_critic:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives "
-            f"advantage.estimator={config.advantage.estimator} "
-            "no baseline: every advantage would be 0; use at least 2"
+            f"advantage.estimator={config.advantage.estimator} no baseline: every advantage would be 0; use at least 2"
         )
     for name in ("start_s", "request_s"):
         value = dataclasses.asdict(config.rollout)[name]
@@ -73,14 +72,12 @@ def check_environment(config: Config) -> None:
     if "environment" in config.reward.functions and given.name is None:
         raise ConfigError(
             "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
-            "name one, as in "
-            "environment.name=calculator"
+            "name one, as in environment.name=calculator"
         )
     if given.name is not None and given.deadline_s >= config.run.deadline_s:
         raise ConfigError(
             f"environment.deadline_s={given.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for "
-            "which the other "
-            "ranks wait; raise that"
+            "which the other ranks wait; raise that"
         )
 
 
@@ -90,22 +87,19 @@ def _check_asynchronous(config: Config) -> None:
     if config.replay.capacity_groups and rounds:
         raise ConfigError(
             f"replay.capacity_groups={config.replay.capacity_groups} and rollout.dynamic_sampling.max_rounds={rounds} "
-            "both fill the places of groups without "
-            "signal; set one of them to 0"
+            "both fill the places of groups without signal; set one of them to 0"
         )
     if config.weight_sync.in_flight and (config.rollout.engine != "vllm" or producer.ahead == 0):
         raise ConfigError(
             "weight_sync.in_flight=true sends weights to vLLM engines that generate ahead, and "
-            f"rollout.engine={config.rollout.engine}, "
-            f"rollout.producer.mode={producer.mode}, prefetch_rollouts={producer.prefetch_rollouts} have none; set it "
-            "to false, or take rollout.engine=vllm and "
-            "rollout.producer.mode=prefetch"
+            f"rollout.engine={config.rollout.engine}, rollout.producer.mode={producer.mode}, "
+            f"prefetch_rollouts={producer.prefetch_rollouts} have none; set it to false, or take rollout.engine=vllm "
+            "and rollout.producer.mode=prefetch"
         )
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
         raise ConfigError(
             f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, "
-            "for which the other "
-            "ranks wait; raise that"
+            "for which the other ranks wait; raise that"
         )
 
 
@@ -117,8 +111,7 @@ def _check_critic(config: Config) -> None:
             if (value := dataclasses.asdict(given)[name]) != neutral:
                 raise ConfigError(
                     f"critic.{name}={value} and advantage.estimator={estimator} has no critic; set "
-                    "advantage.estimator=gae, or leave it "
-                    f"at {neutral}"
+                    f"advantage.estimator=gae, or leave it at {neutral}"
                 )
         return
     critic_config(config)
@@ -129,8 +122,7 @@ def _check_critic(config: Config) -> None:
     if config.correction.off_policy_delta is not None:
         raise ConfigError(
             f"correction.off_policy_delta={config.correction.off_policy_delta} drops samples by their one advantage, "
-            "and under "
-            "advantage.estimator=gae each token has its own; set it to null"
+            "and under advantage.estimator=gae each token has its own; set it to null"
         )
 
 
@@ -157,8 +149,8 @@ def check_lengths(config: Config, context_tokens: int, of: str = "the model") ->
     if longest > context_tokens:
         raise ConfigError(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens} = "
-            f"{longest} is more than the context of {of}: {context_tokens} tokens; lower one of the two"
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens} = {longest} is more than the context "
+            f"of {of}: {context_tokens} tokens; lower one of the two"
         )
 
 
@@ -174,8 +166,8 @@ def check_critic_model(config: Config, policy) -> None:
     if own.vocab_size < policy.vocab_size:
         raise ConfigError(
             f"critic.hf_path={config.critic.hf_path!r} has a vocabulary of {own.vocab_size} and "
-            f"model.hf_path={config.model.hf_path!r} one "
-            f"of {policy.vocab_size}: it could not read the policy's tokens; give a model of the same tokenizer"
+            f"model.hf_path={config.model.hf_path!r} one of {policy.vocab_size}: it could not read the policy's "
+            "tokens; give a model of the same tokenizer"
         )
 
 
@@ -186,33 +178,28 @@ def check_reference(config: Config) -> None:
     if given.kl_in == "reward" and loss.kl_estimator == "unbiased":
         raise ConfigError(
             "reference.kl_in=reward with loss.kl_estimator=unbiased: its ratio π_θ/π_old is there for the gradient it "
-            "carries, and a "
-            "reward carries none; take loss.kl_estimator=k3, or reference.kl_in=loss"
+            "carries, and a reward carries none; take loss.kl_estimator=k3, or reference.kl_in=loss"
         )
     if given.kl_in == "reward" and config.advantage.estimator == "gdpo":
         raise ConfigError(
             "reference.kl_in=reward with advantage.estimator=gdpo: it standardises every reward function by itself, "
-            "and the KL is none of "
-            "them; take another advantage.estimator, or reference.kl_in=loss"
+            "and the KL is none of them; take another advantage.estimator, or reference.kl_in=loss"
         )
     if loss.kl_coefficient == 0 and given.controller == "adaptive":
         raise ConfigError(
             "reference.controller=adaptive moves the KL's coefficient by factors, and loss.kl_coefficient=0 would "
-            "stay 0; start above it "
-            "(0.1, say), or set reference.controller=fixed"
+            "stay 0; start above it (0.1, say), or set reference.controller=fixed"
         )
     if loss.kl_coefficient == 0 and given.refresh_every_rollouts is not None:
         raise ConfigError(
             f"reference.refresh_every_rollouts={given.refresh_every_rollouts} renews a reference policy that "
-            "loss.kl_coefficient=0 never asks; set that "
-            "above 0, or reference.refresh_every_rollouts=null"
+            "loss.kl_coefficient=0 never asks; set that above 0, or reference.refresh_every_rollouts=null"
         )
     samples = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
     if given.controller == "adaptive" and samples >= 5 * given.kl_horizon:
         raise ConfigError(
             f"reference.kl_horizon={given.kl_horizon} is too short for rollouts of "
-            f"train.prompts_per_rollout={config.train.prompts_per_rollout} "
-            f"times rollout.samples_per_prompt={config.rollout.samples_per_prompt} = {samples} samples: one of them "
-            "could take the KL's "
-            f"coefficient to 0; give more than {samples // 5}"
+            f"train.prompts_per_rollout={config.train.prompts_per_rollout} times "
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} = {samples} samples: one of them could "
+            f"take the KL's coefficient to 0; give more than {samples // 5}"
         )

@@ -39,8 +39,8 @@ IMPORTS = {
     "apex": "from apex.optimizers import FusedAdam",
 }
 COUNT_GPUS = (
-    "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
-    "print(f'GPUS {n} {torch.cuda.get_device_name() if n else str()}')"
+    "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; print(f'GPUS {n} "
+    "{torch.cuda.get_device_name() if n else str()}')"
 )
 # Set before CUDA starts: TF32 off inside Transformer Engine and cuBLAS too, and kernels that add in one order, for what
 # is compared
@@ -260,8 +260,7 @@ def markdown(rows: list[dict], host: dict, given: argparse.Namespace) -> str:
     if not host["gpus"]:
         lines += [
             "**No GPU was available where this page was made.** Every result below is gloo on a CPU; no row says "
-            "anything about NCCL. "
-            "The Transformer Engine and Apex paths are not run.",
+            "anything about NCCL. The Transformer Engine and Apex paths are not run.",
             "",
         ]
     lines += [
@@ -289,8 +288,7 @@ def footnote(cuda: bool) -> list[str]:
     full, half = (tolerances(dtype, cuda=cuda) for dtype in ("float32", "bfloat16"))
     return [
         "`result` names, of all checks of the cell, the one nearest its bound (or those that failed). The checks, "
-        "with the error "
-        "allowed in float32 and in bfloat16 (`silent` and `replicas` where DP > 1); why so much is in "
+        "with the error allowed in float32 and in bfloat16 (`silent` and `replicas` where DP > 1); why so much is in "
         "`tools/acceptance_matrix/cells.py`:",
         "",
         *(f"- `{name}`: {label}; {full[name]:g}, {half[name]:g}" for name, label in LABELS.items()),

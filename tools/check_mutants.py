@@ -238,7 +238,10 @@ def row_text(row: dict) -> str:
         SURVIVED: "",
         UNCLEAR: row["by"],
     }
-    return f"{row['name']:<34} {row['file']}:{row['line_number']:<5} {row['status']} {ends[row['status']]} in {row['seconds']:.0f} s"
+    return (
+        f"{row['name']:<34} {row['file']}:{row['line_number']:<5} {row['status']} {ends[row['status']]} in "
+        f"{row['seconds']:.0f} s"
+    )
 
 
 def machine() -> str:
@@ -263,12 +266,10 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
         "# Planted faults",
         "",
         "Each row is one line of the package as a tired engineer might have written it: nothing crashes at the start, "
-        "and what comes out "
-        "is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the faults one at a time in "
-        "a copy of the tree, "
-        "after the tests named have passed there without one; only the failure of a test counts as a kill. The lines "
-        "themselves are in "
-        "`tools/mutants/{numbers,ranks,rollouts}.py`. It is no part of CI.",
+        "and what comes out is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the "
+        "faults one at a time in a copy of the tree, after the tests named have passed there without one; only the "
+        "failure of a test counts as a kill. The lines themselves are in `tools/mutants/{numbers,ranks,rollouts}.py`. "
+        "It is no part of CI.",
         "",
         f"`{command_line(given)}`, {machine()}: {killed} of {len(rows)} killed, {seconds / 60:.0f} minutes.",
         "",

@@ -123,9 +123,8 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
         missing = MISSING.get(family, "a table of its parameters (weights/mapping.py) and its layers (model/build.py)")
         raise ConfigError(
             f"{folder} holds a {family!r} model, and the tables are for {', '.join(FAMILIES)}; missing for {family}: "
-            f"{missing}. "
-            "With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this command goes "
-            "through it"
+            f"{missing}. With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this "
+            "command goes through it"
         )
     from transformers import AutoConfig
 

@@ -53,8 +53,7 @@ class ModelSizes:
         if self.hidden % self.heads or self.hidden // self.heads not in HEAD_DIMS:
             raise ConfigError(
                 f"--hidden {self.hidden} / --heads {self.heads} = {self.hidden / self.heads:g} is the size of a head "
-                "and must be "
-                f"one of {', '.join(map(str, HEAD_DIMS))}; change either"
+                f"and must be one of {', '.join(map(str, HEAD_DIMS))}; change either"
             )
         if self.heads % self.kv_heads:
             raise ConfigError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")

@@ -124,8 +124,8 @@ def check_roundtrip(directory: str | pathlib.Path, texts: Sequence[str]) -> int:
         decoded = tokenizer.decode(token_ids)
         if decoded != text:
             raise ConfigError(
-                f"text {number} does not survive decode(encode(x)): {text!r} came back as {decoded!r}; "
-                "add the missing characters to --characters, or normalize the text to NFC"
+                f"text {number} does not survive decode(encode(x)): {text!r} came back as {decoded!r}; add the "
+                "missing characters to --characters, or normalize the text to NFC"
             )
     return num_tokens
 

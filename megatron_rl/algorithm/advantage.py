@@ -107,8 +107,7 @@ def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple
         name = sample_ids[bad[0]] if sample_ids else f"index {bad[0]}"
         raise ValueError(
             f"the reward of sample {name} is {rewards[bad[0]]} ({len(bad)} such in the batch), its group's advantages "
-            "would be NaN; "
-            "mend the reward function, or take such samples out with reward.on_error=drop"
+            "would be NaN; mend the reward function, or take such samples out with reward.on_error=drop"
         )
 
 

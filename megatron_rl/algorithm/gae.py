@@ -157,6 +157,5 @@ def _require_finite(
         called = sample_ids[sample] if sample_ids else f"index {sample}"
         raise ValueError(
             f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample {called} is {numbers[bad[0]]} "
-            f"({len(bad)} such in "
-            f"the batch), its advantages would not be finite; {way_out}"
+            f"({len(bad)} such in the batch), its advantages would not be finite; {way_out}"
         )

@@ -71,8 +71,7 @@ def importance_weights(
     if len(bad):
         raise ValueError(
             f"Σ (log π_old − log μ) of sample {bad[0]} is NaN ({len(bad)} such samples in the batch), and so would "
-            "its weight be; "
-            "look for non-finite log-probs of the engine or of the trainer"
+            "its weight be; look for non-finite log-probs of the engine or of the trainer"
         )
     mean = total / np.maximum(tokens, 1)
     level = {"token": gap, "sequence": total[owner], "geometric": mean[owner], "none": np.zeros(len(owner))}[

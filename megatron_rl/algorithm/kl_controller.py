@@ -58,8 +58,7 @@ class KLCoefficient:
         if num_samples >= 5 * self.horizon:
             raise ValueError(
                 f"{num_samples} samples at once against a KL horizon of {self.horizon} can take the coefficient to 0 "
-                "or below; "
-                f"give a horizon above {num_samples / 5:g} samples (10,000 is usual)"
+                f"or below; give a horizon above {num_samples / 5:g} samples (10,000 is usual)"
             )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return dataclasses.replace(self, value=self.value * (1.0 + error * num_samples / self.horizon))

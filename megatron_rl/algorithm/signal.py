@@ -50,20 +50,16 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
 # transformer/multi_token_prediction.py.
 UNCOUNTED_FIELDS: dict[str, str] = {
     "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: "
-    "its size depends on "
-    "the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over "
-    "tokens",
+    "its size depends on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no "
+    "place in a sum over tokens",
     "moe_z_loss_coeff": "the router's z loss is multiplied by the tokens of the micro-batch, pads and prompts among "
-    "them: its size depends "
-    "on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no place in a sum over "
-    "tokens",
+    "them: its size depends on the cut into micro-batches, and the division that Megatron-Core expects afterwards has "
+    "no place in a sum over tokens",
     "moe_router_enable_expert_bias": "the bias moves by the token counts of whatever ran, and no Hugging Face "
-    "checkpoint holds it: the "
-    "rollout engine would send tokens to other experts than the trainer",
+    "checkpoint holds it: the rollout engine would send tokens to other experts than the trainer",
     "mtp_num_layers": "the loss of the extra predictions runs over every token of a micro-batch, prompts too, and "
-    "expects a division that "
-    "a sum over tokens does not make; no Hugging Face checkpoint of these families holds those layers, so the rollout "
-    "engine lacks them",
+    "expects a division that a sum over tokens does not make; no Hugging Face checkpoint of these families holds "
+    "those layers, so the rollout engine lacks them",
 }
 
 
@@ -96,8 +92,7 @@ def refuse_uncounted_losses(config: Config) -> None:
         )
         raise ConfigError(
             f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{also}; remove it, or set "
-            "it to its neutral "
-            "value (0, false or null)"
+            "it to its neutral value (0, false or null)"
         )
 
 
@@ -138,9 +133,9 @@ def signal_rule(config: Config) -> SignalRule:
     if config.skip.mode == "exact" and terms:
         way = " and ".join(_neutral(term) for term in terms)
         raise ConfigError(
-            f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that untrue; "
-            f"either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off (drop "
-            "nothing)"
+            f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that "
+            f"untrue; either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off "
+            "(drop nothing)"
         )
     drops = config.skip.mode != "off"
     return SignalRule(
@@ -163,7 +158,6 @@ def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_eps
     if len(nan):
         raise ValueError(
             f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample "
-            "without signal; "
-            "look for non-finite rewards in its group"
+            "without signal; look for non-finite rewards in its group"
         )
     return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)

@@ -41,8 +41,7 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
         if row[2] < 1 or row[3] < 1:
             raise ValueError(
                 f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a "
-                "token is predicted "
-                "from the one before it"
+                "token is predicted from the one before it"
             )
     numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(
         len(rows), 10
@@ -86,8 +85,7 @@ def _routed_fault(sample: Sample) -> str | None:
         return None
     return (
         f"routed_experts of sample {sample.sample_id} is {routed.dtype} {list(routed.shape)}; it must be int16 "
-        f"[{tokens}, layers, top_k], "
-        f"a row for each of its {tokens} tokens (−1 where an expert is not known), or None"
+        f"[{tokens}, layers, top_k], a row for each of its {tokens} tokens (−1 where an expert is not known), or None"
     )
 
 

@@ -49,9 +49,8 @@ class HostBlocks:
             except RuntimeError as error:  # torch calls it CUDA's memory that is out
                 raise MemoryError(
                     f"offload() puts {num_bytes:,} bytes of this rank's optimizer state in "
-                    f"{'pinned ' if HOST.is_cuda else ''}host memory, "
-                    f"and the host gave {len(self.blocks) * self.block_bytes:,}; give the job more memory to lock, or "
-                    "spread the state "
+                    f"{'pinned ' if HOST.is_cuda else ''}host memory, and the host gave "
+                    f"{len(self.blocks) * self.block_bytes:,}; give the job more memory to lock, or spread the state "
                     "over data-parallel ranks with optimizer.distributed=true"
                 ) from error
             self.blocks.append(block)

@@ -69,8 +69,8 @@ def choose_kernel(asked: str) -> str:
             megatron_optimizer.USING_PYTORCH_OPTIMIZER = name == "torch"
             return name
     raise ConfigError(
-        f"optimizer.kernel={asked} cannot be imported here; install it (python -m megatron_rl.doctor says how), "
-        "or use optimizer.kernel=auto"
+        f"optimizer.kernel={asked} cannot be imported here; install it (python -m megatron_rl.doctor says how), or "
+        "use optimizer.kernel=auto"
     )
 
 
@@ -171,8 +171,7 @@ class Optimizer:
         if self._offload.released is not None:
             raise ValueError(
                 f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which "
-                "left this rank's "
-                "device in offload(); call restore() first"
+                "left this rank's device in offload(); call restore() first"
             )
 
     def zero_grad(self) -> None:
@@ -198,8 +197,8 @@ class Optimizer:
             if self.on_nonfinite == "fail":
                 raise NonFiniteGradient(
                     f"the gradient norm is {norm} on rank {self.topology.rank}; look for infinite rewards, advantages "
-                    "or log-probs in this "
-                    "step's samples, lower optimizer.lr, or pass over such steps with optimizer.on_nonfinite=skip"
+                    "or log-probs in this step's samples, lower optimizer.lr, or pass over such steps with "
+                    "optimizer.on_nonfinite=skip"
                 )
             # the weights stay, yet the next forward must not wait for a gather that nobody owes
             self._end_parameter_gather()

@@ -64,8 +64,8 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
             differences.append(f"{name}: {', '.join(odd)}, the others {str(usual)[:16]}")
     raise LockstepError(
         f"ranks are about to run different steps (seen by rank {topology.rank} of {topology.world_size}): "
-        f"{'; '.join(differences)}. "
-        "Their lengths, rewards, advantages or configuration differ; compare the ranks named"
+        f"{'; '.join(differences)}. Their lengths, rewards, advantages or configuration differ; compare the ranks "
+        "named"
     )
 
 

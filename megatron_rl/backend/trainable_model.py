@@ -325,8 +325,7 @@ class TrainableModel:
         if kind is not StepKind.REAL and self._accumulated:
             raise ValueError(
                 f"optim_step({kind.value}) would discard the gradient that forward_backward has accumulated; step "
-                "with StepKind.REAL, "
-                "or call zero_grad first"
+                "with StepKind.REAL, or call zero_grad first"
             )
         sums = dict.fromkeys(self.sum_names, 0.0)
         if kind is StepKind.HELD:

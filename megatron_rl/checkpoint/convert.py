@@ -127,8 +127,8 @@ def unmapped_tensors(reader: HuggingFaceReader, shape: Shape) -> list[str]:
             if not torch.equal(head, embedding):
                 raise ConfigError(
                     f"tie_word_embeddings=true in {reader.path}, but its lm_head.weight is not its "
-                    "model.embed_tokens.weight (rows from "
-                    f"{start}); set tie_word_embeddings to false in config.json, or remove lm_head.weight"
+                    f"model.embed_tokens.weight (rows from {start}); set tie_word_embeddings to false in config.json, "
+                    "or remove lm_head.weight"
                 )
         left.remove("lm_head.weight")
         reader.close()
@@ -161,8 +161,7 @@ def import_weights(
     if left:
         raise ConfigError(
             f"{reader.path} holds {len(left)} tensors that the table of {shape.family} does not name, {left[0]} the "
-            "first: the model has "
-            "parts that would be lost"
+            "first: the model has parts that would be lost"
         )
     writer = TorchDistWriter(folder)
     try:
@@ -256,8 +255,8 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
     if adapters:
         raise ConfigError(
             f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they "
-            "belong to; the run merges "
-            "the two itself, in checkpoints/step_<n>/hf (train.export_last, train.export_every_rollouts)"
+            "belong to; the run merges the two itself, in checkpoints/step_<n>/hf (train.export_last, "
+            "train.export_every_rollouts)"
         )
     planned, known = [], set()
     for layer in stored_layers(shape):
@@ -271,8 +270,8 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
     if left:
         raise ConfigError(
             f"{reader.folder} holds {len(left)} tensors of which the config's model has no part, {left[0]} the first; "
-            "it is another "
-            "model's config (tie_word_embeddings, attention_bias?), or the model has parts that no table names"
+            "it is another model's config (tie_word_embeddings, attention_bias?), or the model has parts that no "
+            "table names"
         )
     return planned
 

@@ -118,8 +118,7 @@ def read_manifest(folder: pathlib.Path) -> dict:
     if found != (FORMAT, VERSION):
         raise CheckpointError(
             f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this release reads {FORMAT!r} "
-            f"version {VERSION}; "
-            "use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
+            f"version {VERSION}; use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
         )
     return content
 

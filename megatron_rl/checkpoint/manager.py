@@ -107,7 +107,10 @@ class CheckpointManager:
     def _ask_to_leave(self, number: int, _frame: object) -> None:
         """Said by ``os.write``: in a handler, a print within the print that it interrupted raises."""
         self.preempted = True
-        said = f"rank {self.backend.topology.rank}: {signal.Signals(number).name}: the step in progress is finished, a checkpoint saved, "
+        said = (
+            f"rank {self.backend.topology.rank}: {signal.Signals(number).name}: the step in progress is finished, a "
+            "checkpoint saved, "
+        )
         with contextlib.suppress(OSError):
             os.write(2, f"{said}and the run leaves\n".encode())
 
@@ -165,9 +168,8 @@ class CheckpointManager:
         if not both:
             raise CheckpointError(
                 f"{self.root} holds {len(found)} checkpoints of a policy and {self.critic_root} none of a critic that "
-                "belong to them, and "
-                "advantage.estimator=gae asks for one; restore them, or start from an exported policy in another "
-                "run.dir"
+                "belong to them, and advantage.estimator=gae asks for one; restore them, or start from an exported "
+                "policy in another run.dir"
             )
         return both
 

@@ -195,8 +195,7 @@ class TorchDistWriter:
             if known.properties.dtype != chunk.dtype:
                 raise ConfigError(
                     f"{key} is {known.properties.dtype} in one layer and {chunk.dtype} in another, and "
-                    "Megatron-Core's checkpoint holds "
-                    "all layers as one tensor; choose one with --dtype"
+                    "Megatron-Core's checkpoint holds all layers as one tensor; choose one with --dtype"
                 )
             known.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.shape))
         place = self._append(rank, chunk)

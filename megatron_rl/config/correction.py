@@ -61,9 +61,8 @@ class CorrectionConfig:
         )
         raise ConfigError(
             "correction.old_logprobs=rollout takes the engine's log-probs for the trainer's, so that log π_old − log "
-            "μ is 0 and "
-            f"{' and '.join(asked)} would correct nothing; either set correction.old_logprobs=recompute, or "
-            f"{' and '.join(back)}"
+            f"μ is 0 and {' and '.join(asked)} would correct nothing; either set correction.old_logprobs=recompute, "
+            f"or {' and '.join(back)}"
         )
 
     @property

@@ -42,8 +42,7 @@ class EvalConfig:
         if self.path is not None and self.name in self.sets:
             raise ConfigError(
                 f"eval.name={self.name!r} names both eval.path={self.path!r} and "
-                f"eval.sets.{self.name}={self.sets[self.name]!r}; rename "
-                "one of them, or drop eval.path"
+                f"eval.sets.{self.name}={self.sets[self.name]!r}; rename one of them, or drop eval.path"
             )
         for name in self.named_sets:
             if not name or "/" in name:

@@ -29,8 +29,8 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
-            f"{what}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
-            "install it, or put the folder that holds it on PYTHONPATH"
+            f"{what}: importing {module_name!r} failed with {type(error).__name__}: {error}; install it, or put the "
+            "folder that holds it on PYTHONPATH"
         ) from error
     try:
         return operator.attrgetter(attribute)(module)

@@ -55,8 +55,7 @@ class ProducerConfig:
         if self.mode == "streaming" and self.min_groups is None:
             raise ConfigError(
                 "rollout.producer.mode=streaming scores a rollout in parts, and rollout.producer.min_groups=null is "
-                "one part; set it, "
-                "say to an eighth of train.prompts_per_rollout"
+                "one part; set it, say to an eighth of train.prompts_per_rollout"
             )
 
     @property

@@ -51,8 +51,7 @@ def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_gener
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"{where}: the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: "
-            f"{error}); "
-            "give messages that it takes"
+            f"{error}); give messages that it takes"
         ) from error
 
 

@@ -120,8 +120,7 @@ class PromptDataset:
         if not self._token_ids:
             raise ConfigError(
                 f"no prompt is left: all {len(rows)} rows are longer than {self._limit()[0]} tokens "
-                f"({self._limit()[1]}) and "
-                "data.on_long_prompt='drop'; raise the limit or shorten the prompts"
+                f"({self._limit()[1]}) and data.on_long_prompt='drop'; raise the limit or shorten the prompts"
             )
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
         self._cursors = {"prompts": 0, "solutions": 0}
@@ -185,8 +184,8 @@ class PromptDataset:
             if self._context_tokens is not None and total > self._context_tokens:
                 raise ConfigError(
                     f"row {row}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence included) "
-                    "and the "
-                    f"model's context {self._context_tokens}; remove the row, or take a model with a longer context"
+                    f"and the model's context {self._context_tokens}; remove the row, or take a model with a longer "
+                    "context"
                 )
             solutions.append(found)
         return solutions
@@ -227,8 +226,7 @@ class PromptDataset:
             if state[name] != value:
                 raise ConfigError(
                     f"the saved data cursor was taken with {name}={state[name]} and this run has {name}={value}, so "
-                    "its position "
-                    "means nothing here; restore that value, or start a new run from the exported weights"
+                    "its position means nothing here; restore that value, or start a new run from the exported weights"
                 )
         self._cursors = {name: int(state[name]) for name in self._cursors}
         self._returned = deque(tuple(which) for which in state["returned"])
@@ -290,8 +288,7 @@ class PromptDataset:
             if messages[-1]["role"] == "assistant":
                 raise ConfigError(
                     f"row {row}: column {self._data.prompt_key!r} (data.prompt_key) ends in an assistant's message, "
-                    "and the response "
-                    "is what the assistant says; end it before that"
+                    "and the response is what the assistant says; end it before that"
                 )
             where = f"row {row}: column {self._data.prompt_key!r} (data.prompt_key)"
             return render_chat(self._tokenizer, messages, where, add_generation_prompt=True)
@@ -331,8 +328,7 @@ class PromptDataset:
             else:
                 raise ConfigError(
                     f"row {row}: the prompt has {len(token_ids)} tokens and at most {limit} are allowed "
-                    f"({limit_name}); "
-                    "raise the limit, shorten the prompt, or set data.on_long_prompt=drop"
+                    f"({limit_name}); raise the limit, shorten the prompt, or set data.on_long_prompt=drop"
                 )
 
     def _check_solutions(self) -> None:
@@ -349,7 +345,6 @@ class PromptDataset:
             if isinstance(given, list) and (given[0]["role"] != "assistant" or given[-1]["role"] != "assistant"):
                 raise ConfigError(
                     f"row {row}: column {key!r} (data.solution_key) has messages of the roles "
-                    f"{', '.join(m['role'] for m in given)}; it "
-                    "begins and ends with the assistant's"
+                    f"{', '.join(m['role'] for m in given)}; it begins and ends with the assistant's"
                 )
         self._solutions_checked = True

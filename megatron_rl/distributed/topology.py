@@ -203,22 +203,19 @@ def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: 
         names = f"parallel.tensor={tensor} x parallel.context={context} x parallel.pipeline={pipeline}"
         raise ConfigError(
             f"world size {world} is no multiple of {names} = {dense * pipeline}; start {dense * pipeline} processes "
-            "or a multiple, "
-            "or lower one of them"
+            "or a multiple, or lower one of them"
         )
     if world % (sparse * pipeline):
         names = f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} x parallel.pipeline={pipeline}"
         raise ConfigError(
             f"world size {world} is no multiple of {names} = {sparse * pipeline}; start {sparse * pipeline} processes "
-            "or a multiple, "
-            "or lower one of them (parallel.expert_tensor is parallel.tensor unless set)"
+            "or a multiple, or lower one of them (parallel.expert_tensor is parallel.tensor unless set)"
         )
     if sparse % dense and dense % sparse:
         raise ConfigError(
             f"parallel.expert={expert} x parallel.expert_tensor={expert_tensor} = {sparse} and "
-            f"parallel.tensor={tensor} x "
-            f"parallel.context={context} = {dense}: one must divide the other, or experts straddle replicas; change "
-            "parallel.expert"
+            f"parallel.tensor={tensor} x parallel.context={context} = {dense}: one must divide the other, or experts "
+            "straddle replicas; change parallel.expert"
         )
 
 

@@ -30,7 +30,6 @@ def check_megatron_core() -> None:
     if older(found, MEGATRON_LEAST) or not older(found, MEGATRON_BELOW):
         raise ImportError(
             f"megatron-core {found} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, "
-            f"{MEGATRON_BELOW}: "
-            "outside it the schedule may divide or reduce what the loss does not expect; "
-            f"pip install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
+            f"{MEGATRON_BELOW}: outside it the schedule may divide or reduce what the loss does not expect; pip "
+            f"install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
         )

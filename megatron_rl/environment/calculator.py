@@ -90,8 +90,7 @@ class Calculator:
         if not opening or not closing or "{result}" not in observation:
             raise ConfigError(
                 f"environment.arguments: opening={opening!r} and closing={closing!r} must not be empty, and "
-                f"observation={observation!r} "
-                "must hold {result}"
+                f"observation={observation!r} must hold {{result}}"
             )
         self.opening, self.closing, self.observation, self.answer_key = opening, closing, observation, answer_key
         self.answer: Fraction | None = None

@@ -186,15 +186,14 @@ def _check_place(shape: ModelShape) -> None:
     if shape.layer_spec != "torch":
         raise ConfigError(
             f"lora.rank={shape.lora_rank} puts adapters beside linear layers, and with "
-            f"model.layer_spec={shape.layer_spec} linear_qkv and "
-            "linear_fc1 take their input before its norm, which is within them; set model.layer_spec=torch"
+            f"model.layer_spec={shape.layer_spec} linear_qkv and linear_fc1 take their input before its norm, which "
+            "is within them; set model.layer_spec=torch"
         )
     asked = [name for name in shape.lora_targets if name in ("linear_fc1", "linear_fc2")]
     if shape.num_experts and asked:
         raise ConfigError(
             f"lora.targets={list(shape.lora_targets)} names {asked[0]}, and the MLP of {shape.family} is a mixture of "
-            "experts, which takes "
-            "no adapters; set lora.targets=[linear_qkv,linear_proj]"
+            "experts, which takes no adapters; set lora.targets=[linear_qkv,linear_proj]"
         )
 
 

@@ -41,8 +41,7 @@ _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm
 MISSING = {
     "gemma": _GEMMA,
     "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), "
-    f"{_SANDWICH}, "
-    f"a sliding window in every second layer, {_GEMMA}",
+    f"{_SANDWICH}, a sliding window in every second layer, {_GEMMA}",
     "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
     "gemma3": "a vision tower, and what gemma3_text misses",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
@@ -257,10 +256,9 @@ def _check_expressible(hf_config: Any) -> None:
     ):
         raise ConfigError(
             f"sliding_window={hf_config.sliding_window} of mistral is below "
-            f"max_position_embeddings={hf_config.max_position_embeddings}, "
-            "and only full attention is supported; within the window the two are equal, so lower "
-            "max_position_embeddings to it in "
-            "config.json if no sequence is longer"
+            f"max_position_embeddings={hf_config.max_position_embeddings}, and only full attention is supported; "
+            "within the window the two are equal, so lower max_position_embeddings to it in config.json if no "
+            "sequence is longer"
         )
     if family == "mixtral" and hf_config.sliding_window is not None:
         raise ConfigError(
@@ -274,9 +272,8 @@ def _check_expressible(hf_config: Any) -> None:
     if family == "qwen3_moe" and (hf_config.decoder_sparse_step != 1 or hf_config.mlp_only_layers):
         raise ConfigError(
             f"decoder_sparse_step={hf_config.decoder_sparse_step} and mlp_only_layers={hf_config.mlp_only_layers} of "
-            "qwen3_moe leave "
-            "dense layers between the mixtures, which is not supported; only decoder_sparse_step=1 and "
-            "mlp_only_layers=[] are"
+            "qwen3_moe leave dense layers between the mixtures, which is not supported; only decoder_sparse_step=1 "
+            "and mlp_only_layers=[] are"
         )
 
 
@@ -312,8 +309,7 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
     if experts and topology.tensor_size > 1 and not config.parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tensor={topology.tensor_size} with experts needs parallel.sequence_parallel=true, or "
-            "Megatron-Core would send each "
-            "token to the experts once per tensor rank; turn it on"
+            "Megatron-Core would send each token to the experts once per tensor rank; turn it on"
         )
 
 

@@ -27,10 +27,13 @@ EVAL_COLORS = (3, 1, 2, 4, 5, 6)  # the mean first, then pass@1, pass@2, ...
 
 CSS = """
 :root { color-scheme: light dark; --page: #f4f5f8; --card: #ffffff; --ink: #171b22; --soft: #566072; --grid: #e8ebf0;
-  --edge: #dfe3ea; --axis: #b4bcc9; --shade: #eef1f6; --c1: #2a6fdb; --c2: #e2711d; --c3: #14967f; --c4: #8457d8; --c5: #d23f73;
+  --edge: #dfe3ea; --axis: #b4bcc9; --shade: #eef1f6; --c1: #2a6fdb; --c2: #e2711d; --c3: #14967f;
+  --c4: #8457d8; --c5: #d23f73;
   --c6: #c29208; --c7: #98a2b1; --ghost: #171b22; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1015; --card: #161a21; --ink: #e9edf3; --soft: #98a3b3; --grid: #242a34;
-  --edge: #262d38; --axis: #4a5464; --shade: #1d232d; --c1: #5b9bff; --c2: #f5944a; --c3: #34c3a7; --c4: #a98bf3; --c5: #f0719c;
+@media (prefers-color-scheme: dark) { :root {
+  --page: #0d1015; --card: #161a21; --ink: #e9edf3; --soft: #98a3b3; --grid: #242a34;
+  --edge: #262d38; --axis: #4a5464; --shade: #1d232d; --c1: #5b9bff; --c2: #f5944a; --c3: #34c3a7;
+  --c4: #a98bf3; --c5: #f0719c;
   --c6: #dcb13a; --c7: #6c7787; --ghost: #e9edf3; } .layer { opacity: .82; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
@@ -61,9 +64,11 @@ svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; 
 .ghost { stroke: var(--ghost); stroke-width: 1.4; }
 .raw, .line { fill: none; stroke-linejoin: round; stroke-linecap: round; }
 .raw { stroke-width: 1; opacity: .4; } .line { stroke-width: 2.2; }
-.layer { stroke: var(--card); stroke-width: .8; } .tint { opacity: .13; } .dot { stroke: var(--card); stroke-width: 1.5; }
+.layer { stroke: var(--card); stroke-width: .8; } .tint { opacity: .13; }
+.dot { stroke: var(--card); stroke-width: 1.5; }
 .tip { fill: transparent; } .tip:hover { fill: var(--ink); opacity: .07; }
-table { border-collapse: separate; border-spacing: 0; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
+table { border-collapse: separate; border-spacing: 0; width: 100%;
+  font-variant-numeric: tabular-nums; font-size: 14px; }
 .scroll { overflow-x: auto; }
 th, td { text-align: right; padding: 8px 16px; white-space: nowrap; } th { color: var(--soft); font-weight: 500; }
 td { border-top: 1px solid var(--edge); } th:first-child, td:first-child { text-align: left; }

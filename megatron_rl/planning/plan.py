@@ -65,8 +65,8 @@ class PlanRules:
         if self.data_size % self.lockstep_ranks:
             raise ValueError(
                 f"{self.data_size} data-parallel ranks do not divide into blocks of "
-                f"lockstep_ranks={self.lockstep_ranks}; "
-                "lockstep_ranks is Topology.lockstep_replicas, a divisor of Topology.data_size"
+                f"lockstep_ranks={self.lockstep_ranks}; lockstep_ranks is Topology.lockstep_replicas, a divisor of "
+                "Topology.data_size"
             )
 
 
@@ -179,8 +179,8 @@ def _refuse_long_samples(
         raise ConfigError(
             f"sample {name} has {padded[above[0]]} tokens, pads included, more than "
             f"plan.max_tokens_per_microbatch={rules.max_tokens} ({len(above)} of {len(members)} samples have), and "
-            "plan.on_long_sample=fail; raise plan.max_tokens_per_microbatch, lower rollout.max_response_tokens, or set "
-            "plan.on_long_sample=own_microbatch"
+            "plan.on_long_sample=fail; raise plan.max_tokens_per_microbatch, lower rollout.max_response_tokens, or "
+            "set plan.on_long_sample=own_microbatch"
         )
 
 

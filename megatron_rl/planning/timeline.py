@@ -95,14 +95,14 @@ def _check_group(pipeline: int, virtual: int, microbatches: int, group: int) -> 
     if not pipeline <= group <= microbatches:
         raise ValueError(
             f"{microbatches} micro-batches in groups of {group} over {pipeline} pipeline ranks: Megatron-Core's "
-            "interleaved schedule "
-            f"wants a group of {pipeline} to {microbatches}; run a multiple of {pipeline} micro-batches"
+            f"interleaved schedule wants a group of {pipeline} to {microbatches}; run a multiple of {pipeline} "
+            "micro-batches"
         )
     if 0 < microbatches % group < pipeline:
         raise ValueError(
             f"{microbatches} micro-batches leave {microbatches % group} after groups of {group}, fewer than the "
-            f"{pipeline} pipeline "
-            f"ranks, and Megatron-Core's interleaved schedule refuses that; run a multiple of {group}"
+            f"{pipeline} pipeline ranks, and Megatron-Core's interleaved schedule refuses that; run a multiple of "
+            f"{group}"
         )
 
 
@@ -119,8 +119,7 @@ def simulate(
     if forward_s.shape != backward_s.shape or forward_s.ndim != 2 or forward_s.shape[0] % pipeline:
         raise ValueError(
             f"forward seconds {forward_s.shape} and backward seconds {backward_s.shape} must both be [stages, "
-            "micro-batches], with a "
-            f"multiple of pipeline={pipeline} stages"
+            f"micro-batches], with a multiple of pipeline={pipeline} stages"
         )
     stages, microbatches = forward_s.shape
     orders = [rank_order(rank, pipeline, stages // pipeline, microbatches, group) for rank in range(pipeline)]

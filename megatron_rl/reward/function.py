@@ -79,8 +79,7 @@ def check_signature(name: str, function: RewardFunction, columns: Sequence[str])
     except TypeError as error:
         raise ConfigError(
             f"reward function {name!r} cannot be called: {error}. It is called by keyword with {', '.join(passed)}: "
-            "take the "
-            "columns you need by name and the rest by **columns"
+            "take the columns you need by name and the rest by **columns"
         ) from None
 
 
@@ -142,7 +141,10 @@ def _outcome(value: object) -> Outcome:
     if value is None:
         return Outcome()
     if not isinstance(value, (numbers.Real, np.bool_)):
-        what = f"its value is {value!r:.80}, a {type(value).__name__}; return a finite number, or None where it does not apply"
+        what = (
+            f"its value is {value!r:.80}, a {type(value).__name__}; return a finite number, or None where it does not "
+            "apply"
+        )
         return Outcome(error=what)
     if not math.isfinite(value):
         return Outcome(error=f"its value is {value!r}; return a finite number, or None where it does not apply")

@@ -42,9 +42,8 @@ def math_verify(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             f"math_verify was called from thread {threading.current_thread().name!r}: its deadlines need SIGALRM, "
-            "which works in "
-            "a process's main thread only; score in the main thread, or use a reward function of your own that needs "
-            "no signal"
+            "which works in a process's main thread only; score in the main thread, or use a reward function of your "
+            "own that needs no signal"
         )
     return [_score(text, str(gold)) for text, gold in zip(completions, answer, strict=True)]
 

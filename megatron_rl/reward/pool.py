@@ -90,8 +90,7 @@ class Pool:
             self.most_samples = max(1, slow // 2)
             log.warning(
                 "%d samples together took over reward.deadline_s=%g and none of them did alone: tasks hold at most %d "
-                "from here on; "
-                "a longer deadline, or a faster function, keeps them whole",
+                "from here on; a longer deadline, or a faster function, keeps them whole",
                 slow,
                 self.deadline_s,
                 self.most_samples,
@@ -224,8 +223,7 @@ def _check_columns(rollouts: Sequence[Rollout]) -> None:
             if not (type(key) is str and is_json(value)):
                 raise ConfigError(
                     f"column {key!r} of prompt {prompt.prompt_id} is {value!r:.80}, which would reach a reward worker "
-                    "as something else: "
-                    "JSON travels; name the function that takes it in reward.in_process"
+                    "as something else: JSON travels; name the function that takes it in reward.in_process"
                 )
 
 

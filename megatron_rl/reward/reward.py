@@ -132,8 +132,7 @@ class Reward:
         if without:
             raise RewardError(
                 f"reward.functions names {ENVIRONMENT!r} and sample {without[0]} comes from no environment; name one "
-                "by environment.name, "
-                "or a function"
+                "by environment.name, or a function"
             )
         return _Answers(outcomes=[Outcome(value=rollout.environment_reward) for rollout in rollouts], unexplained=())
 

@@ -59,14 +59,12 @@ def resolve_all(names: list[str]) -> dict[str, RewardFunction]:
         except ConfigError as error:
             raise ConfigError(
                 f"{error} (met in a reward worker, a process of its own; a function that only the rank's main process "
-                "has is named in "
-                "reward.in_process)"
+                "has is named in reward.in_process)"
             ) from error
         except BaseException as error:  # a module may exit
             raise ConfigError(
                 f"reward function {name!r}: importing it in a reward worker ended with {type(error).__name__}: "
-                f"{error}; mend the module, "
-                "or name the function in reward.in_process"
+                f"{error}; mend the module, or name the function in reward.in_process"
             ) from error
     return functions
 

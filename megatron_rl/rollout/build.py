@@ -55,8 +55,8 @@ def role_of(config: Config, seat: RankLocation) -> EngineRole:
     if engines * width > seat.world_size or engines < 1:
         raise ConfigError(
             f"rollout.num_engines={rollout.num_engines} engines of rollout.tensor_parallel={width} need "
-            f"{max(1, engines) * width} ranks "
-            f"and there are {seat.world_size}; lower one of the two, or start more ranks"
+            f"{max(1, engines) * width} ranks and there are {seat.world_size}; lower one of the two, or start more "
+            "ranks"
         )
     if width > seat.local_world_size:
         raise ConfigError(
@@ -69,8 +69,8 @@ def role_of(config: Config, seat: RankLocation) -> EngineRole:
         if first + width > seat.local_world_size:
             raise ConfigError(
                 f"engine {engine} of rollout.tensor_parallel={width} would begin at rank {first} of a node's "
-                f"{seat.local_world_size} "
-                "and reach beyond it; take a width that divides a node's ranks, or fewer rollout.num_engines"
+                f"{seat.local_world_size} and reach beyond it; take a width that divides a node's ranks, or fewer "
+                "rollout.num_engines"
             )
     owns = rest == 0 and number < engines
     return EngineRole(share=(number, engines) if owns else None, starts=owns, drives=owns)
@@ -96,8 +96,7 @@ def refuse_sharing(config: Config, shared: bool) -> None:
         raise ConfigError(
             f"rollout.producer.mode={given.mode} generates while the trainer trains, and the engines share its GPUs "
             f"(rollout.sleep={config.rollout.sleep}); name engines on other GPUs by rollout.servers, keep both in "
-            "memory at once by "
-            "rollout.sleep=never, or set rollout.producer.mode=sync"
+            "memory at once by rollout.sleep=never, or set rollout.producer.mode=sync"
         )
 
 
@@ -190,8 +189,8 @@ def _process(config: Config, seat: RankLocation, device: torch.device) -> Proces
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install "
-            "'megatron_rl[vllm]' (on a CPU "
-            "make test-vllm makes .venv-vllm), or name running servers by rollout.servers"
+            "'megatron_rl[vllm]' (on a CPU make test-vllm makes .venv-vllm), or name running servers by "
+            "rollout.servers"
         )
     devices, threads = None, None
     if device.type == "cuda":
@@ -220,8 +219,7 @@ def _channel(config: Config, device: torch.device) -> str:
     if asked == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
         raise ConfigError(
             "weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on "
-            f"{device.type} with "
-            f"rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
+            f"{device.type} with rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
         )
     if asked != "auto":
         return asked

@@ -143,8 +143,7 @@ def token_bounds(
     if len(bounds) != len(prompts) or not all(1 <= bound <= max_response_tokens for bound in bounds):
         raise ValueError(
             f"max_tokens={bounds[:8]} for {len(prompts)} prompts; give each one number from 1 to "
-            "rollout.max_response_tokens="
-            f"{max_response_tokens}"
+            f"rollout.max_response_tokens={max_response_tokens}"
         )
     for prompt, bound in zip(prompts, bounds, strict=True):
         if not prompt.token_ids:
@@ -155,8 +154,8 @@ def token_bounds(
         if num_tokens > longest:
             named = "rollout.max_response_tokens" if max_tokens is None else "max_tokens"
             raise ConfigError(
-                f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and {named}="
-                f"{bound} make {num_tokens}, above the model's max_position_embeddings="
-                f"{longest}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+                f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and {named}={bound} make "
+                f"{num_tokens}, above the model's max_position_embeddings={longest}; lower "
+                "rollout.max_response_tokens or data.max_prompt_tokens"
             )
     return bounds

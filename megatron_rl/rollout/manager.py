@@ -294,9 +294,8 @@ class RolloutManager:
         t = self.totals
         return (
             f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['generation_s'], 1e-9):,.0f} a second; "
-            f"weights sent {t['syncs']} times, "
-            f"{t['sync_s'] / max(t['syncs'], 1):.3f} s and {t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s "
-            "each; "
+            f"weights sent {t['syncs']} times, {t['sync_s'] / max(t['syncs'], 1):.3f} s and "
+            f"{t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s each; "
             f"{(t['waited_s'] + t['sync_s']) / max(run_s, 1e-9):.0%} of {run_s:,.0f} s waited for the two"
         )
 
@@ -323,8 +322,8 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
             f"{found}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, "
-            "another tokenizer, dtype or "
-            "temperature. Compare them on one prompt (docs/vllm.md), or raise the setting if the difference is meant"
+            "another tokenizer, dtype or temperature. Compare them on one prompt (docs/vllm.md), or raise the setting "
+            "if the difference is meant"
         )
     default = WARN_GAP[dtype] if fresh else math.inf
     limit = default if rollout.warn_logprob_gap is None else rollout.warn_logprob_gap

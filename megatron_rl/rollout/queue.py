@@ -250,9 +250,8 @@ class RolloutQueue:
         if num_dead and settings.on_exhausted == "fail":
             raise NoSignalError(
                 f"{num_dead} of {num_places} groups have no signal after {num_rounds} rounds "
-                "(rollout.dynamic_sampling.max_rounds="
-                f"{settings.max_rounds}); raise it, set rollout.dynamic_sampling.on_exhausted=skip, or take harder "
-                "prompts"
+                f"(rollout.dynamic_sampling.max_rounds={settings.max_rounds}); raise it, set "
+                "rollout.dynamic_sampling.on_exhausted=skip, or take harder prompts"
             )
         return selection, {"dynamic_sampling/rounds": float(num_rounds), "dynamic_sampling/left": float(num_dead)}
 

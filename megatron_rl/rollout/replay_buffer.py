@@ -54,8 +54,8 @@ class Entry:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.score) and self.score >= 0):
             raise ValueError(
-                f"the replay score of group {self.key} is {self.score}, and must be finite and at least 0: "
-                "a reward or an advantage of it is out of range; mend the reward function"
+                f"the replay score of group {self.key} is {self.score}, and must be finite and at least 0: a reward "
+                "or an advantage of it is out of range; mend the reward function"
             )
 
 

@@ -106,14 +106,13 @@ class TransformersEngine:
                 if tensor.shape != target.shape:
                     raise ValueError(
                         f"load_weights: weight {name!r} has shape {tuple(tensor.shape)}, the model needs "
-                        f"{tuple(target.shape)}; "
-                        "export full tensors (gathered over tensor parallel ranks, vocabulary padding removed)"
+                        f"{tuple(target.shape)}; export full tensors (gathered over tensor parallel ranks, vocabulary "
+                        "padding removed)"
                     )
                 if id(target) in filled and not torch.equal(target, tensor.to(target)):
                     raise ValueError(
                         f"load_weights: {name!r} is tied to {owners[id(target)]!r} in the model and arrived with "
-                        "other values; "
-                        "set tie_word_embeddings=false in the model's config, or tie them in the trainer"
+                        "other values; set tie_word_embeddings=false in the model's config, or tie them in the trainer"
                     )
                 target.copy_(tensor)
                 num_bytes += tensor.numel() * tensor.element_size()
@@ -273,8 +272,8 @@ class TransformersEngine:
             prompt, sample = rows[int(np.argmin((np.isfinite(logprobs) | ~within).all(axis=0)))]
             raise RuntimeError(
                 f"sample {prompt.prompt_id}#{sample} has a log-prob that is not finite at weight version "
-                f"{self.weight_version}; "
-                "the weights are broken (a step with a non-finite gradient?) or overflow in this dtype"
+                f"{self.weight_version}; the weights are broken (a step with a non-finite gradient?) or overflow in "
+                "this dtype"
             )
         texts: dict[tuple[int, ...], str] = {}  # short answers repeat within a group, and decoding is slow
         rollouts = []
@@ -310,10 +309,9 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
                 num_parameters = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters()
             if num_parameters > MAX_EMBEDDED_PARAMETERS:
                 raise ConfigError(
-                    f"rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
+                    "rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
                     f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a "
-                    "smaller model, "
-                    "or set rollout.allow_large_embedded_model=true if the memory is there"
+                    "smaller model, or set rollout.allow_large_embedded_model=true if the memory is there"
                 )
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -336,8 +334,7 @@ def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: in
     if outside:
         raise ConfigError(
             f"stop token ids {outside} of the tokenizer or of {hf_path!r} lie outside the model's "
-            f"vocab_size={vocab_size}; "
-            "check model.tokenizer_path and eos_token_id in generation_config.json"
+            f"vocab_size={vocab_size}; check model.tokenizer_path and eos_token_id in generation_config.json"
         )
     return sorted(stop_ids)
 

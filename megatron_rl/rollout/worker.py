@@ -273,7 +273,10 @@ class RolloutWorker:
     def _late(self, job: RolloutJob, stage: str) -> str:
         owed = job.missing if stage == "generated" else sorted(job.unscored)
         first = f" ({len(owed)} of {len(job.mine)}, the first is prompt {job.prompts[owed[0]].name})" if owed else ""
-        return f"groups of a rollout were not {stage} in run.deadline_s={self.deadline_s:g} s{first}; raise it, or look at the engine's log"
+        return (
+            f"groups of a rollout were not {stage} in run.deadline_s={self.deadline_s:g} s{first}; raise it, or look "
+            "at the engine's log"
+        )
 
     def close(self) -> None:
         """Ends the threads; what they do is given up. After the engine is closed. May be called again."""

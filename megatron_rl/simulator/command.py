@@ -144,7 +144,10 @@ def _workloads(config: Config, given: argparse.Namespace):
     workloads = [recorded[i] for i in chosen]
     count = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
     some = f"{len(workloads)} of " if len(workloads) < len(recorded) else ""
-    source = f"recorded: {some}{len(recorded)} rollout(s) of {len(workloads[0].rewards)} samples, from {pathlib.Path(given.trace).name}"
+    source = (
+        f"recorded: {some}{len(recorded)} rollout(s) of {len(workloads[0].rewards)} samples, from "
+        f"{pathlib.Path(given.trace).name}"
+    )
     return workloads, source + (f" (the configuration asks for {count})" if count != len(workloads[0].rewards) else "")
 
 

@@ -184,8 +184,7 @@ def load_coefficients(
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--coefficients {path} cannot be read ({type(error).__name__}: {error}); it holds JSON with stages, "
-            "virtual and optimizer_s, "
-            "or with machine (see docs/simulate-cluster.md)"
+            "virtual and optimizer_s, or with machine (see docs/simulate-cluster.md)"
         ) from error
     _check_fitted(path, costs.model, fitted, degrees, fitted_with(shape, config, degrees))
     return costs
@@ -196,8 +195,7 @@ def _check_fitted(path: pathlib.Path, model: CostModel, fitted: dict, degrees: D
     if (len(model.stages), model.virtual) != (degrees.pipeline_size, degrees.virtual_size):
         raise ConfigError(
             f"--coefficients {path} was fitted with {len(model.stages)} pipeline stages of {model.virtual} chunks and "
-            "this configuration "
-            f"has {degrees.pipeline_size} of {degrees.virtual_size}; {way}"
+            f"this configuration has {degrees.pipeline_size} of {degrees.virtual_size}; {way}"
         )
     odd = {name: (fitted[name], value) for name, value in wanted.items() if name in fitted and fitted[name] != value}
     if odd:

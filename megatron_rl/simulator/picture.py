@@ -19,10 +19,12 @@ MAX_ROWS = 16
 MAX_BOXES = 12_000
 
 CSS = """
-.page{fill:#fff}.ink,.soft{font:12px system-ui,sans-serif}.ink{fill:#171b22;font-weight:600}.soft{fill:#566072}.row{fill:#eef1f6}
+.page{fill:#fff}.ink,.soft{font:12px system-ui,sans-serif}.ink{fill:#171b22;font-weight:600}
+.soft{fill:#566072}.row{fill:#eef1f6}
 .forward{fill:#2a6fdb}.backward{fill:#14967f}.dead{fill:#98a2b1}.filler{fill:#c29208}.edge{stroke:#b4bcc9;stroke-width:1}
 .saved{fill:#e2711d;opacity:.14}.limit{stroke:#e2711d;stroke-width:1.4;stroke-dasharray:4 3}
-@media (prefers-color-scheme:dark){.page{fill:#161a21}.ink{fill:#e9edf3}.soft{fill:#98a3b3}.row{fill:#1d232d}.forward{fill:#5b9bff}
+@media (prefers-color-scheme:dark){.page{fill:#161a21}.ink{fill:#e9edf3}.soft{fill:#98a3b3}.row{fill:#1d232d}
+.forward{fill:#5b9bff}
 .backward{fill:#34c3a7}.dead{fill:#6c7787}.filler{fill:#dcb13a}.edge{stroke:#4a5464}}
 """
 

@@ -80,7 +80,10 @@ class Recorder:
     def _where(self) -> str:
         place = self.backend.topology
         device = torch.cuda.get_device_name() if HOST.is_cuda else f"{platform.machine()} CPU of {os.cpu_count()} cores"
-        return f"{device}, {place.world_size} process(es), {place.degrees}, torch {torch.__version__}, {self.backend.step_index} step(s)"
+        return (
+            f"{device}, {place.world_size} process(es), {place.degrees}, torch {torch.__version__}, "
+            f"{self.backend.step_index} step(s)"
+        )
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

@@ -83,7 +83,10 @@ def binding(content: dict[str, Any], gpu_memory_gib: float) -> str:
     if worst["total"] > gpu_memory_gib * GIB:
         way = "more TP or PP, a smaller plan.max_tokens_per_microbatch"
         if content["recompute"] == "none":
-            way += ", or megatron.transformer.recompute_granularity=full with recompute_method=uniform and recompute_num_layers=1"
+            way += (
+                ", or megatron.transformer.recompute_granularity=full with recompute_method=uniform and "
+                "recompute_num_layers=1"
+            )
         return f"memory: stage {worst['stage']} needs {worst['total'] / GIB:.1f} GiB of {gpu_memory_gib:g}; {way}"
     first = content["constraints"][0]
     share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0

@@ -70,8 +70,8 @@ class Workload:
             if unknown or not names:
                 raise ConfigError(
                     f"advantage.estimator=gdpo needs each function's rewards: reward.functions={list(names)} and the "
-                    "trace has those of "
-                    f"{list(self.by_function)}; name these in reward.functions, or choose another estimator"
+                    f"trace has those of {list(self.by_function)}; name these in reward.functions, or choose another "
+                    "estimator"
                 )
             columns = np.stack([self.by_function[name] for name in names], axis=1)
         group_rewards = GroupRewards(
@@ -132,8 +132,7 @@ def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{where}: {line[:80]!r} is no sample of a trace ({type(error).__name__}: {error}); each line needs "
-            "prompt_tokens, "
-            "response_tokens, reward and group, a number or a list over a rollout's samples each"
+            "prompt_tokens, response_tokens, reward and group, a number or a list over a rollout's samples each"
         ) from error
     parts = rollouts.setdefault(rollout, [])
     if parts and (whole or columns.keys() != parts[0].keys()):

@@ -110,8 +110,8 @@ class ReferencePolicy:
         if self.is_needed and self.backend.reference.tensors is None:
             raise CheckpointError(
                 f"loss.kl_coefficient={self.coefficient} needs the reference policy, and the checkpoint was taken "
-                "without one, under "
-                "loss.kl_coefficient=0; set it back to 0, or start another run from the exported policy"
+                "without one, under loss.kl_coefficient=0; set it back to 0, or start another run from the exported "
+                "policy"
             )
         if self.is_adaptive and state["coefficient"] is not None:
             self._controller = KLCoefficient(

@@ -60,8 +60,7 @@ class MemoryReader:
         if name not in self.tensors:
             raise ConfigError(
                 f"the weights given hold no tensor named {name}; names are those of checkpoint files, and a mixture's "
-                "state_dict becomes "
-                "them by megatron_rl.weights.fused.file_tensors"
+                "state_dict becomes them by megatron_rl.weights.fused.file_tensors"
             )
         return tuple(self.tensors[name].shape)
 
@@ -83,8 +82,8 @@ class HuggingFaceReader:
                 self.files = dict.fromkeys(file.keys(), single)
         else:
             raise ConfigError(
-                f"model.hf_path={self.path} holds neither model.safetensors nor {INDEX}; "
-                "save it with save_pretrained, or start from random weights with model.init=random"
+                f"model.hf_path={self.path} holds neither model.safetensors nor {INDEX}; save it with "
+                "save_pretrained, or start from random weights with model.init=random"
             )
         self.open_files: dict[pathlib.Path, object] = {}
 

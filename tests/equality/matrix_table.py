@@ -11,7 +11,10 @@ from tests.workers.pool import Pool
 
 
 def markdown(rows: list[tuple[str, str, dict[str, float]]]) -> str:
-    head = "| topology | model | log-probs | gradient | gradient norm | weights after 3 steps |\n|---|---|---|---|---|---|\n"
+    head = (
+        "| topology | model | log-probs | gradient | gradient norm | weights after 3 steps "
+        "|\n|---|---|---|---|---|---|\n"
+    )
     lines = [
         f"| {name} | {family} | " + " | ".join(f"{errors[q]:.1e}" for q in QUANTITIES) + " |"
         for name, family, errors in rows

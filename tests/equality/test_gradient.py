@@ -58,7 +58,8 @@ TOPOLOGIES = SMALL + LARGE
 
 def name(topology: tuple) -> str:
     (tensor, pipeline, data), family, extra = topology
-    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{ {SP: '-SP', CP: '-CP2', RECOMPUTE: '-recompute', VPP: '-VPP2'}.get(extra, '') }"
+    suffix = {SP: "-SP", CP: "-CP2", RECOMPUTE: "-recompute", VPP: "-VPP2"}.get(extra, "")
+    return f"TP{tensor}-PP{pipeline}-DP{data}-{family}{suffix}"
 
 
 @functools.cache

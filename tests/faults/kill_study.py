@@ -330,7 +330,10 @@ def row_of(number: int, outcome: Outcome) -> str:
     codes = ", ".join(str(code) for code in outcome.codes)
     result = f"DIFFERS: {', '.join(outcome.differs)}" if outcome.differs else "the same bits"
     ahead, written = ("yes" if noted else "" for noted in (outcome.ahead, outcome.writing))
-    return f"| {number} | {outcome.kill.seconds:.2f} | {killed} | {outcome.phase} | {ahead} | {written} | {codes} | {resumed} | {result} |"
+    return (
+        f"| {number} | {outcome.kill.seconds:.2f} | {killed} | {outcome.phase} | {ahead} | {written} | {codes} | "
+        f"{resumed} | {result} |"
+    )
 
 
 def table(seconds: float, outcomes: Sequence[Outcome]) -> str:

@@ -24,7 +24,10 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     wanted = (
         "skip/zero_advantage_ratio skip/samples_dropped skip/tokens_dropped skip/microbatches_dropped skip/silent_ranks"
     )
-    wanted += " skip/ghost_steps skip/speedup_ideal time/rollout_s time/reward_s time/logprob_s time/update_s time/weight_sync_s"
+    wanted += (
+        " skip/ghost_steps skip/speedup_ideal time/rollout_s time/reward_s time/logprob_s time/update_s "
+        "time/weight_sync_s"
+    )
     wanted += " train/loss train/grad_norm train/entropy train/clip_ratio train/lr reward/mean eval/test/mean@1"
     wanted += " perf/dense_equivalent_tokens_per_second reward/tests.reward_functions:parity"
     assert set(wanted.split()) <= named, set(wanted.split()) - named

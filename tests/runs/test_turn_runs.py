@@ -121,8 +121,8 @@ def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, a
 
 
 CHAT = (
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %} {% endif %}"
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %} {% endif %}"
 )
 
 

@@ -171,7 +171,10 @@ def check_went_on(job: Job) -> str:
         raise CheckFailed(
             f"{job.name}: the trainer did not say that it resumed from checkpoint {began[1][1]}:\n{job.log()[-6000:]}"
         )
-    return f"JobId={job.id} JobState={fields['JobState']} Restarts={fields['Restarts']}: went on at step {began[1][1]} of {STEPS}"
+    return (
+        f"JobId={job.id} JobState={fields['JobState']} Restarts={fields['Restarts']}: went on at step {began[1][1]} "
+        f"of {STEPS}"
+    )
 
 
 def check_same_weights(found: Mapping[str, bytes], expected: Mapping[str, bytes], name: str) -> None:

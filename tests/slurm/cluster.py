@@ -58,9 +58,15 @@ def install() -> str | None:
     if not missing_programs():
         return None
     if os.geteuid() != 0:
-        return f"{', '.join(missing_programs())} missing and uid {os.geteuid()} cannot install; as root: apt-get install slurm-wlm"
+        return (
+            f"{', '.join(missing_programs())} missing and uid {os.geteuid()} cannot install; as root: apt-get install "
+            "slurm-wlm"
+        )
     if shutil.which("apt-get") is None:
-        return f"{', '.join(missing_programs())} missing and there is no apt-get here; install SLURM and munge by this system's own means"
+        return (
+            f"{', '.join(missing_programs())} missing and there is no apt-get here; install SLURM and munge by this "
+            "system's own means"
+        )
     command = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
     said = ""
     for step in (command, ["apt-get", "update"], command):  # a fresh image has no package lists yet
@@ -115,7 +121,8 @@ GresTypes=gpu
 ReturnToService=2
 SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0
 KillWait=30
-NodeName={NODES[0]},{NODES[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]},{ports[1]} CPUs=4 Gres=gpu:1 State=UNKNOWN
+NodeName={NODES[0]},{NODES[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]},{ports[1]} \
+  CPUs=4 Gres=gpu:1 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

@@ -203,7 +203,10 @@ def test_a_rank_with_another_plan_is_named_by_every_rank(nursery, tmp_path, layo
     code, found, output = launch(nursery, 2, "qwen2_tied", tmp_path, *layout, "--inject", "other_plan")
     assert code == 1, output
     for rank in (0, 1):
-        said = rf"verdict: FAILED, LockstepError: ranks are about to run different steps \(seen by rank {rank} of 2\): plan: rank 1\b"
+        said = (
+            rf"verdict: FAILED, LockstepError: ranks are about to run different steps \(seen by rank {rank} of 2\): "
+            r"plan: rank 1\b"
+        )
         assert re.search(said, output), output
     assert not found["passed"] and re.search(r"plan: rank 1\b", found["verdict"]) and "rank 0 has" not in output
 

@@ -191,8 +191,7 @@ SAID = {
             ]
         ),
         "at the attention core (model.layers.0.self_attn, before o_proj): relative error 4.5e-01; 1 of 5 tokens "
-        "differ, the first is "
-        "token 1, held by context rank 1. Look at",
+        "differ, the first is token 1, held by context rank 1. Look at",
     ),
     "log-probs": (
         dict(logprobs={"s0": np.ones(3, dtype=np.float32), "s1": np.zeros(2, dtype=np.float32)}),

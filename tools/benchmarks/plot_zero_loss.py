@@ -37,7 +37,8 @@ CSS = """
 .page{fill:#fff}text{font:11px system-ui,sans-serif;fill:#566072}.ink{font-size:13px;font-weight:600;fill:#171b22}
 .grid{stroke:#e8ebf0}.axis{stroke:#b4bcc9}.raw,.line{fill:none;stroke-linejoin:round}.raw{stroke-width:1;opacity:.4}.line{stroke-width:2}
 .tip{fill:transparent}.dot{fill:#fff;stroke-width:2}.c1{stroke:#2a6fdb}.c2{stroke:#e2711d}.c3{stroke:#14967f}.c4{stroke:#8457d8}.c5{stroke:#d23f73}
-@media (prefers-color-scheme:dark){.page{fill:#161a21}text{fill:#98a3b3}.ink{fill:#e9edf3}.dot{fill:#161a21}.grid{stroke:#242a34}
+@media (prefers-color-scheme:dark){.page{fill:#161a21}text{fill:#98a3b3}.ink{fill:#e9edf3}
+.dot{fill:#161a21}.grid{stroke:#242a34}
 .axis{stroke:#4a5464}.c1{stroke:#5b9bff}.c2{stroke:#f5944a}.c3{stroke:#34c3a7}.c4{stroke:#a98bf3}.c5{stroke:#f0719c}}
 """
 
@@ -102,8 +103,8 @@ def table(runs: Runs) -> str:
         reward = np.array([[row["reward/mean"] for row in rows] for rows in by_seed.values()])
         last = ", ".join(f"{x:.3f}" for x in reward[:, -5:].mean(1))
         lines.append(
-            f"| {std:g} | {np.median(loss):.1e} | {loss.max():.1e} | {np.median(norm):.2f} | {norm.min():.2f} "
-            f"| {reward[:, :5].mean():.3f} | {reward[:, -5:].mean():.3f} ({last}) |"
+            f"| {std:g} | {np.median(loss):.1e} | {loss.max():.1e} | {np.median(norm):.2f} | {norm.min():.2f} | "
+            f"{reward[:, :5].mean():.3f} | {reward[:, -5:].mean():.3f} ({last}) |"
         )
     return "\n".join(lines)
 

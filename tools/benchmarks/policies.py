@@ -101,7 +101,10 @@ def fault_of(given: argparse.Namespace) -> str | None:
         return f"--dead-share {given.dead_share} must lie between 0 and 1"
     caps = given.max_tokens_per_microbatch
     if len(set(caps)) < LEAST_CAPS or min(caps) < LEAST_TOKENS:
-        return f"--max-tokens-per-microbatch {caps} must name at least {LEAST_CAPS} different caps of at least {LEAST_TOKENS} tokens"
+        return (
+            f"--max-tokens-per-microbatch {caps} must name at least {LEAST_CAPS} different caps of at least "
+            f"{LEAST_TOKENS} tokens"
+        )
     for name in ("rollouts", "mini_batches", "repeats"):
         if getattr(given, name) < 1:
             return f"--{name.replace('_', '-')} {getattr(given, name)} must be at least 1"
@@ -187,8 +190,7 @@ def show(shares: list[dict], given: argparse.Namespace, machine: str) -> None:
     for share in shares:
         table = Table(
             title=f"{100 * share['dead_share']:.0f} % dead, {given.rollouts} rollouts of {given.mini_batches} "
-            "mini-batches: "
-            f"TP {given.tp}, PP {given.pp}, DP {given.dp}; {machine}"
+            f"mini-batches: TP {given.tp}, PP {given.pp}, DP {given.dp}; {machine}"
         )
         names = (
             "policy",

@@ -197,8 +197,7 @@ def plans_of(name: str, row: dict, job: Job, signal: np.ndarray) -> dict[str, Ba
         if planned != measured:
             raise ValueError(
                 f"{name}, dead share {row['dead_share']:g}: the {kind} update was measured with {measured} "
-                "micro-batches per rank and "
-                f"the planner now makes {planned}; measure again, without --measured"
+                f"micro-batches per rank and the planner now makes {planned}; measure again, without --measured"
             )
     return plans
 
@@ -272,10 +271,8 @@ def markdown(checked: dict) -> str:
     """The table for docs/simulate-cluster.md."""
     lines = [
         f"{checked['machine']}: {len(checked['rows'])} predictions of {checked['launches']} launches, each from rates "
-        "fitted to the other "
-        f"launches; relative error in the median **{100 * checked['median_error']:.1f} %** (allowed: "
-        f"{100 * ALLOWED_MEDIAN:.0f} %), "
-        f"at most {100 * checked['largest_error']:.1f} %.",
+        f"fitted to the other launches; relative error in the median **{100 * checked['median_error']:.1f} %** "
+        f"(allowed: {100 * ALLOWED_MEDIAN:.0f} %), at most {100 * checked['largest_error']:.1f} %.",
         "",
         "| update | measured s | predicted s | error | gain measured | gain predicted |",
         "|---|---|---|---|---|---|",

@@ -81,8 +81,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if given.tp * given.pp * given.dp != world:
         parser.error(
             f"--tp {given.tp} x --pp {given.pp} x --dp {given.dp} is {given.tp * given.pp * given.dp} and {world} "
-            "processes were started; "
-            f"run torchrun --nproc_per_node {given.tp * given.pp * given.dp} tools/benchmarks/skip.py ..."
+            f"processes were started; run torchrun --nproc_per_node {given.tp * given.pp * given.dp} "
+            "tools/benchmarks/skip.py ..."
         )
     if any(not 0 <= share <= 1 for share in given.dead_share):
         parser.error(f"--dead-share {given.dead_share} must lie between 0 and 1")

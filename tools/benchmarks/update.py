@@ -294,8 +294,8 @@ def summary_table(result: dict):
 
     caption = (
         f"gradients agree to {result['gradient_error']:.1e} (bar {BAR:.0e}); TRL's update ran "
-        f"{result['samples_forwarded_by_trl']} of "
-        f"{result['samples']} samples, {result['samples_without_signal']} of them with zero advantage"
+        f"{result['samples_forwarded_by_trl']} of {result['samples']} samples, {result['samples_without_signal']} of "
+        "them with zero advantage"
     )
     table = Table(title=f"one update, {100 * result['dead_share']:.0f} % of the groups without signal", caption=caption)
     for name in ("update", "tokens/s", "s", "CPU s", "x TRL as it ships", "x TRL's best", "by CPU s", "setting"):

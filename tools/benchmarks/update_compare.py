@@ -80,10 +80,9 @@ def compare_gradients(contenders: Sequence[Contender], bar: float) -> list[dict]
         if not measured["error"] < bar:
             raise GradientsDiffer(
                 f"the gradient of [{contender.name}] differs from that of [{first[other].name}] by "
-                f"{measured['error']:.3e} of its norm "
-                f"{measured['norm']:.3e}, not below {bar:.0e}, most in {measured['worst']}; nothing was measured. "
-                "The extra [benchmark] pins a trl whose loss is known to be the same: pip install -c constraints.txt "
-                "-e '.[benchmark]'"
+                f"{measured['error']:.3e} of its norm {measured['norm']:.3e}, not below {bar:.0e}, most in "
+                f"{measured['worst']}; nothing was measured. The extra [benchmark] pins a trl whose loss is known to "
+                "be the same: pip install -c constraints.txt -e '.[benchmark]'"
             )
     return checks
 

@@ -40,8 +40,7 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
     if not torch.cuda.is_available():
         raise ConfigError(
             f"{hf} holds a {family!r} model, which has no table here; megatron-bridge is installed but builds "
-            "Transformer Engine's layers, "
-            "and there is no GPU; run this on a host with one"
+            "Transformer Engine's layers, and there is no GPU; run this on a host with one"
         )
     if given.command == "import" and (given.tp, given.pp, given.ep) != (1, 1, 1):
         raise ConfigError(

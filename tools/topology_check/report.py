@@ -86,7 +86,10 @@ def verdict_line(verdict: Verdict, tolerance: float) -> str:
     failed = [row for row in compared if not row.passes(tolerance)]
     if verdict.passed:
         worst = max(compared, key=lambda row: row.error)
-        return f"verdict: PASSED, {len(compared)} checks within {tolerance:g}; the nearest is {worst.check} at {worst.error:.1e}"
+        return (
+            f"verdict: PASSED, {len(compared)} checks within {tolerance:g}; the nearest is {worst.check} at "
+            f"{worst.error:.1e}"
+        )
     return f"verdict: FAILED, {len(failed)} of {len(compared)} checks beyond {tolerance:g}: {verdict.diagnosis}"
 
 

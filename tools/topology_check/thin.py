@@ -246,8 +246,8 @@ def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
         )
     if config.model.layer_spec == "transformer_engine" and dtype == "float32":
         raise ConfigError(
-            "model.layer_spec=transformer_engine has no float32 kernels for packed sequences; use --dtype bfloat16, or "
-            "model.layer_spec=auto, which takes torch's layers for float32"
+            "model.layer_spec=transformer_engine has no float32 kernels for packed sequences; use --dtype bfloat16, "
+            "or model.layer_spec=auto, which takes torch's layers for float32"
         )
     return dataclasses.replace(
         config,

@@ -115,8 +115,7 @@ def diagnose(
     if sample is not None:
         return (
             f"one sample alone gives the same activations, and the log-probs of sample {sample} among others do not "
-            "agree "
-            f"({samples[sample]:.1e}): look at packing, at padding and at the vocabulary-parallel log-probs."
+            f"agree ({samples[sample]:.1e}): look at packing, at padding and at the vocabulary-parallel log-probs."
         )
     if any(not x.error <= tolerance for x in classes.values()):
         return _diagnose_gradient(found, wanted, classes, tolerance, counts)
@@ -130,13 +129,18 @@ def diagnose(
         )
         return (
             f"every gradient agrees and their norm is {ratio:.6g} times the reference's: {small} counted twice or not "
-            "at all; clipping "
-            "uses this norm."
+            "at all; clipping uses this norm."
         )
     if "weights after 3 AdamW steps" in failed:
-        return "gradients and norm agree and the weights after 3 steps do not: look at the optimizer's shards and its parameter gather."
+        return (
+            "gradients and norm agree and the weights after 3 steps do not: look at the optimizer's shards and its "
+            "parameter gather."
+        )
     name, error = first_gradient(skip) or ("", float("nan"))
-    return f"dense agrees with the reference and skip does not agree with dense: first, in backward order, {name} ({error:.1e})."
+    return (
+        f"dense agrees with the reference and skip does not agree with dense: first, in backward order, {name} "
+        f"({error:.1e})."
+    )
 
 
 def _diagnose_gradient(
@@ -149,10 +153,12 @@ def _diagnose_gradient(
     first = first_gradient(classes)
     if first is None:
         worst = max(classes.values(), key=lambda x: x.error)
-        return f"{forward}, and gradients differ a little everywhere, most in {worst.worst}: accumulated rounding, or too tight a tolerance."
+        return (
+            f"{forward}, and gradients differ a little everywhere, most in {worst.worst}: accumulated rounding, or "
+            "too tight a tolerance."
+        )
     name, error = first
     return (
         f"{forward}, and gradients do not: the first tensor of the backward pass that differs is {name}, relative "
-        f"error {error:.1e}. "
-        "Look at the reduction of its gradient, and at what the backward pass hands to it."
+        f"error {error:.1e}. Look at the reduction of its gradient, and at what the backward pass hands to it."
     )

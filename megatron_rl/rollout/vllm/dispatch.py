@@ -234,8 +234,8 @@ class _Call:
             told = "; ".join(self.causes[request_id])
             raise EngineError(
                 f"request {request_id} was answered wrongly {len(self.defects[request_id])} times: {told}. The "
-                "engine's answers cannot "
-                "be trusted: leave that server out of rollout.servers, or run another vLLM release there"
+                "engine's answers cannot be trusted: leave that server out of rollout.servers, or run another vLLM "
+                "release there"
             )
 
     def _again(self, attempt: _Attempt, cause: str) -> None:

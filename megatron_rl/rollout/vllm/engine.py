@@ -158,7 +158,10 @@ class VllmEngine:
     def _restart(self, gone: Sequence[Replica]) -> None:
         for replica in gone:
             if self._restarts >= self._rollout.max_restarts:
-                times = f"{replica.name} was lost {self._restarts + 1} times in a row, and rollout.max_restarts={self._rollout.max_restarts}"
+                times = (
+                    f"{replica.name} was lost {self._restarts + 1} times in a row, and "
+                    f"rollout.max_restarts={self._rollout.max_restarts}"
+                )
                 raise EngineError(self._with_advice(f"{times}. {self._why_lost}"))
             log.warning("%s is started again", replica.name)
             self._sync.forget(replica)
@@ -211,20 +214,18 @@ class VllmEngine:
         if facts.logprobs_mode != "processed_logprobs":
             raise ConfigError(
                 f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it "
-                "samples by; "
-                "start it with --logprobs-mode processed_logprobs"
+                "samples by; start it with --logprobs-mode processed_logprobs"
             )
         if facts.vocab_size != self._vocab_size:
             raise ConfigError(
-                f"{replica.name} serves a model of {facts.vocab_size} tokens and the trainer's has {self._vocab_size}; "
-                "start it on the folder that model.hf_path names"
+                f"{replica.name} serves a model of {facts.vocab_size} tokens and the trainer's has "
+                f"{self._vocab_size}; start it on the folder that model.hf_path names"
             )
         if facts.max_model_tokens < self._longest:
             raise ConfigError(
                 f"{replica.name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its "
-                "response may have "
-                f"{self._longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the "
-                "others"
+                f"response may have {self._longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the "
+                "one or lower the others"
             )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:

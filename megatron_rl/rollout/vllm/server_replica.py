@@ -148,8 +148,7 @@ class ServerReplica:
         if mode != LOGPROBS_MODE:
             raise RequestRefused(
                 f"{self.name} gives log-probs in the mode {mode!r}, which are not those at the sampling temperature; "
-                "start it with "
-                f"--logprobs-mode {LOGPROBS_MODE}"
+                f"start it with --logprobs-mode {LOGPROBS_MODE}"
             )
         limits = [said["max_model_tokens"], *(x["max_model_len"] for x in models if x.get("max_model_len"))]
         return ReplicaFacts(
@@ -212,8 +211,7 @@ class ServerReplica:
             if theirs != ours:
                 raise RequestRefused(
                     f"{self.name} has another tokenizer than the trainer: {text!r} is {theirs} there and {ours} here; "
-                    "serve the model "
-                    "folder that model.hf_path names, with its own tokenizer"
+                    "serve the model folder that model.hf_path names, with its own tokenizer"
                 )
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:

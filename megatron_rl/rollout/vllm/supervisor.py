@@ -85,9 +85,8 @@ def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_ke
     if not is_loopback(host) and not api_key and not allow_no_key:
         raise ConfigError(
             f"--host {host} opens the servers to the network, where anyone could replace the model's weights, and no "
-            "API key is set; "
-            f"put one into the environment variable that {key_setting} names, bind to 127.0.0.1, or insist with "
-            "--allow-no-key"
+            f"API key is set; put one into the environment variable that {key_setting} names, bind to 127.0.0.1, or "
+            "insist with --allow-no-key"
         )
 
 
@@ -110,8 +109,7 @@ def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> li
     if replicas * per_replica > len(devices):
         raise ConfigError(
             f"{replicas} servers with --tensor-parallel-size {per_replica} want {replicas * per_replica} GPUs, "
-            f"{len(devices)} are visible "
-            f"({', '.join(devices)}); lower one of the two, or widen CUDA_VISIBLE_DEVICES"
+            f"{len(devices)} are visible ({', '.join(devices)}); lower one of the two, or widen CUDA_VISIBLE_DEVICES"
         )
     return [list(devices[i * per_replica : (i + 1) * per_replica]) for i in range(replicas)]
 

@@ -224,8 +224,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         except OSError as error:
             raise ValueError(
                 f"the trainer's segment {path} cannot be opened here ({error.strerror}); an engine on another host or "
-                "in a container "
-                "without the host's /dev/shm needs weight_sync.channel=broadcast"
+                "in a container without the host's /dev/shm needs weight_sync.channel=broadcast"
             ) from error
         try:
             return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
@@ -255,8 +254,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         ):  # vLLM takes what it needs, and says nothing
             raise ValueError(
                 f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has "
-                "another shape there, or "
-                "the engine has no such weight"
+                "another shape there, or the engine has no such weight"
             )
         self._ended = end
 

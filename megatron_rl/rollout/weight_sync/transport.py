@@ -52,8 +52,7 @@ class Segment:
             raise OSError(
                 error.errno,
                 f"{num_bytes:,} bytes of shared memory in {self.path.parent}: {error.strerror}; lower "
-                "weight_sync.bucket_mb, enlarge it "
-                "(docker: --shm-size), or use weight_sync.channel=broadcast",
+                "weight_sync.bucket_mb, enlarge it (docker: --shm-size), or use weight_sync.channel=broadcast",
             ) from error
 
     def close(self) -> None:

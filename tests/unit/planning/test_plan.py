@@ -390,7 +390,10 @@ def test_100_000_samples_plan(data_size: int) -> None:
 
 def test_long_sample_error_names_the_sample_and_the_way_out() -> None:
     rules = PlanRules(max_tokens=16, pad_multiple=8, on_long_sample="fail")
-    wanted = "sample index 2 of the batch has 24 tokens, pads included, more than plan.max_tokens_per_microbatch=16.*own_microbatch"
+    wanted = (
+        "sample index 2 of the batch has 24 tokens, pads included, more than "
+        "plan.max_tokens_per_microbatch=16.*own_microbatch"
+    )
     with pytest.raises(ConfigError, match=wanted):
         plan_steps("train", [np.arange(3)], np.array([3, 16, 17]), np.array([True, False, False]), rules, drops=True)
     with pytest.raises(ConfigError, match="sample 7@0#1 has 24 tokens"):

@@ -350,7 +350,10 @@ def test_an_infinite_reward_reaches_the_error_that_names_its_group(bad: float) -
 
 
 def test_neither_file_needs_torch() -> None:
-    code = "import sys, megatron_rl.rollout.replay_buffer, megatron_rl.rollout.reroll_buffer; print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    code = (
+        "import sys, megatron_rl.rollout.replay_buffer, megatron_rl.rollout.reroll_buffer; print([m for m in "
+        "('torch', 'megatron') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=True
     )

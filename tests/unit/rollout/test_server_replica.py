@@ -359,7 +359,10 @@ def test_a_server_that_gives_up_is_resumed_however_often_that_takes(monkeypatch)
 
 
 def test_control_messages_are_the_servers_routes():
-    names = "init_weight_transfer_engine start_weight_update update_weights finish_weight_update reset_prefix_cache sleep wake_up"
+    names = (
+        "init_weight_transfer_engine start_weight_update update_weights finish_weight_update reset_prefix_cache sleep "
+        "wake_up"
+    )
     with fake_vllm(**{name: {"success": True} for name in names.split()}) as server:
         replica = replica_of(server.url)
         replica.control("init_weight_transfer", {"channel": "shared_memory"}, LONG_S)
