@@ -4,7 +4,6 @@ advantages."""
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,14 +19,12 @@ from tests.oracles.batch import (
     Outcome,
     assert_same,
     correction_weights,
-    our_advantages,
     ours,
     outcome,
     random_batch,
     random_rewards,
 )
-
-trl = pytest.importorskip("trl", reason="TRL is not installed; `make test-oracles` installs it")
+from tests.oracles.trl_trainer import one_process, trl, trl_scored
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
 CLIP = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
@@ -40,21 +37,6 @@ REDUCTIONS = {
 }
 LEVELS = {"token": "ppo", "sequence": "gspo"}
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-TRL_EPSILON = 1e-4  # what TRL adds to every standard deviation
-
-
-def one_process(**attributes) -> SimpleNamespace:
-    """accelerate's Accelerator of one process, as far as the trainers read it."""
-    return SimpleNamespace(
-        num_processes=1,
-        process_index=0,
-        device=torch.device("cpu"),
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
-        reduce=lambda x, reduction: x,
-        sync_gradients=True,
-        **attributes,
-    )
 
 
 def make_trainer(batch: Batch, *, args: dict | None = None, **changed) -> SimpleNamespace:
@@ -235,75 +217,6 @@ def test_the_off_policy_mask_masks_something() -> None:
     assert 0.05 < torch.stack(dropped).mean() < 0.5
 
 
-def generating_trainer(batch: Batch, rewards: np.ndarray, **changed) -> SimpleNamespace:
-    """What _generate_and_score_completions reads of a trainer: the batch is what "was generated", the rewards what "was
-    scored"."""
-    lengths = batch.response_tokens.tolist()
-    completions = [[1] * n for n in lengths]
-    tools = [row[:n].long().tolist() for row, n in zip(batch.mask, lengths, strict=True)]
-    sampled = [row[:n].tolist() for row, n in zip(batch.rollout, lengths, strict=True)]
-    grpo = ([[1]] * len(lengths), completions, tools, [""] * len(lengths), sampled, None, None, None)
-    size = int((batch.groups == batch.groups[0]).sum())
-    args = SimpleNamespace(
-        per_device_train_batch_size=size,
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
-        gradient_checkpointing_kwargs=None,
-    )
-    trainer = dict(
-        accelerator=one_process(),
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        environment_factories=None,
-        tools=None,
-        environments=None,
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        pad_to_multiple_of=None,
-        mask_truncated_completions=False,
-        args=args,
-        num_iterations=1,
-        beta=0.0,
-        num_generations=size,
-        multi_objective_aggregation="sum_then_normalize",
-        scale_rewards="group",
-        reward_weights=torch.ones(rewards.shape[1], dtype=torch.float64),
-        reward_funcs=[None] * rewards.shape[1],
-        reward_func_names=[str(i) for i in range(rewards.shape[1])],
-        use_vllm=True,
-        vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_min=None,
-        vllm_importance_sampling_clip_max=2.0,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _logs=defaultdict(lambda: defaultdict(list)),
-        _pending_extra_logs={},
-        _pending_metrics={},
-        log_multimodal=False,
-        reward_clip_range=None,
-        normalize_advantages=False,
-        _generate=lambda prompts: grpo,
-        _calculate_rewards=lambda *args: torch.from_numpy(rewards),
-        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (batch.old, None, None),
-    )
-    trainer["_logs"].update({name: [] for name in ("prompt", "completion", "advantages")})
-    return SimpleNamespace(**{**trainer, **changed})
-
-
-@contextmanager
-def double_by_default():
-    """TRL makes tensors of the engine's log-probs in the default dtype."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def trl_scored(batch: Batch, rewards: np.ndarray, **changed) -> dict[str, torch.Tensor]:
-    with double_by_default():
-        trainer = generating_trainer(batch, rewards, **changed)
-        return trl.GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * len(batch.groups))
-
-
 def trl_importance(batch: Batch, correction: CorrectionConfig) -> torch.Tensor:
     """[S, T] or [S, 1]."""
     changed = dict(
@@ -361,64 +274,3 @@ def test_token_weights_under_a_sequence_ratio_are_averaged_in_trl(seed: int) -> 
     mean = (correction_weights(batch, correction).sum(1) / batch.mask.sum(1)).numpy()
     assert_same(found, ours(batch.change(advantages=batch.advantages * mean), config))
     torch.testing.assert_close(found.loss, ours(batch, config, correction).loss, **DOUBLE)
-
-
-def with_gaps(rewards: np.ndarray, seed: int) -> np.ndarray:
-    """Some functions do not apply to some samples, and none does to some others."""
-    random = np.random.default_rng(seed + 2000)
-    rewards = np.where(random.random(rewards.shape) < 0.15, np.nan, rewards)
-    rewards[random.integers(len(rewards))] = np.nan
-    rewards[-1] = 1.0  # somebody is scored
-    return rewards
-
-
-@pytest.mark.parametrize(("scale", "estimator"), [("group", "grpo"), ("none", "dr_grpo")])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_group_advantages(seed: int, scale: str, estimator: str) -> None:
-    batch = random_batch(seed)
-    rewards = with_gaps(random_rewards(batch, seed, num_functions=2), seed)
-    found = trl_scored(batch, rewards, scale_rewards=scale)["advantages"]
-    torch.testing.assert_close(found, our_advantages(batch, rewards, estimator, epsilon=TRL_EPSILON), **DOUBLE)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_batch_scale_equals_batch_std_of_equal_means(seed: int) -> None:
-    """By definition: TRL divides by the spread of the rewards, ours by that of r − mean_g; one number where all groups
-    share a mean."""
-    batch, random = random_batch(seed), np.random.default_rng(seed)
-    size = int((batch.groups == 0).sum())
-    own = random_rewards(batch, seed)[-size:, 0]
-    shared = np.concatenate([random.permutation(own) for _ in range(len(batch.groups) // size)])[:, None]
-    found = trl_scored(batch, shared, scale_rewards="batch")["advantages"]
-    torch.testing.assert_close(found, our_advantages(batch, shared, "batch_std", epsilon=TRL_EPSILON), **DOUBLE)
-    rewards = random_rewards(batch, seed)
-    found = trl_scored(batch, rewards, scale_rewards="batch")["advantages"]
-    spread = rewards.std(ddof=1) + TRL_EPSILON
-    torch.testing.assert_close(found * spread, our_advantages(batch, rewards, "dr_grpo"), **DOUBLE)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rloo_advantages(seed: int) -> None:
-    batch = random_batch(seed)
-    rewards = with_gaps(random_rewards(batch, seed), seed)
-    completions = [[1] * n for n in batch.response_tokens]
-    generated = ([[1]] * len(completions), completions, [""] * len(completions))
-    with double_by_default():
-        trainer = generating_trainer(batch, rewards, _generate=lambda prompts: generated)
-        found = trl.RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * len(completions))[
-            "advantages"
-        ]
-    torch.testing.assert_close(found, our_advantages(batch, rewards, "rloo"), **DOUBLE)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_normalize_then_sum_equals_gdpo_over_samples(seed: int) -> None:
-    """GDPO (arXiv:2601.05242) whitens over samples, as TRL; with loss_tokens ours is weighted by them, as verl's."""
-    batch = random_batch(seed)
-    rewards = with_gaps(random_rewards(batch, seed, num_functions=2), seed)
-    weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
-    found = trl_scored(batch, rewards, multi_objective_aggregation="normalize_then_sum", reward_weights=weights)[
-        "advantages"
-    ]
-    settings = dict(epsilon=TRL_EPSILON, whiten="center_and_scale", function_weights=(0.5, 2.0))
-    torch.testing.assert_close(found, our_advantages(batch, rewards, "gdpo", **settings), **DOUBLE)

@@ -3,157 +3,32 @@ hang."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import ProducerConfig, load_config
 from megatron_rl.errors import EngineError
-from megatron_rl.observability.timer import StepTimer
-from megatron_rl.rollout import worker as producer_module
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
-from megatron_rl.types import Prompt, Rollout, Score
-from tests.patience import HANG_S, patient, until
+from tests.patience import until
+from tests.unit.rollout.fake_engine import (
+    BACKGROUND,
+    BOUND_S,
+    MODES,
+    SAMPLES,
+    FakeEngine,
+    FakeReward,
+    end,
+    job_of,
+    producer_of,
+    value_of,
+)
 
-SAMPLES, BOUND_S = 2, patient(10 * HANG_S)  # longer than any wait for an end
 SHORT_S = 0.1  # a deadline, where nothing that is waited for ever comes
-MODES = ("sync", "prefetch", "streaming")
-BACKGROUND = [(mode, apart) for mode in MODES[1:] for apart in (True, False)]
-
-
-def prompt_of(number: int) -> Prompt:
-    return Prompt(prompt_id=f"{number}@0", text="", token_ids=(5,), columns={})
-
-
-def group_of(prompt: Prompt) -> list[Rollout]:
-    same = {
-        "response_ids": (3, 7),
-        "logprobs": (-1.0, -2.0),
-        "text": "",
-        "finish_reason": "stop",
-        "weight_versions": ((0, 2),),
-    }
-    return [Rollout(prompt=prompt, sample_index=index, **same) for index in range(SAMPLES)]
-
-
-def value_of(rollout: Rollout) -> float:
-    return float(int(rollout.prompt.prompt_id.split("@")[0]) * SAMPLES + rollout.sample_index)
-
-
-class FakeEngine:
-    """Groups in an order of its own. losses[k]: how many groups its k-th call finishes before the engine is lost.
-
-    group_s: before each group · finished: names, one each time that a group is finished · held: set to go on, once
-    ``holds`` groups are finished.
-    """
-
-    def __init__(
-        self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None
-    ) -> None:
-        self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
-        self.weight_version, self.lost = NO_WEIGHTS, []
-        self.calls: list[list[str]] = []
-        self.finished: list[str] = []
-        self.held, self.closed = threading.Event(), threading.Event()
-        self.on_finished = None
-
-    def generate(
-        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
-    ) -> list[Rollout]:
-        assert samples_per_prompt == SAMPLES
-        self.calls.append([prompt.name for prompt in prompts])
-        self.on_finished = on_finished
-        order = self.random.sample(range(len(prompts)), len(prompts)) if self.holds is None else range(len(prompts))
-        limit = self.losses.pop(0) if self.losses else len(prompts)
-        done: dict[int, list[Rollout]] = {}
-        for k in order:
-            if len(done) == limit:
-                raise EngineLost("it was killed", finished=done)
-            if len(self.finished) == self.holds:
-                assert self.held.wait(BOUND_S)
-            if self.closed.wait(self.group_s):
-                raise RuntimeError("the engine is closed")
-            done[k] = group_of(prompts[k])
-            self.finished.append(prompts[k].name)
-            on_finished(k, done[k])
-        return [rollout for k in range(len(prompts)) for rollout in done[k]]
-
-    def recover(self, lost) -> list[str]:
-        return []
-
-    def load_weights(self, tensors, version) -> SyncReport:
-        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0)
-
-    def take_report(self, version, failed, lost) -> None:
-        self.weight_version = version
-
-    def sleep(self) -> None: ...
-
-    def wake(self, *, tags) -> None: ...
-
-    def close(self) -> None:
-        self.closed.set()
-
-
-class FakeReward:
-    """calls: (name of the thread, sample ids). It meets ``error`` or waits for ``hold`` at the groups of ``prompt``."""
-
-    def __init__(
-        self, *, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None
-    ) -> None:
-        self.prompt, self.error, self.hold = prompt, error, hold
-        self.calls: list[tuple[str, list[str]]] = []
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        self.calls.append((threading.current_thread().name, [rollout.sample_id for rollout in rollouts]))
-        if self.prompt in {rollout.prompt.name for rollout in rollouts}:
-            if self.hold is not None:
-                assert self.hold.wait(BOUND_S)
-            if self.error is not None:
-                raise self.error
-        return [Score(total=value_of(rollout), by_function=()) for rollout in rollouts]
-
-
-def producer_of(
-    engine: FakeEngine,
-    score: FakeReward,
-    mode: str,
-    *,
-    apart: bool,
-    min_groups: int = 1,
-    share=(0, 1),
-    deadline_s=BOUND_S,
-):
-    return RolloutWorker(
-        engine, score, ProducerConfig(mode=mode, min_groups=min_groups), apart=apart, share=share, deadline_s=deadline_s
-    )
-
-
-def job_of(producer: RolloutWorker, numbers: Sequence[int]) -> RolloutJob:
-    return RolloutJob(
-        {place: prompt_of(number) for place, number in enumerate(numbers)}, producer.places(len(numbers)), SAMPLES
-    )
-
-
-def end(producer: RolloutWorker) -> None:
-    """Close it; its threads end."""
-    producer.engine.close()
-    producer.close()
-    assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
 
 
 def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: RolloutJob, places: Sequence[int]) -> int:
@@ -339,119 +214,9 @@ def test_a_part_too_small_to_be_scored_waits_for_the_engine(apart):
     end(producer)
 
 
-class Counted(threading.Condition):
-    entries = 0
-
-    def __enter__(self) -> bool:
-        self.entries += 1
-        return super().__enter__()
-
-
-@pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
-def test_a_wait_takes_no_processor_time(mode, apart):
-    """A fifth of a second for an engine that sleeps: what looks at the job all the while does so thousands of times."""
-    engine, score = FakeEngine(holds=1), FakeReward()
-    producer = producer_of(engine, score, mode, apart=apart)
-    job, timer = job_of(producer, range(2)), threading.Timer(0.2, engine.held.set)
-    job.change = Counted()
-    producer.start(job)
-    timer.start()
-    producer.wait(job, [1])
-    assert (
-        job.change.entries <= 20
-    )  # some for each thing that happens to a job of two groups, none for the ticks of a clock
-    timer.join()
-    end(producer)
-
-
 # ---- its end
 # -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
-def test_close_ends_the_threads_amid_jobs(mode, apart):
-    engine = FakeEngine(group_s=BOUND_S)
-    producer = producer_of(engine, FakeReward(), mode, apart=apart)
-    jobs = [job_of(producer, range(40)), job_of(producer, range(40, 80))]
-    for job in jobs:
-        producer.start(job)
-    producer.wait(jobs[0], [])  # returns at once
-    names = {thread.name for thread in producer._threads}
-    assert names == ({"rollouts", "rewards"} if apart else {"rollouts"}) and all(
-        thread.is_alive() for thread in producer._threads
-    )
-    end(producer)
-    producer.close()  # again is harmless
-    with pytest.raises(RuntimeError, match="the engine is closed"):
-        producer.wait(jobs[0], jobs[0].mine)
-
-
-@pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
-def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
-    """An engine that does not hear that it is closed, and finishes a group later."""
-    monkeypatch.setattr(producer_module, "CLOSE_S", 0.1)
-    engine, score = FakeEngine(holds=1), FakeReward()
-    producer = producer_of(engine, score, mode, apart=apart)
-    job = job_of(producer, range(3))
-    producer.start(job)
-    assert until(lambda: job.found)
-    producer.close()
-    assert producer._threads[0].is_alive()  # close did not wait for it
-    engine.held.set()
-    assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
-    assert set(job.found) == {0, 1, 2}
-    late = threading.Thread(target=engine.on_finished, args=(0, group_of(prompt_of(0))), daemon=True)
-    late.start()
-    assert until(lambda: not late.is_alive())
-
-
 # ---- no more than what was started
 # -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("mode", "depth"), [("sync", 1), ("prefetch", 1), ("prefetch", 3), ("streaming", 2)])
-def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
-    """A feed over an engine that takes no time: depth + 1 rollouts are held at most, and in a slow loop that many
-    are."""
-    prompts_per_rollout, turns = 4, 6
-    overrides = [
-        f"train.prompts_per_rollout={prompts_per_rollout}",
-        f"train.num_rollouts={turns}",
-        f"rollout.samples_per_prompt={SAMPLES}",
-    ]
-    producing = [
-        f"rollout.producer.mode={mode}",
-        f"rollout.producer.prefetch_rollouts={depth}",
-        "rollout.producer.min_groups=2",
-    ]
-    config, engine, trainer = load_config(None, overrides + producing), FakeEngine(), SimpleNamespace(weight_version=0)
-    weights = {"export": lambda: iter([("weight", torch.zeros(1))]), "version": lambda: trainer.weight_version}
-    generation = RolloutManager(engine, FakeReward(), config, share=(0, 1), **weights)
-    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    numbers = itertools.count()
-    prompts = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
-    timer = StepTimer(lambda stage: contextlib.nullcontext())
-    feed = RolloutQueue(config, trainer, generation, prompts, timer, **given)
-    held, ahead = [], 0 if mode == "sync" else depth
-    for turn in range(turns):
-        feed.start_ahead(turn)
-        generation.collect(feed.jobs[turn], range(prompts_per_rollout))
-        generation.finish(feed.jobs[turn])
-        for _ in range(3):  # asked again and again it starts no more
-            feed.start_ahead(turn)
-        assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_rollout)
-        time.sleep(0.02)  # for more than that, which there must not be
-        held.append(len(engine.finished) - turn * prompts_per_rollout)
-        assert len(feed.jobs) == min(ahead + 1, turns - turn)
-        feed._drop_stale(turn, set(range(prompts_per_rollout)))
-        trainer.weight_version += 1
-    assert max(held) == (ahead + 1) * prompts_per_rollout and len(engine.finished) == turns * prompts_per_rollout
-    generation.close()

@@ -1,0 +1,100 @@
+"""TRL's trainers without a model, over given log-probs and rewards."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.oracles.batch import (
+    Batch,
+)
+
+trl = pytest.importorskip("trl", reason="TRL is not installed; `make test-oracles` installs it")
+
+
+def one_process(**attributes) -> SimpleNamespace:
+    """accelerate's Accelerator of one process, as far as the trainers read it."""
+    return SimpleNamespace(
+        num_processes=1,
+        process_index=0,
+        device=torch.device("cpu"),
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        sync_gradients=True,
+        **attributes,
+    )
+
+
+def generating_trainer(batch: Batch, rewards: np.ndarray, **changed) -> SimpleNamespace:
+    """What _generate_and_score_completions reads of a trainer: the batch is what "was generated", the rewards what "was
+    scored"."""
+    lengths = batch.response_tokens.tolist()
+    completions = [[1] * n for n in lengths]
+    tools = [row[:n].long().tolist() for row, n in zip(batch.mask, lengths, strict=True)]
+    sampled = [row[:n].tolist() for row, n in zip(batch.rollout, lengths, strict=True)]
+    grpo = ([[1]] * len(lengths), completions, tools, [""] * len(lengths), sampled, None, None, None)
+    size = int((batch.groups == batch.groups[0]).sum())
+    args = SimpleNamespace(
+        per_device_train_batch_size=size,
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing_kwargs=None,
+    )
+    trainer = dict(
+        accelerator=one_process(),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        environment_factories=None,
+        tools=None,
+        environments=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        args=args,
+        num_iterations=1,
+        beta=0.0,
+        num_generations=size,
+        multi_objective_aggregation="sum_then_normalize",
+        scale_rewards="group",
+        reward_weights=torch.ones(rewards.shape[1], dtype=torch.float64),
+        reward_funcs=[None] * rewards.shape[1],
+        reward_func_names=[str(i) for i in range(rewards.shape[1])],
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=2.0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _logs=defaultdict(lambda: defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+        log_multimodal=False,
+        reward_clip_range=None,
+        normalize_advantages=False,
+        _generate=lambda prompts: grpo,
+        _calculate_rewards=lambda *args: torch.from_numpy(rewards),
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (batch.old, None, None),
+    )
+    trainer["_logs"].update({name: [] for name in ("prompt", "completion", "advantages")})
+    return SimpleNamespace(**{**trainer, **changed})
+
+
+@contextmanager
+def double_by_default():
+    """TRL makes tensors of the engine's log-probs in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def trl_scored(batch: Batch, rewards: np.ndarray, **changed) -> dict[str, torch.Tensor]:
+    with double_by_default():
+        trainer = generating_trainer(batch, rewards, **changed)
+        return trl.GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * len(batch.groups))

@@ -1,0 +1,244 @@
+"""Workloads, coefficients and command lines of the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl import cli, train
+from megatron_rl.config import load_config
+from megatron_rl.errors import ConfigError
+from megatron_rl.simulator.degrees import degrees_of, world_size
+from megatron_rl.simulator.forecast import forecast
+from megatron_rl.simulator.machine import Machine, load_coefficients, machine_costs
+from megatron_rl.simulator.memory import stage_parameters
+from megatron_rl.simulator.picture import picture
+from megatron_rl.simulator.workload import Workload, append_trace, draw, read_trace
+from tests.reference import tiny_config
+from tests.tools.simulated_job import equal_samples, per_token, tiny_job
+from tools import simulate_cluster
+
+
+def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:
+    config = load_config(None, ["train.prompts_per_rollout=8", "rollout.samples_per_prompt=4"])
+    workloads = [draw(config, lengths=None, pass_rate=None, prompt_tokens=9, seed=seed)[0] for seed in (0, 1)]
+    workloads[0].rewards[3] = np.nan
+    for rollout, workload in enumerate(workloads):
+        append_trace(tmp_path / "trace.jsonl", rollout, workload)
+    for found, wanted in zip(read_trace(tmp_path), workloads, strict=True):
+        for field in dataclasses.fields(Workload):
+            np.testing.assert_array_equal(getattr(found, field.name), getattr(wanted, field.name))
+
+
+def test_a_trace_by_samples_equals_one_by_rollouts(tmp_path: pathlib.Path, caplog) -> None:
+    """Tokens with loss default to the response's; a line that was cut off while it was written is left out, and
+    said."""
+    wanted = equal_samples(4, 20)
+    rows = zip(
+        wanted.prompt_tokens.tolist(),
+        wanted.response_tokens.tolist(),
+        wanted.rewards.tolist(),
+        wanted.groups.tolist(),
+        strict=True,
+    )
+    lines = [
+        json.dumps(dict(zip(("prompt_tokens", "response_tokens", "reward", "group"), row, strict=True))) for row in rows
+    ]
+    (tmp_path / "by_sample.jsonl").write_text("\n".join([*lines, lines[0][:20]]))
+    append_trace(tmp_path / "trace.jsonl", 7, wanted)
+    assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == 1
+    for name in ("by_sample.jsonl", "trace.jsonl"):
+        (found,) = read_trace(tmp_path / name)
+        for field in dataclasses.fields(Workload):
+            np.testing.assert_array_equal(getattr(found, field.name), getattr(wanted, field.name))
+    assert "by_sample.jsonl:5 is cut off and was left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [
+        ({}, "trace.jsonl:2: rollout 1 came before"),
+        ({"rollout": 2, "reward": [1.0]}, "lists of different lengths: .*'reward': 1"),
+        ({"rollout": 2, "group": ["x"] * 4}, "ValueError"),
+        ({"rollout": 2, "prompt_tokens": [None] * 4}, "cannot convert float NaN to integer"),
+    ],
+)
+def test_a_line_that_is_no_rollout_is_named(tmp_path: pathlib.Path, again: dict, message: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    append_trace(file, 1, equal_samples(4, 20))
+    file.write_text(file.read_text() + json.dumps(json.loads(file.read_text()) | again) + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_trace(file)
+
+
+def test_gdpo_reads_each_functions_rewards(tmp_path: pathlib.Path) -> None:
+    """Two functions that disagree and whose weighted sum is the same: signal under gdpo alone."""
+    by_function = {"a:f": np.array([1.0, 0.0]), "b:g": np.array([0.0, 2.0])}
+    append_trace(
+        tmp_path / "trace.jsonl",
+        1,
+        dataclasses.replace(equal_samples(2, 20), rewards=np.ones(2), by_function=by_function),
+    )
+    (found,) = read_trace(tmp_path)
+    given = ["reward.functions=[a:f,b:g]", "reward.weights=[1.0,0.5]"]
+    assert (
+        found.signal(load_config(None, [*given, "advantage.estimator=gdpo"])).all()
+        and not found.signal(load_config(None, given)).any()
+    )
+    with pytest.raises(ConfigError, match=r"reward.functions=\['a:h'\] and the trace has those of \['a:f', 'b:g'\]"):
+        found.signal(load_config(None, ["reward.functions=[a:h]", "advantage.estimator=gdpo"]))
+
+
+def test_draws_have_the_stated_means() -> None:
+    """Of 40,000 lengths and 10,000 prompts: within 2 %, four standard errors."""
+    config = load_config(
+        None, ["train.prompts_per_rollout=10000", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=100000"]
+    )
+    workload, said = draw(config, lengths="lognormal:800,0.6", pass_rate="beta:2,3", prompt_tokens=50, seed=0)
+    assert workload.response_tokens.mean() == pytest.approx(800, rel=0.02) and workload.rewards.mean() == pytest.approx(
+        0.4, rel=0.02
+    )
+    assert "lognormal:800,0.6" in said and "beta:2,3" in said
+
+
+def test_signal_is_the_runs_own() -> None:
+    workload = equal_samples(8, 20, dead=2)
+    assert workload.signal(load_config(None)).tolist() == [False] * 4 + [True] * 4
+
+
+def test_coefficients_of_a_run_and_of_a_machine(tmp_path: pathlib.Path) -> None:
+    job = tiny_job(equal_samples(8, 20), 2, "parallel.pipeline=2")
+    machine = Machine(
+        flops_per_s=1e9,
+        attention_flops_per_s=5e8,
+        layer_overhead_s=1e-3,
+        adam_s=1e-9,
+        reduce_s=2e-9,
+        update_overhead_s=0.1,
+    )
+    file = tmp_path / "coefficients.json"
+    file.write_text(json.dumps({"machine": dataclasses.asdict(machine), "measured_on": "a laptop"}))
+    read = load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
+    assert read.model == machine_costs(machine, job.shape, job.config, job.degrees, loss_share=0.8, source="").model
+    assert read.source == "coefficients of coefficients.json: a laptop"
+    dense = stage_parameters(job.shape, job.degrees, 1)[0]
+    assert read.optimizer_s == pytest.approx(0.1 + 1e-9 * dense)  # one replica: nothing is reduced
+    stage = {"overhead": 0.1, "token": 1e-3, "square": 0.0}
+    file.write_text(json.dumps({"stages": [stage, stage], "virtual": 1, "optimizer_s": 0.5}))
+    assert load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8).from_run
+    file.write_text(json.dumps({"stages": [stage], "virtual": 1, "optimizer_s": 0.5}))
+    with pytest.raises(
+        ConfigError, match="fitted with 1 pipeline stages of 1 chunks and this configuration has 2 of 1"
+    ):
+        load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
+
+
+def test_world_size_is_said_by_somebody() -> None:
+    assert world_size(4, None, {}) == 32 and world_size(None, None, {"WORLD_SIZE": "6"}) == 6
+    assert world_size(None, None, {"SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}) == 12
+    with pytest.raises(ConfigError, match="add --nodes N"):
+        world_size(None, None, {})
+    with pytest.raises(ConfigError, match="world size 6 is no multiple of"):
+        degrees_of(load_config(None, ["parallel.pipeline=4"]), 6)
+
+
+@pytest.fixture
+def arguments(tmp_path: pathlib.Path) -> list[str]:
+    tiny_config("qwen3", layers=8).save_pretrained(tmp_path / "model")
+    return [
+        f"model.hf_path={tmp_path / 'model'}",
+        "parallel.pipeline=4",
+        "plan.max_tokens_per_microbatch=256",
+        "data.max_prompt_tokens=64",
+        "rollout.max_response_tokens=128",
+        "reward.functions=[arithmetic]",
+    ]
+
+
+def test_the_tool_prints_and_writes(arguments, tmp_path: pathlib.Path, capsys) -> None:
+    svg, written = tmp_path / "pipeline.svg", tmp_path / "figures.json"
+    assert simulate_cluster.main(["--nodes", "2", "--svg", str(svg), *arguments, "--json", str(written)]) == 0
+    printed, content = capsys.readouterr().out, json.loads(written.read_text())
+    assert "TP 1, PP 4, DP 4" in printed and "not measured" in printed and "binds: " in printed
+    assert content["world_size"] == 16 and len(content["memory"]) == 4 and content["gain_predicted"] > 1
+    assert content["dense"]["update_s"] == pytest.approx(
+        content["dense"]["pipeline_s"] + content["dense"]["optimizer_s"]
+    )
+    assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
+
+
+def test_the_picture_has_a_box_for_every_operation() -> None:
+    found = forecast(tiny_job(equal_samples(16, 40, dead=4), 8, "parallel.pipeline=4", costs=per_token(4)))
+    boxes = [
+        x.get("class") for x in ElementTree.fromstring(picture(found, "a <title>")).iter() if x.tag.endswith("rect")
+    ]
+    assert boxes.count("forward") - 1 == boxes.count("backward") - 1 == 4 * (8 + 4)  # one each is the legend's
+    assert (
+        boxes.count("dead") - 1 == 2 * 4 * 4 and boxes.count("saved") == 1
+    )  # half of the dense run's, and what the skip saves
+
+
+def test_a_dry_run_of_training_joins_nothing(arguments, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(train, "train", lambda config: pytest.fail("a dry run must not train"))
+    assert train.main([*arguments, "--dry-run", "--nodes", "1"]) == 0
+    assert "PP 4, DP 2" in capsys.readouterr().out and not torch.distributed.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    assert train.main([*arguments, "--dry-run"]) == 0
+    assert "PP 4, DP 3" in capsys.readouterr().out
+    separate = ("advantage.estimator=gae", "critic.placement=separate", "critic.ranks=4")
+    assert train.main([*arguments, *separate, "--dry-run"]) == 0  # every sample trains, and four ranks hold no policy
+    said = capsys.readouterr()
+    assert "PP 4, DP 2" in said.out and "critic: neither its time" in said.err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--nodes", "1", "parallel.pipeline=3"], "world size 8 is no multiple of"),
+        (["--nodes", "3", "parallel.pipeline=3"], "does not divide num_hidden_layers=8"),
+        (["--nodes", "1", "loss.kl_coefficient=0.1"], "skip.mode=exact"),
+        (["--nodes", "1", "plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
+        (["--nodes", "1", "--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
+        (["--nodes", "1", "megatron.transformer.num_layers=3"], "is refused"),
+        (["--nodes", "1", "rollout.max_response_tokens=5000"], "5000"),
+        ([], "add --nodes N"),
+    ],
+)
+def test_what_cannot_work_is_said_as_training_says_it(arguments, more, message, capsys, monkeypatch) -> None:
+    for name in ("WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    assert train.main([*arguments, "--dry-run", *more]) == cli.EXIT_CONFIG
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_forecasts_as_its_samples_do(arguments, tmp_path: pathlib.Path, capsys) -> None:
+    """The rollout of median update time, and an error for a line that is no sample, and for two sources at once."""
+    config = load_config(None, arguments)
+    trace, written = tmp_path / "trace.jsonl", tmp_path / "figures.json"
+    for rollout, mean in enumerate((40, 80, 60)):
+        append_trace(
+            trace, rollout, draw(config, lengths=f"lognormal:{mean},0.3", pass_rate=None, prompt_tokens=9, seed=0)[0]
+        )
+    command = [*arguments, "--nodes", "1", "--trace", str(trace), "--json", str(written)]
+    assert simulate_cluster.main(command) == 0
+    lengths = read_trace(trace)[2].lengths
+    assert (
+        json.loads(written.read_text())["dense"]["tokens"] == lengths.sum()
+        and "recorded: 3 rollout(s)" in capsys.readouterr().out
+    )
+    assert simulate_cluster.main([*command, "--pass-rate", "beta:1,1"]) == simulate_cluster.EXIT_CONFIG
+    trace.write_text('{"prompt_tokens": 3}\n')
+    assert simulate_cluster.main(command) == simulate_cluster.EXIT_CONFIG
+    assert "trace.jsonl:1: " in capsys.readouterr().err
+    for option in ("--trace", "--coefficients", "--from-run"):
+        assert (
+            simulate_cluster.main([*arguments, "--nodes", "1", option, str(tmp_path / "none")])
+            == simulate_cluster.EXIT_CONFIG
+        )
+        assert f"{option} {tmp_path / 'none'}" in capsys.readouterr().err

@@ -1,0 +1,293 @@
+"""model/logprob.py's path from hidden states and the head's weight, against the path over logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.model.logprob import linear_logprob, vocab_parallel_logprob
+from tests.unit.model.logits import SINGLE, gradients, reference
+
+TOKENS, WIDTH, VOCAB, PADDED = 11, 12, 37, 40
+# ‖found − wanted‖ / ‖wanted‖: sums of float32 products over H = 12 or V = 37, every term rounded to 6e-8
+CLOSE = 1e-6
+# bfloat16 logits of some 4 are rounded to 2^-8 relative, a target's log-prob is such a number; the reference does the
+# same, and
+# where its matrix product adds in another order a logit falls on the next bfloat16
+CLOSE_BFLOAT16 = 2**-7
+
+
+def make_head(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """hidden [tokens, H], weight [PADDED, H], targets [tokens], coefficients [2, tokens] of log-probs and entropies."""
+    random = torch.Generator().manual_seed(3)
+    hidden = torch.randn(tokens, WIDTH, generator=random).to(dtype)
+    weight = torch.randn(PADDED, WIDTH, generator=random).to(dtype)
+    return (
+        hidden,
+        weight,
+        torch.randint(0, VOCAB, (tokens,), generator=random),
+        torch.randn(2, tokens, generator=random).to(dtype),
+    )
+
+
+def head_gradients(function, hidden, weight, coefficients, train_entropy: bool) -> tuple[torch.Tensor, ...]:
+    """(log-probs, entropies, gradient of hidden, gradient of weight) of Σ coefficient · output."""
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    outputs = function(*leaves)
+    total = sum(
+        (c * x).sum() for c, x in zip(coefficients if train_entropy else coefficients[:1], outputs, strict=False)
+    )
+    return *(x.detach() for x in outputs), *torch.autograd.grad(total, leaves)
+
+
+def plain_path(
+    hidden, weight, targets, coefficients, *, temperature: float, train_entropy: bool
+) -> tuple[torch.Tensor, ...]:
+    def logits_first(h, w):
+        options = dict(temperature=temperature, vocab_size=VOCAB, train_entropy=train_entropy)
+        return vocab_parallel_logprob(functional.linear(h, w), targets, **options)
+
+    return head_gradients(logits_first, hidden, weight, coefficients, train_entropy)
+
+
+def assert_near(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], bound: float) -> None:
+    for name, x, y in zip(
+        ("log-probs", "entropies", "hidden's gradient", "weight's gradient"), found, wanted, strict=True
+    ):
+        assert x.shape == y.shape, f"{name}: {x.shape} and {y.shape}"
+        error = ((x.double() - y.double()).norm() / y.double().norm()).item()
+        assert error <= bound, f"{name}: relative error {error:.2e} over {bound:.2e}"
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, TOKENS, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("train_entropy", [False, True])
+def test_linear_equals_log_softmax_and_the_logits_path(
+    chunk_tokens: int, temperature: float, train_entropy: bool
+) -> None:
+    hidden, weight, targets, coefficients = make_head()
+
+    def lean(h, w):
+        options = dict(
+            temperature=temperature, vocab_size=VOCAB, train_entropy=train_entropy, chunk_tokens=chunk_tokens
+        )
+        return linear_logprob(h, w, targets, **options)
+
+    def double(h, w):
+        return reference(functional.linear(h, w), targets, temperature, VOCAB)
+
+    found = head_gradients(lean, hidden, weight, coefficients, train_entropy)
+    assert_near(
+        found, head_gradients(double, hidden.double(), weight.double(), coefficients.double(), train_entropy), CLOSE
+    )
+    assert_near(
+        found,
+        plain_path(hidden, weight, targets, coefficients, temperature=temperature, train_entropy=train_entropy),
+        CLOSE,
+    )
+    assert torch.equal(found[3][VOCAB:], torch.zeros(PADDED - VOCAB, WIDTH)), "a pad of the vocabulary has a gradient"
+
+
+@pytest.mark.parametrize("train_entropy", [False, True])
+def test_linear_in_bfloat16_equals_the_logits_path(train_entropy: bool) -> None:
+    hidden, weight, targets, coefficients = make_head(dtype=torch.bfloat16)
+
+    def lean(h, w):
+        return linear_logprob(
+            h, w, targets, temperature=0.7, vocab_size=VOCAB, train_entropy=train_entropy, chunk_tokens=4
+        )
+
+    found = head_gradients(lean, hidden, weight, coefficients, train_entropy)
+    assert [x.dtype for x in found] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    assert_near(
+        found,
+        plain_path(hidden, weight, targets, coefficients, temperature=0.7, train_entropy=train_entropy),
+        CLOSE_BFLOAT16,
+    )
+
+
+def test_linear_passes_gradcheck_in_double() -> None:
+    hidden, weight, targets, _ = make_head(3, torch.float64)
+
+    def lean(h, w):
+        return linear_logprob(h, w, targets, temperature=1.3, vocab_size=VOCAB, train_entropy=True, chunk_tokens=2)
+
+    assert torch.autograd.gradcheck(lean, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+def test_linear_entropy_carries_gradient_only_where_it_is_trained() -> None:
+    hidden, weight, targets, _ = make_head()
+    for train_entropy in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropy = linear_logprob(leaf, weight, targets, vocab_size=VOCAB, train_entropy=train_entropy)
+        assert logprobs.requires_grad and entropy.requires_grad == train_entropy
+
+
+def test_linear_gives_only_the_gradients_asked_for() -> None:
+    """A frozen output layer, or hidden states from a frozen trunk: the other gradient is unchanged, bit by bit."""
+    hidden, weight, targets, coefficients = make_head()
+    wanted = head_gradients(
+        lambda h, w: linear_logprob(h, w, targets, vocab_size=VOCAB), hidden, weight, coefficients, False
+    )
+    for index, gradient in enumerate(wanted[2:]):
+        leaves = [hidden.clone(), weight.clone()]
+        leaves[index].requires_grad_()
+        (coefficients[0] * linear_logprob(*leaves, targets, vocab_size=VOCAB)[0]).sum().backward()
+        assert torch.equal(leaves[index].grad, gradient) and leaves[1 - index].grad is None
+
+
+def test_linear_of_no_rows_gives_no_outputs_and_zero_gradients() -> None:
+    hidden, weight, targets, coefficients = make_head(0)
+    found = head_gradients(
+        lambda h, w: linear_logprob(h, w, targets, vocab_size=VOCAB, train_entropy=True),
+        hidden,
+        weight,
+        coefficients,
+        True,
+    )
+    wanted = torch.zeros(0), torch.zeros(0), torch.zeros(0, WIDTH), torch.zeros(PADDED, WIDTH)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("train_entropy", [False, True])
+def test_masked_logits_take_no_probability_and_no_nan(train_entropy: bool) -> None:
+    """Rows of weight that send a logit to −inf equal a vocabulary without them, here its last rows, in both
+    functions."""
+    hidden, weight, targets, coefficients = make_head()
+    hidden, targets, kept = hidden.abs(), targets % 30, 30
+    masked = torch.cat([weight[:kept], torch.full((VOCAB - kept, WIDTH), float("-inf"))])
+    wanted = head_gradients(
+        lambda h, w: linear_logprob(h, w, targets, vocab_size=kept, train_entropy=train_entropy),
+        hidden,
+        weight[:kept],
+        coefficients,
+        train_entropy,
+    )
+    leaf = weight[:kept].clone().requires_grad_()  # hidden's gradient is 0 · (−inf) there, as for any such layer
+    outputs = linear_logprob(
+        hidden, torch.cat([leaf, masked[kept:]]), targets, vocab_size=VOCAB, train_entropy=train_entropy
+    )
+    sum((c * x).sum() for c, x in zip(coefficients[: 1 + train_entropy], outputs, strict=False)).backward()
+    assert_near((*(x.detach() for x in outputs), wanted[2], leaf.grad), wanted, CLOSE)
+    logits = functional.linear(hidden, masked)
+    found, gradient = gradients(
+        lambda x: vocab_parallel_logprob(x, targets, vocab_size=VOCAB, train_entropy=train_entropy),
+        logits,
+        *coefficients[: 1 + train_entropy],
+    )
+    torch.testing.assert_close(found[0], wanted[0], **SINGLE)
+    assert gradient.isfinite().all() and not gradient[:, kept:].any()
+
+
+class LargestResult(TorchDispatchMode):
+    """The most elements any operation gave back, in backward too."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in (result,) if isinstance(x, torch.Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_never_holds_more_than_a_chunk_of_logits(dtype: torch.dtype) -> None:
+    """The logits' path meets all 400 x 40 of them, so the measure sees what it should; hidden and weight are smaller
+    than a chunk."""
+    hidden, weight, targets, coefficients = make_head(400, dtype)
+    with LargestResult() as lean:
+        head_gradients(
+            lambda h, w: linear_logprob(h, w, targets, vocab_size=PADDED, train_entropy=True, chunk_tokens=150),
+            hidden,
+            weight,
+            coefficients,
+            True,
+        )
+    with LargestResult() as plain:
+        plain_path(hidden, weight, targets, coefficients, temperature=1.0, train_entropy=True)
+    assert (lean.elements, plain.elements) == (150 * PADDED, 400 * PADDED)
+
+
+def test_linear_refuses_a_chunk_of_no_tokens() -> None:
+    hidden, weight, targets, _ = make_head()
+    with pytest.raises(ValueError, match="chunk_tokens=0 must be at least 1"):
+        linear_logprob(hidden, weight, targets, vocab_size=VOCAB, chunk_tokens=0)
+
+
+def shard_of_linear(
+    rank: int, world: int, tokens: int, masked: bool, options: dict
+) -> tuple[tuple[torch.Tensor, ...], int]:
+    """This tensor rank's outputs and gradients, and the number of all-reduces; where ``masked``, all of rank 1's logits
+    are −inf."""
+    hidden, weight, targets, coefficients = make_head(tokens)
+    width, calls, all_reduce = PADDED // world, [], dist.all_reduce
+    if masked:
+        hidden, targets, weight[width:] = hidden.abs(), targets % width, float("-inf")
+        hidden.requires_grad_(False)
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(None), all_reduce(*args, **kwargs))
+    try:
+        found = head_gradients(
+            lambda h, w: linear_logprob(
+                h, w, targets, vocab_size=VOCAB, tensor_rank=rank, group=dist.group.WORLD, **options
+            ),
+            hidden,
+            weight[rank * width : (rank + 1) * width],
+            coefficients,
+            options["train_entropy"],
+        )
+    finally:
+        dist.all_reduce = all_reduce
+    return found, len(calls)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 64])
+@pytest.mark.parametrize("train_entropy", [False, True])
+def test_linear_tp2_equals_tp1(pool, chunk_tokens: int, train_entropy: bool) -> None:
+    """Two true ranks; the second holds the pads. Three all-reduces, however many chunks."""
+    hidden, weight, targets, coefficients = make_head()
+    wanted = plain_path(hidden, weight, targets, coefficients, temperature=0.7, train_entropy=train_entropy)
+    options = dict(temperature=0.7, train_entropy=train_entropy, chunk_tokens=chunk_tokens)
+    ranks = pool.run(2, shard_of_linear, TOKENS, False, options, timeout_s=60)
+    whole_weight = torch.cat([found[3] for found, _ in ranks])
+    assert torch.equal(whole_weight[VOCAB:], torch.zeros(PADDED - VOCAB, WIDTH))
+    for found, calls in ranks:
+        assert_near((*found[:3], whole_weight), wanted, CLOSE)
+        assert calls == 3
+
+
+def test_linear_tp2_leaves_the_sum_of_hiddens_gradient_to_the_caller(pool) -> None:
+    """Under sequence parallelism the gather's backward reduces and scatters: this rank's part, no all-reduce in
+    backward."""
+    hidden, weight, targets, coefficients = make_head()
+    wanted = plain_path(hidden, weight, targets, coefficients, temperature=1.0, train_entropy=False)
+    ranks = pool.run(
+        2, shard_of_linear, TOKENS, False, dict(train_entropy=False, reduce_hidden_grad=False), timeout_s=60
+    )
+    parts = [found[2] for found, _ in ranks]
+    assert_near((*wanted[:2], parts[0] + parts[1], wanted[3]), wanted, CLOSE)
+    assert [calls for _, calls in ranks] == [2, 2]
+
+
+def test_linear_tp2_of_no_rows_stays_in_lockstep_without_collectives(pool) -> None:
+    for found, calls in pool.run(2, shard_of_linear, 0, False, dict(train_entropy=True), timeout_s=60):
+        assert calls == 0 and found[0].shape == (0,) and torch.equal(found[3], torch.zeros(PADDED // 2, WIDTH))
+
+
+def test_linear_tp2_with_one_ranks_logits_all_masked(pool) -> None:
+    (first, _), (second, _) = pool.run(
+        2, shard_of_linear, TOKENS, True, dict(train_entropy=True, reduce_hidden_grad=False), timeout_s=60
+    )
+    hidden, weight, targets, coefficients = make_head()
+    wanted = head_gradients(
+        lambda h, w: linear_logprob(h, w, targets % 20, vocab_size=20, train_entropy=True),
+        hidden.abs(),
+        weight[:20],
+        coefficients,
+        True,
+    )
+    assert_near(first, wanted, CLOSE)
+    assert_near((*second[:2], wanted[2], first[3]), wanted, CLOSE)
+    assert not second[3].any(), "a masked logit's row has a gradient"

@@ -1,0 +1,14 @@
+"""Fixtures of the tests of rewards."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.reward import pool as pool_module
+from tests.unit.reward.rig import OnlyEndless
+
+
+@pytest.fixture
+def only_endless(monkeypatch) -> None:
+    """Deadlines reach only the samples that never end, however loaded the host is."""
+    monkeypatch.setattr(pool_module, "WorkerProcess", OnlyEndless)

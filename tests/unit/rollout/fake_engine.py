@@ -1,0 +1,138 @@
+"""An engine and a reward without a model, and a worker over them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+
+from megatron_rl.config import ProducerConfig
+from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
+from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
+from megatron_rl.types import Prompt, Rollout, Score
+from tests.patience import HANG_S, patient, until
+
+SAMPLES, BOUND_S = 2, patient(10 * HANG_S)  # longer than any wait for an end
+MODES = ("sync", "prefetch", "streaming")
+BACKGROUND = [(mode, apart) for mode in MODES[1:] for apart in (True, False)]
+
+
+def prompt_of(number: int) -> Prompt:
+    return Prompt(prompt_id=f"{number}@0", text="", token_ids=(5,), columns={})
+
+
+def group_of(prompt: Prompt) -> list[Rollout]:
+    same = {
+        "response_ids": (3, 7),
+        "logprobs": (-1.0, -2.0),
+        "text": "",
+        "finish_reason": "stop",
+        "weight_versions": ((0, 2),),
+    }
+    return [Rollout(prompt=prompt, sample_index=index, **same) for index in range(SAMPLES)]
+
+
+def value_of(rollout: Rollout) -> float:
+    return float(int(rollout.prompt.prompt_id.split("@")[0]) * SAMPLES + rollout.sample_index)
+
+
+class FakeEngine:
+    """Groups in an order of its own. losses[k]: how many groups its k-th call finishes before the engine is lost.
+
+    group_s: before each group · finished: names, one each time that a group is finished · held: set to go on, once
+    ``holds`` groups are finished.
+    """
+
+    def __init__(
+        self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None
+    ) -> None:
+        self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
+        self.weight_version, self.lost = NO_WEIGHTS, []
+        self.calls: list[list[str]] = []
+        self.finished: list[str] = []
+        self.held, self.closed = threading.Event(), threading.Event()
+        self.on_finished = None
+
+    def generate(
+        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
+    ) -> list[Rollout]:
+        assert samples_per_prompt == SAMPLES
+        self.calls.append([prompt.name for prompt in prompts])
+        self.on_finished = on_finished
+        order = self.random.sample(range(len(prompts)), len(prompts)) if self.holds is None else range(len(prompts))
+        limit = self.losses.pop(0) if self.losses else len(prompts)
+        done: dict[int, list[Rollout]] = {}
+        for k in order:
+            if len(done) == limit:
+                raise EngineLost("it was killed", finished=done)
+            if len(self.finished) == self.holds:
+                assert self.held.wait(BOUND_S)
+            if self.closed.wait(self.group_s):
+                raise RuntimeError("the engine is closed")
+            done[k] = group_of(prompts[k])
+            self.finished.append(prompts[k].name)
+            on_finished(k, done[k])
+        return [rollout for k in range(len(prompts)) for rollout in done[k]]
+
+    def recover(self, lost) -> list[str]:
+        return []
+
+    def load_weights(self, tensors, version) -> SyncReport:
+        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0)
+
+    def take_report(self, version, failed, lost) -> None:
+        self.weight_version = version
+
+    def sleep(self) -> None: ...
+
+    def wake(self, *, tags) -> None: ...
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class FakeReward:
+    """calls: (name of the thread, sample ids). It meets ``error`` or waits for ``hold`` at the groups of ``prompt``."""
+
+    def __init__(
+        self, *, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None
+    ) -> None:
+        self.prompt, self.error, self.hold = prompt, error, hold
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        self.calls.append((threading.current_thread().name, [rollout.sample_id for rollout in rollouts]))
+        if self.prompt in {rollout.prompt.name for rollout in rollouts}:
+            if self.hold is not None:
+                assert self.hold.wait(BOUND_S)
+            if self.error is not None:
+                raise self.error
+        return [Score(total=value_of(rollout), by_function=()) for rollout in rollouts]
+
+
+def producer_of(
+    engine: FakeEngine,
+    score: FakeReward,
+    mode: str,
+    *,
+    apart: bool,
+    min_groups: int = 1,
+    share=(0, 1),
+    deadline_s=BOUND_S,
+):
+    return RolloutWorker(
+        engine, score, ProducerConfig(mode=mode, min_groups=min_groups), apart=apart, share=share, deadline_s=deadline_s
+    )
+
+
+def job_of(producer: RolloutWorker, numbers: Sequence[int]) -> RolloutJob:
+    return RolloutJob(
+        {place: prompt_of(number) for place, number in enumerate(numbers)}, producer.places(len(numbers)), SAMPLES
+    )
+
+
+def end(producer: RolloutWorker) -> None:
+    """Close it; its threads end."""
+    producer.engine.close()
+    producer.close()
+    assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
