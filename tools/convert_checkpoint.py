@@ -114,7 +114,7 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
     """(config, shape) of a Hugging Face directory. Raises ConfigError, naming what is missing of a model that no table
     expresses."""
     from megatron_rl.errors import ConfigError
-    from megatron_rl.model.build import FAMILIES, MISSING, inverse_frequencies, read_shape
+    from megatron_rl.model.hf_config import FAMILIES, MISSING, inverse_frequencies, read_shape
 
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json; name a Hugging Face directory")

@@ -25,9 +25,10 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.backend import batch_exchange
+from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.packing import PackedMicroBatch
 from megatron_rl.backend.reference_weights import PLACEMENTS, ReferenceWeights
-from megatron_rl.backend.trainable_model import Batch, TrainableModel
+from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.config import Config
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.platform import HOST

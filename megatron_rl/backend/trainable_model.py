@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,21 +21,21 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend import batch_exchange
+from megatron_rl.backend.batch import Batch
+from megatron_rl.backend.megatron_ddp import distributed_fields
 from megatron_rl.backend.offload import OffloadedBytes
-from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS, Optimizer
+from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
 from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.config import Config, LoraConfig
-from megatron_rl.config.megatron_fields import resolve_fields
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.attention import ContextShard
 from megatron_rl.model.build import build_model
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
-from megatron_rl.types import BatchFacts, BatchPlan, Sample, StepKind, StepPlan, StepResult
+from megatron_rl.types import BatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.export import (
     HuggingFaceReader,
     MemoryReader,
@@ -49,30 +48,8 @@ from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
-from megatron.core.optimizer import OptimizerConfig  # isort: skip
 
 REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
-_SEAM = "the token-sum seam owns it"
-REFUSED_DDP_FIELDS = {
-    "average_in_collective": f"{_SEAM}: data-parallel ranks add, they are not averaged",
-    "use_distributed_optimizer": "it is set by optimizer.distributed",
-    "use_megatron_fsdp": "its buffers have no ghost step yet",
-    "num_distributed_optimizer_instances": "a silent rank would not know the second reduction",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
-    """Samples of all ranks.
-
-    facts: of every sample, on every rank.
-    local: the rows that this rank produced.
-    rows:  by sample index, the rows that this rank's micro-batches of a plan need (``TrainableModel.fetch_rows``).
-    """
-
-    facts: BatchFacts
-    local: Sequence[Sample]
-    rows: Mapping[int, Sample] = dataclasses.field(default_factory=dict)
 
 
 class TrainableModel:
@@ -106,7 +83,7 @@ class TrainableModel:
         """
         self.config = config
         refuse_uncounted_losses(config)
-        ddp_fields = self._ddp_fields()
+        ddp_fields = distributed_fields(config)
         self.topology = place or self._join()
         if hf_config is None:
             from transformers import AutoConfig
@@ -148,19 +125,6 @@ class TrainableModel:
             deadline_s=self.config.run.deadline_s,
             seed=self.config.run.seed,
         )
-
-    def _ddp_fields(self) -> dict:
-        """DDP's fields, ours and ``megatron.ddp``'s; ConfigError for any field of ``megatron.*`` that may not be
-        set."""
-        given = self.config.megatron
-        resolve_fields(given.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
-        fields = resolve_fields(given.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
-        if given.ddp.get("overlap_param_gather") and not self.config.optimizer.distributed:
-            raise ConfigError(
-                "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters "
-                "it gathers"
-            )
-        return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": self.config.optimizer.distributed}
 
     def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
         if weights is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from megatron_rl.backend import batch_exchange
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.critic.link import Arrays, PolicyCriticLink
 from megatron_rl.distributed import topology
 from megatron_rl.errors import CheckpointError

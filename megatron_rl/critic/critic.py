@@ -19,9 +19,10 @@ import torch
 
 from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.value_loss import value_loss
+from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.offload import OffloadedBytes
 from megatron_rl.backend.packing import PackedMicroBatch
-from megatron_rl.backend.trainable_model import Batch, TrainableModel
+from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import STATE
 from megatron_rl.checkpoint.writer import PendingSave

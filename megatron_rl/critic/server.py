@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.checkpoint.manager import SIGNALS
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.distributed.platform import HOST
+from megatron_rl.model.flops import flops_per_token
 from megatron_rl.planning.cost import plan_seconds
 from megatron_rl.planning.plan import padded_lengths
 from megatron_rl.types import BatchFacts, StepKind, StepPlan
@@ -23,7 +24,7 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
     peak = HOST.peak_flops()
     if peak is not None and mini_batch.kind is StepKind.REAL:
         run = lengths[mini_batch.order].astype(np.float64)
-        flops = run.sum() * model.shape.flops_per_token(float((run * run).sum() / run.sum() / 2))
+        flops = run.sum() * flops_per_token(model.shape, float((run * run).sum() / run.sum() / 2))
         metrics["perf/mfu"] = float(flops / (seconds * model.topology.world_size * peak))
     return metrics | _cost(model, mini_batch, lengths)
 

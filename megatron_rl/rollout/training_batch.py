@@ -11,7 +11,7 @@ import numpy as np
 from megatron_rl.algorithm.advantage import GroupRewards, may_have_advantage
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.backend import LogProbs, MegatronBackend
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.config import Config
 from megatron_rl.observability.metrics import add_sums
 from megatron_rl.reward.overlong import overlong_shape

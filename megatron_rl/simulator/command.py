@@ -109,9 +109,11 @@ def read_shape(config: Config, degrees):
         )
     from transformers import AutoConfig
 
-    from megatron_rl.backend.trainable_model import REFUSED_DDP_FIELDS, DistributedDataParallelConfig
+    from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
+    from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
     from megatron_rl.config.megatron_fields import resolve_fields
-    from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS, TransformerConfig, model_shape
+    from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS, TransformerConfig
+    from megatron_rl.model.hf_config import model_shape
     from megatron_rl.validate import check_lengths
 
     shape = model_shape(AutoConfig.from_pretrained(config.model.hf_path), config, degrees, layer_spec="torch")

@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config
-from megatron_rl.model.build import ModelShape
 from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.timeline import Timeline, simulate
 from megatron_rl.simulator.degrees import Degrees
@@ -18,6 +17,7 @@ from megatron_rl.simulator.machine import Costs
 from megatron_rl.simulator.memory import StageMemory, stage_memory
 from megatron_rl.simulator.workload import Workload
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
+from megatron_rl.weights.model_shape import ModelShape
 
 MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs for the busiest data-parallel ranks alone
 

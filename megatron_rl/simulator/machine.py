@@ -17,10 +17,10 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.build import ModelShape
 from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.memory import full_recompute, stage_parameters
+from megatron_rl.weights.model_shape import ModelShape
 
 # Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16
 # weights back)

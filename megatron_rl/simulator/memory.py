@@ -15,11 +15,11 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.model.build import ModelShape
 from megatron_rl.model.logprob import LINEAR_CHUNK_TOKENS
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
+from megatron_rl.weights.model_shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 

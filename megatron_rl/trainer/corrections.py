@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rl.algorithm.importance import correction_metrics, importance_weights
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.distributed import collectives
 from megatron_rl.types import Advantages

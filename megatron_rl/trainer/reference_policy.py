@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_rl.algorithm.kl_controller import KLCoefficient
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.config import Config
 from megatron_rl.errors import CheckpointError
 from megatron_rl.types import StepResult

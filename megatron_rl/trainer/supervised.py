@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.algorithm.advantage import reduction_weights
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.observability.throughput import performance
 from megatron_rl.planning.plan import plan_steps
 from megatron_rl.rollout.worker import to_sample

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.algorithm.signal import SignalRule, has_signal
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.config import Config
 from megatron_rl.observability.metrics import add_sums, divide
 from megatron_rl.observability.timer import StepTimer

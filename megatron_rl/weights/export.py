@@ -24,18 +24,18 @@ from megatron_rl.weights.mapping import (
     TIED_HEAD,
     Entry,
     Layout,
-    Shape,
     hf_parts,
     hf_size,
     load_shard,
     shard_size,
     stage_entries,
 )
+from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
 
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 BUCKET_BYTES = 512 * 2**20
-StageEntries = Callable[[Shape, int, int, int], Iterator[Entry]]
+StageEntries = Callable[[ModelShape, int, int, int], Iterator[Entry]]
 """(shape, stage, number of stages, expert-parallel ranks) → that stage's entries, alike on all ranks."""
 
 
@@ -121,13 +121,17 @@ class HuggingFaceReader:
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[torch.nn.Module], shape: Shape, topology: Topology, reader: WeightReader) -> None:
+def load_weights(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
+) -> None:
     """Fills this rank's chunks. Raises where a tensor is missing, has another shape, or a parameter is left over."""
     for number, chunk in enumerate(chunks):
         _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader)
 
 
-def _load_chunk(chunk: torch.nn.Module, stage: int, shape: Shape, topology: Topology, reader: WeightReader) -> None:
+def _load_chunk(
+    chunk: torch.nn.Module, stage: int, shape: ModelShape, topology: Topology, reader: WeightReader
+) -> None:
     parameters = dict(chunk.named_parameters())
     for held in stage_entries(shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size):
         entry = held.held_by(topology.expert_rank, shape, topology.expert_size)
@@ -195,7 +199,7 @@ class Bucket:
         )
 
 
-def _bucket_of(stage: int, entry: Entry, shape: Shape, topology: Topology) -> Bucket:
+def _bucket_of(stage: int, entry: Entry, shape: ModelShape, topology: Topology) -> Bucket:
     ranks, peers = topology.tensor_size, 1
     if entry.expert is not None:
         ranks, peers = topology.expert_tensor_size, topology.expert_size
@@ -214,7 +218,7 @@ def _bucket_of(stage: int, entry: Entry, shape: Shape, topology: Topology) -> Bu
 
 
 def cut_buckets(
-    shape: Shape, topology: Topology, most_elements: int, entries: StageEntries = stage_entries
+    shape: ModelShape, topology: Topology, most_elements: int, entries: StageEntries = stage_entries
 ) -> list[Bucket]:
     """Every entry of every stage in one bucket, in the order of the stages; from the config alone, so alike on all
     ranks.
@@ -238,7 +242,7 @@ def cut_buckets(
 @torch.no_grad()
 def export_weights(
     chunks: Sequence[Mapping[str, torch.Tensor]],
-    shape: Shape,
+    shape: ModelShape,
     topology: Topology,
     *,
     bucket_bytes: int = BUCKET_BYTES,

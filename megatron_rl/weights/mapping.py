@@ -22,9 +22,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import torch
+
+from megatron_rl.weights.model_shape import ModelShape
 
 
 class Layout(Enum):
@@ -49,36 +50,13 @@ class Entry:
     layout: Layout
     expert: int | None = None
 
-    def held_by(self, expert_rank: int, shape: Shape, expert_size: int) -> Entry:
+    def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
         """The entry as one expert-parallel rank holds it: rank e has experts e·E/size to (e + 1)·E/size
         (``moe/moe_layer.py``)."""
         if self.expert is None:
             return self
         number = expert_rank * (shape.num_experts // expert_size) + self.expert
         return dataclasses.replace(self, hf=tuple(name.replace("{expert}", str(number)) for name in self.hf))
-
-
-class Shape(Protocol):
-    """What the mapping asks of model/build's ModelShape."""
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    padded_vocab_size: int
-    tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    num_experts: int
-    layer_spec: str
-    value_head: bool
-    lora_rank: int
-    lora_alpha: float
-    lora_targets: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +83,7 @@ VALUE_HEAD = Entry(
 FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",), layout=Layout.REPLICATED)
 
 
-def layer_entries(shape: Shape) -> tuple[Entry, ...]:
+def layer_entries(shape: ModelShape) -> tuple[Entry, ...]:
     """The table of one decoder layer; Megatron names are relative to ``decoder.layers.<local>.``, HF's to
     ``model.layers.<layer>.``."""
     fused = shape.layer_spec == "transformer_engine"
@@ -143,7 +121,7 @@ def layer_entries(shape: Shape) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def expert_entries(shape: Shape, expert: int) -> tuple[Entry, ...]:
+def expert_entries(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
     """The table of one of this rank's experts, names as in ``layer_entries``.
 
     The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's one
@@ -163,7 +141,7 @@ def expert_entries(shape: Shape, expert: int) -> tuple[Entry, ...]:
     )
 
 
-def stage_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
+def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
     """The parameters of one model chunk under full names, in an order that every rank derives alike.
 
     Of a layer's experts, an entry is the i-th of every expert-parallel rank. stage counts chunks in the order of the
@@ -197,7 +175,7 @@ def stage_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -
             yield TIED_HEAD
 
 
-def target_entries(shape: Shape) -> tuple[Entry, ...]:
+def target_entries(shape: ModelShape) -> tuple[Entry, ...]:
     """Of ``layer_entries`` the weights that ``lora.targets`` names."""
     wanted = {f"{name}.weight" for name in shape.lora_targets}
     return tuple(entry for entry in layer_entries(shape) if entry.megatron.partition(".")[2] in wanted)
@@ -227,7 +205,7 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
             )
 
 
-def adapter_entries(shape: Shape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
+def adapter_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
     """``stage_entries`` of the adapters; Hugging Face names are PEFT's without its ``base_model.model.``."""
     per_stage = shape.num_layers // num_stages
     for local in range(per_stage):
@@ -238,7 +216,7 @@ def adapter_entries(shape: Shape, stage: int, num_stages: int, expert_size: int)
             )
 
 
-def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
+def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
     """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without
     asking."""
     if ".lora_" in name:
@@ -281,7 +259,7 @@ def hf_size(shape: Shape, name: str) -> tuple[int, ...]:
     return known.get(kind, (hidden,))  # the rest are norms over the hidden state
 
 
-def shard_size(entry: Entry, shape: Shape, ranks: int) -> tuple[int, ...]:
+def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
     """Shape of one tensor rank's shard of a Megatron parameter."""
     first = hf_size(shape, entry.hf[0])
     match entry.layout:
@@ -299,7 +277,7 @@ ReadRows = Callable[[str, int, int, int], torch.Tensor]
 """(name, dimension, start, stop) → that slice of a Hugging Face tensor, without reading the rest of it."""
 
 
-def load_shard(entry: Entry, shape: Shape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
+def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
     """This tensor rank's shard of a Megatron parameter, reading only its own slices of the Hugging Face tensors."""
 
     def part(name: str, dimension: int) -> torch.Tensor:
@@ -326,7 +304,7 @@ def load_shard(entry: Entry, shape: Shape, read: ReadRows, rank: int, ranks: int
             return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
 
 
-def hf_parts(entry: Entry, shape: Shape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensor ranks' shards [ranks, *shard] of a Megatron parameter → its Hugging Face tensors; the inverse of
     ``load_shard``.
 
@@ -349,7 +327,7 @@ def hf_parts(entry: Entry, shape: Shape, shards: torch.Tensor) -> Iterator[tuple
             yield entry.hf[0], shards.view(-1, *shards.shape[2:])[: shape.vocab_size]
 
 
-def merge_shards(entry: Entry, shape: Shape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def merge_shards(entry: Entry, shape: ModelShape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """``hf_parts`` of separate shards, each laid out as its Hugging Face tensor; a copy where the layout asks for
     one."""
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(shards)

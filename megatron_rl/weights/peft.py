@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.weights.mapping import Shape, target_entries
+from megatron_rl.weights.mapping import target_entries
+from megatron_rl.weights.model_shape import ModelShape
 
 PREFIX = "base_model.model."  # PEFT's, of the model that its own wraps
 
 
-def adapter_config(shape: Shape, hf_path: str) -> dict[str, object]:
+def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
     """PEFT's LoraConfig (0.21). hf_path: where the frozen model lies."""
     modules = [name.removesuffix(".weight").rpartition(".")[2] for entry in target_entries(shape) for name in entry.hf]
     return {

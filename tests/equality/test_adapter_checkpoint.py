@@ -13,7 +13,7 @@ from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.convert import plan_export
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.errors import CheckpointError, ConfigError
-from megatron_rl.model.build import read_shape
+from megatron_rl.model.hf_config import read_shape
 from tests.equality.rig import Rig, equal_by_name, open_rig, sizes
 from tests.equality.saved_steps import COMMON, take_steps, tensors_of
 from tests.reference import file_weights, relative_error, tiny_config

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
 from megatron_rl.checkpoint.megatron_lm import open_folder
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.distributed import topology
-from megatron_rl.model.build import read_shape
+from megatron_rl.model.hf_config import read_shape
 from tests.equality.rig import open_rig, ragged_advantages, sizes
 from tests.patience import patient
 from tests.reference import tiny_config, tiny_model

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.model.build import read_shape
+from megatron_rl.model.hf_config import read_shape
 from megatron_rl.weights import export
 from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.mapping import TIED_HEAD, Layout, stage_entries

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.config import load_config
-from megatron_rl.model.build import model_shape
+from megatron_rl.model.hf_config import model_shape
 from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import Job

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.backend.trainable_model import Batch
+from megatron_rl.backend.batch import Batch
 from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.planning.plan import PlanRules, split_mini_batches
 from megatron_rl.types import BatchFacts, BatchPlan, StepKind, StepPlan

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.config import load_config
-from megatron_rl.model.build import model_shape
+from megatron_rl.model.hf_config import model_shape
 from megatron_rl.planning.plan import plan_rules
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import forecast

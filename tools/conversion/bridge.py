@@ -21,7 +21,7 @@ def family_of(folder: pathlib.Path) -> str | None:
 
 def needs_bridge(given: argparse.Namespace) -> bool:
     """Whether the command is import or export and the model of a family that our tables do not hold."""
-    from megatron_rl.model.build import FAMILIES
+    from megatron_rl.model.hf_config import FAMILIES
 
     if given.command not in ("import", "export"):
         return False

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.optimizer import StepOutcome
 from megatron_rl.backend.schedule import StageLaps
-from megatron_rl.backend.trainable_model import Batch, TrainableModel
+from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.config import load_config
 from megatron_rl.planning.cost import NUM_SUMS, CostFit, CostModel, StageCost
 from megatron_rl.planning.plan import PlanRules

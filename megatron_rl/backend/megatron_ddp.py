@@ -1,0 +1,34 @@
+"""Fields of Megatron-Core's DistributedDataParallel and optimizer that a user may set, and those that are the seam's."""
+
+from __future__ import annotations
+
+from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
+from megatron_rl.config import Config
+from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.errors import ConfigError
+
+from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import OptimizerConfig  # isort: skip
+
+_SEAM = "the token-sum seam owns it"
+REFUSED_DDP_FIELDS = {
+    "average_in_collective": f"{_SEAM}: data-parallel ranks add, they are not averaged",
+    "use_distributed_optimizer": "it is set by optimizer.distributed",
+    "use_megatron_fsdp": "its buffers have no ghost step yet",
+    "num_distributed_optimizer_instances": "a silent rank would not know the second reduction",
+}
+
+
+def distributed_fields(config: Config) -> dict:
+    """Return the fields of DistributedDataParallelConfig: ours, and those of ``megatron.ddp``.
+
+    Raises ConfigError for a field of ``megatron.ddp`` or ``megatron.optimizer`` that may not be set.
+    """
+    given = config.megatron
+    resolve_fields(given.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+    fields = resolve_fields(given.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
+    if given.ddp.get("overlap_param_gather") and not config.optimizer.distributed:
+        raise ConfigError(
+            "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers"
+        )
+    return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": config.optimizer.distributed}

@@ -1,0 +1,25 @@
+"""Floating-point operations of a model's forward and backward pass."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_rl.weights.mapping import hf_size, pair_entries, target_entries
+from megatron_rl.weights.model_shape import ModelShape
+
+
+def adapter_parameters(shape: ModelShape) -> int:
+    """Return the numbers of one layer's adapters; 0 where every weight is trained."""
+    entries = [pair for weight in target_entries(shape) for pair in pair_entries(weight)]
+    return sum(math.prod(hf_size(shape, entry.hf[0])) for entry in entries)
+
+
+def flops_per_token(shape: ModelShape, mean_context: float) -> float:
+    """Return forward and backward FLOPs of one token: 6 per parameter it passes, 4 per frozen one, and attention's.
+
+    mean_context: tokens that a token attends to, in the mean.
+    """
+    linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
+    if shape.lora_rank:
+        linear = 4.0 / 6.0 * linear + shape.num_layers * adapter_parameters(shape)
+    return 6.0 * linear + 12.0 * shape.num_layers * shape.num_heads * shape.head_dim * mean_context
