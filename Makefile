@@ -34,7 +34,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-slurm bench acceptance lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-slurm bench acceptance golden lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -133,6 +133,9 @@ bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and P
 	torchrun --standalone --nproc_per_node 2 tools/benchmarks/skip.py --pp 2 --json runs/benchmark_skip_pp2.json $(BENCH_ARGS)
 	torchrun --standalone --nproc_per_node 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4.json $(CLOCK_ARGS)
 	torchrun --standalone --nproc_per_node 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4vpp2.json $(CLOCK_ARGS) --virtual-pipeline 2
+
+golden: $(STAMP)  ## record five short runs in full precision; compare two records with python -m tests.golden compare
+	python -m tests.golden record runs/golden.json
 
 lint: $(STAMP)  ## ruff
 	ruff check .

@@ -31,7 +31,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     stderr.
     """
     is_main = os.environ.get("RANK", "0") == "0"
-    _set_up_logging(is_main)
+    set_up_logging(is_main)
     try:
         config, options = _parse(arguments)
         validate_config(config)
@@ -105,7 +105,8 @@ def _stages_import(is_main: bool) -> bool:
     return True
 
 
-def _set_up_logging(is_main: bool) -> None:
+def set_up_logging(is_main: bool) -> None:
+    """Log to stderr: everything on the main rank, errors alone on the others; quiet Megatron-Core and transformers."""
     logging.basicConfig(
         level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()]
     )

@@ -6,7 +6,7 @@ torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_rl import cli
 from megatron_rl.config import Config
@@ -67,5 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return cli.main(train, arguments)
 
 
-if __name__ == "__main__":
+def command_line() -> NoReturn:
+    """Run the command line and end the process with its exit code."""
     cli.end_process(main)
+
+
+if __name__ == "__main__":
+    command_line()

@@ -108,7 +108,11 @@ def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
     if done.returncode:
         raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [{key: float(row[key]).hex() for key in KEPT if key in row} | {"kind": row["step_kind"]} for row in rows]
+    steps = [
+        {key: float(row[key]).hex() for key in KEPT if key in row}
+        | {"kind": "REAL" if row["step_kind"] == "REAL" else "GHOST"}
+        for row in rows
+    ]
     return {"steps": steps, "weights": weights_checksum(folder)}
 
 

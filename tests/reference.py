@@ -88,18 +88,16 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = tiny_config(family, layers=layers, hidden=hidden)
-        experts = (
-            {"experts_implementation": "eager"} if family in MIXTURES else {}
-        )  # a loop over experts, no grouped kernel
+        # a loop over experts, no grouped kernel
+        experts = {"experts_implementation": "eager"} if family in MIXTURES else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
-                    parameter.mul_(
-                        3.0
-                    )  # logits of a fresh model are near uniform, and near equality then proves little
+                    # logits of a fresh model are near uniform, and near equality then proves little
+                    parameter.mul_(3.0)
     return config, model
 
 

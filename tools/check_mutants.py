@@ -5,8 +5,8 @@ is a survivor.
     python tools/check_mutants.py --only gspo-single-token --whole       # one; the whole of `make test` too, where its
     own tests pass
 
-The faults stand in mutants/{numbers,plans,ranks,rollouts}.py, each with the tests that should fail. Those tests must pass
-without a fault first, or a broken test would count as a kill. Nothing in this tree is changed. Exit codes: 0 all
+The faults stand in mutants/{numbers,plans,ranks,rollouts}.py, each with the tests that should fail. Those tests must
+pass without a fault first, or a broken test would count as a kill. Nothing in this tree is changed. Exit codes: 0 all
 killed; 1 a fault survived, its tests did not end in a failure (they were not found, ran too long), or its line is not
 there; 2 nothing can be said, with the reason.
 """
@@ -269,8 +269,8 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
         "Each row is one line of the package as a tired engineer might have written it: nothing crashes at the start, "
         "and what comes out is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the "
         "faults one at a time in a copy of the tree, after the tests named have passed there without one; only the "
-        "failure of a test counts as a kill. The lines themselves are in `tools/mutants/{numbers,plans,ranks,rollouts}.py`. "
-        "It is no part of CI.",
+        "failure of a test counts as a kill. The lines themselves are in "
+        "`tools/mutants/{numbers,plans,ranks,rollouts}.py`. It is no part of CI.",
         "",
         f"`{command_line(given)}`, {machine()}: {killed} of {len(rows)} killed, {seconds / 60:.0f} minutes.",
         "",

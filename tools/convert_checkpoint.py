@@ -34,36 +34,30 @@ EXAMPLES = {
 }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
+def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
+    made = commands.add_parser(name, help=help, description=help, epilog=EXAMPLES[name])
+    made.add_argument("source", type=pathlib.Path, help="directory to read")
+    made.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what was done or found there")
+    if name != "inspect":
+        made.add_argument("--dtype", choices=DTYPES, help="of the tensors written (default: as they are)")
+        made.add_argument("--quiet", action="store_true", help="no progress bar")
+    return made
 
-    def command(name: str, help: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help, description=help, epilog=EXAMPLES[name])
-        made.add_argument("source", type=pathlib.Path, help="directory to read")
-        made.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what was done or found there")
-        if name != "inspect":
-            made.add_argument("--dtype", choices=DTYPES, help="of the tensors written (default: as they are)")
-            made.add_argument("--quiet", action="store_true", help="no progress bar")
-        return made
 
-    def cut(made: argparse.ArgumentParser) -> None:
-        for option, what in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
-            made.add_argument(
-                option,
-                type=int,
-                default=1,
-                metavar="N",
-                help=f"cut as {what}-parallel ranks of N would save it (default 1)",
-            )
+def _add_degrees(made: argparse.ArgumentParser) -> None:
+    for option, what in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
+        help = f"cut as {what}-parallel ranks of N would save it (default 1)"
+        made.add_argument(option, type=int, default=1, metavar="N", help=help)
 
-    into = command("import", "Hugging Face directory → Megatron checkpoint")
+
+def _add_conversions(commands) -> None:
+    into = _command(commands, "import", "Hugging Face directory → Megatron checkpoint")
     into.add_argument("target", type=pathlib.Path, help="Megatron-LM folder to write to")
-    cut(into)
+    _add_degrees(into)
     into.add_argument(
         "--iteration", type=int, metavar="N", help="write iter_N, N above 0 (default: release, which starts at 0)"
     )
-    out = command("export", "Megatron checkpoint → Hugging Face directory")
+    out = _command(commands, "export", "Megatron checkpoint → Hugging Face directory")
     out.add_argument("target", type=pathlib.Path, help="directory to write")
     out.add_argument(
         "--hf", type=pathlib.Path, help="directory with the model's config and tokenizer (default: SOURCE/hf)"
@@ -78,10 +72,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for made in (into, out):
         made.add_argument("--overwrite", action="store_true", help="replace what is there")
-    back = command(
-        "roundtrip", "Hugging Face → Megatron → Hugging Face, compared bit by bit; writes nothing that stays"
+
+
+def _add_checks(commands) -> None:
+    back = _command(
+        commands, "roundtrip", "Hugging Face → Megatron → Hugging Face, compared bit by bit; writes nothing that stays"
     )
-    cut(back)
+    _add_degrees(back)
     back.add_argument(
         "--work",
         type=pathlib.Path,
@@ -96,12 +93,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     back.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X", help="largest difference of a log-prob (default 1e-4)"
     )
-    look = command("inspect", "say what a directory of either kind holds, and whether it can be converted")
+    look = _command(commands, "inspect", "say what a directory of either kind holds, and whether it can be converted")
     look.add_argument(
         "--hf", type=pathlib.Path, help="of a Megatron checkpoint: the model's config (default: SOURCE/hf)"
     )
     look.add_argument("--iteration", type=int, metavar="N", help="which of the folder's (default: the latest)")
     look.add_argument("--tensors", action="store_true", help="list every tensor")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    _add_conversions(commands)
+    _add_checks(commands)
     given = parser.parse_args(arguments)
     if given.command == "import" and given.iteration is not None and given.iteration < 1:
         parser.error(

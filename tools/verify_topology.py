@@ -258,11 +258,10 @@ def run(given: argparse.Namespace) -> int:
 def main() -> NoReturn:
     """Ends the process at once, also where all is well: models hold gloo groups in reference cycles, and gloo's threads
     may abort while the interpreter takes itself down, which would replace the exit code."""
-    from megatron_rl.cli import EXIT_FAILED
-    from megatron_rl.cli import _quiet_logs as quiet_logs
+    from megatron_rl.cli import EXIT_FAILED, set_up_logging
 
     given = parse(None)
-    quiet_logs(is_main=os.environ.get("RANK", "0") == "0")
+    set_up_logging(is_main=os.environ.get("RANK", "0") == "0")
     try:
         code = run(given)
     except Exception:  # noqa: BLE001 (printed whole, and the process ends)

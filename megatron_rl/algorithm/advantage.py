@@ -90,7 +90,9 @@ def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
     return tuple(columns)
 
 
-def may_have_advantage(rewards: GroupRewards, *, estimator: str, whiten: str = "scale") -> np.ndarray:
+def may_have_advantage(
+    rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale"
+) -> np.ndarray:
     """Return [S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands.
 
     An estimator's statistics over the batch only divide, so a part of a batch says as much as the whole. Two
@@ -98,7 +100,9 @@ def may_have_advantage(rewards: GroupRewards, *, estimator: str, whiten: str = "
     """
     if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
         return rewards.included.copy()
-    return advantages(rewards, estimator="gdpo" if estimator == "gdpo" else "dr_grpo", epsilon=1.0) != 0
+    if estimator == "gdpo":  # its functions are added: by another ε than the run's they could cancel where they do not
+        return advantages(rewards, estimator="gdpo", epsilon=epsilon, whiten="none") != 0
+    return advantages(rewards, estimator="dr_grpo") != 0
 
 
 def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple[str, ...]) -> None:
@@ -166,9 +170,8 @@ def loss_inputs(
     · old, reference, importance [T] flat: see LossInputs.
     """
     members = mini_batch.members
-    counted = (
-        members if config.loss.denominator == "original" or config.skip.mode == "off" else members[signal[members]]
-    )
+    counts_all = config.loss.denominator == "original" or config.skip.mode == "off"
+    counted = members if counts_all else members[signal[members]]
     weights = reduction_weights(
         config.loss.reduction, facts, counted, max_response_tokens=config.rollout.max_response_tokens
     )

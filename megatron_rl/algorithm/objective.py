@@ -46,9 +46,8 @@ class Objective:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-        behaviour = (
-            tokens.rollout_logprobs if config.policy == "dro" else old
-        )  # dro's quadratic is against μ (semantics §7)
+        # dro's quadratic is against μ, the engine's policy (semantics §7)
+        behaviour = tokens.rollout_logprobs if config.policy == "dro" else old
         term = policy_term(
             logprobs,
             behaviour,

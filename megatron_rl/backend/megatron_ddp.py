@@ -1,4 +1,5 @@
-"""Fields of Megatron-Core's DistributedDataParallel and optimizer that a user may set, and those that are the seam's."""
+"""Fields of Megatron-Core's DistributedDataParallel and optimizer that a user may set, and those that are the
+seam's."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ def distributed_fields(config: Config) -> dict:
     fields = resolve_fields(given.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
     if given.ddp.get("overlap_param_gather") and not config.optimizer.distributed:
         raise ConfigError(
-            "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it gathers"
+            "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it "
+            "gathers"
         )
     return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": config.optimizer.distributed}

@@ -34,7 +34,8 @@ from megatron_rl.checkpoint.megatron_lm import (
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.export import HuggingFaceReader
-from megatron_rl.weights.mapping import EMBEDDING, Layout, Shape, adapter_name, hf_size, load_shard
+from megatron_rl.weights.mapping import EMBEDDING, Layout, adapter_name, hf_size, load_shard
+from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.shards import Planned, ShardWriter
 
 MODEL_KEYS = (
@@ -63,7 +64,7 @@ class Cut:
     pipeline: int = 1
     expert: int = 1
 
-    def check(self, shape: Shape) -> None:
+    def check(self, shape: ModelShape) -> None:
         """ConfigError where a degree does not divide what it splits."""
         heads = {
             "num_attention_heads": shape.num_heads,
@@ -80,7 +81,7 @@ class Cut:
                     f"{option} {degree} does not divide {name}={count}; use a divisor (any topology loads any cut)"
                 )
 
-    def file_rank(self, stored: Stored, shape: Shape, tensor_rank: int) -> int:
+    def file_rank(self, stored: Stored, shape: ModelShape, tensor_rank: int) -> int:
         """The number in the name of the file that a tensor rank's shard goes to: tensor rank first, then expert rank,
         then stage."""
         last = self.pipeline - 1 if stored.entry is not EMBEDDING else 0
@@ -111,7 +112,7 @@ def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
 
 
-def unmapped_tensors(reader: HuggingFaceReader, shape: Shape) -> list[str]:
+def unmapped_tensors(reader: HuggingFaceReader, shape: ModelShape) -> list[str]:
     """Names in the files that no entry of the table uses. Old llama files' rotary frequencies are not counted: the
     config has them.
 
@@ -135,7 +136,7 @@ def unmapped_tensors(reader: HuggingFaceReader, shape: Shape) -> list[str]:
     return left
 
 
-def import_size(shape: Shape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
+def import_size(shape: ModelShape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
     """Bytes of the tensors that ``import_weights`` will report."""
     entries = [stored.entry for layer in stored_layers(shape) for stored in layer]
     return sum(math.prod(whole_size(x, shape)) * (dtype or reader.dtype(x.hf[0])).itemsize for x in entries)
@@ -143,7 +144,7 @@ def import_size(shape: Shape, reader: HuggingFaceReader, dtype: torch.dtype | No
 
 def import_weights(
     reader: HuggingFaceReader,
-    shape: Shape,
+    shape: ModelShape,
     folder: pathlib.Path,
     *,
     cut: Cut,
@@ -179,7 +180,7 @@ def import_weights(
 def _import_one(
     stored: Stored,
     reader: HuggingFaceReader,
-    shape: Shape,
+    shape: ModelShape,
     writer: TorchDistWriter,
     cut: Cut,
     dtype: torch.dtype | None,
@@ -221,7 +222,7 @@ def _import_one(
 
 def import_folder(
     source: pathlib.Path,
-    shape: Shape,
+    shape: ModelShape,
     target: pathlib.Path,
     *,
     cut: Cut,
@@ -245,7 +246,7 @@ def import_folder(
     return path
 
 
-def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None) -> list[Planned]:
+def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype | None) -> list[Planned]:
     """The Hugging Face tensors to come, in order.
 
     Raises ConfigError where the checkpoint lacks one, one has another size, or the model there has parts that the
@@ -278,7 +279,7 @@ def plan_export(reader: TorchDistReader, shape: Shape, dtype: torch.dtype | None
 
 def export_folder(
     source: MegatronFolder,
-    shape: Shape,
+    shape: ModelShape,
     hf: pathlib.Path,
     target: pathlib.Path,
     *,

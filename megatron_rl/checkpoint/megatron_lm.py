@@ -32,12 +32,12 @@ from megatron_rl.weights.mapping import (
     HEAD,
     Entry,
     Layout,
-    Shape,
     expert_entries,
     hf_size,
     layer_entries,
     merge_shards,
 )
+from megatron_rl.weights.model_shape import ModelShape
 
 RELEASE, HF_FOLDER = "release", "hf"
 LAYERS = "decoder.layers."
@@ -81,7 +81,7 @@ class Stored:
         prefix = "" if self.layer is None else LAYERS
         return tuple(prefix + x for x in (self.name, *self.aliases))
 
-    def forms(self, shape: Shape) -> Iterator[Place]:
+    def forms(self, shape: ModelShape) -> Iterator[Place]:
         """Every way in which Megatron-Core writes it: stacked; by layer (``non_homogeneous_layers``); by layer and
         expert (``singleton_local_shards``)."""
         stack = (shape.num_layers,) if self.expert is None else (shape.num_layers, shape.num_experts)
@@ -97,10 +97,10 @@ class Stored:
                 )
 
 
-def stored_layers(shape: Shape) -> Iterator[list[Stored]]:
+def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
     """Every tensor of the model, a layer at a time, in the order of a Hugging Face checkpoint."""
     yield [Stored(entry=EMBEDDING, name=EMBEDDING.megatron)]
-    fused: Shape = dataclasses.replace(shape, layer_spec="transformer_engine")
+    fused: ModelShape = dataclasses.replace(shape, layer_spec="transformer_engine")
     for layer in range(shape.num_layers):
         found = []
         for entry in layer_entries(fused):
@@ -123,14 +123,14 @@ def _of_layer(entry: Entry, layer: int) -> Entry:
     return dataclasses.replace(entry, hf=tuple(f"model.layers.{layer}.{x}" for x in entry.hf))
 
 
-def whole_size(entry: Entry, shape: Shape) -> tuple[int, ...]:
-    """Shape of the Megatron tensor over all tensor ranks."""
+def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
+    """ModelShape of the Megatron tensor over all tensor ranks."""
     sizes = [hf_size(shape, name) for name in entry.hf]
     rows = shape.padded_vocab_size if entry.layout is Layout.ROWS else sum(x[0] for x in sizes)
     return (rows, *sizes[0][1:])
 
 
-def extra_state_keys(shape: Shape) -> list[str]:
+def extra_state_keys(shape: ModelShape) -> list[str]:
     """Keys of the objects that linears and attention save beside their weights (FP8 scales; empty where there are
     none).
 
@@ -155,7 +155,7 @@ def extra_state_keys(shape: Shape) -> list[str]:
     return keys
 
 
-def find(stored: Stored, shape: Shape, keys: Collection[str], where: str) -> list[Place]:
+def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -> list[Place]:
     """The tensors that make up ``stored``: one; or gate's and up's, which singleton_local_shards saves apart.
 
     Raises ConfigError naming the tensor where a checkpoint holds none of its forms.
@@ -172,7 +172,7 @@ def find(stored: Stored, shape: Shape, keys: Collection[str], where: str) -> lis
     )
 
 
-def check_sizes(stored: Stored, shape: Shape, reader: TorchDistReader) -> torch.dtype:
+def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> torch.dtype:
     """The dtype in which ``stored`` lies there. Raises ConfigError where it is missing or has another size than the
     config asks for.
 
@@ -193,7 +193,7 @@ def check_sizes(stored: Stored, shape: Shape, reader: TorchDistReader) -> torch.
     return reader.dtype(places[0].key)
 
 
-def read_stored(stored: Stored, shape: Shape, reader: TorchDistReader) -> list[tuple[str, torch.Tensor]]:
+def read_stored(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> list[tuple[str, torch.Tensor]]:
     """The Hugging Face tensors of one entry, read from a checkpoint."""
     parts = [reader.read(x.key, x.lead) for x in find(stored, shape, reader.tensors, str(reader.folder))]
     return merge_shards(stored.entry, shape, [parts[0] if len(parts) == 1 else torch.cat(parts)])

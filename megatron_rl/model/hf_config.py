@@ -1,4 +1,4 @@
-"""A Hugging Face config read as a model's sizes; what Megatron-Core or this version cannot express is refused by name."""
+"""Reads a Hugging Face config as a model's sizes, and refuses by name what this version cannot express."""
 
 from __future__ import annotations
 

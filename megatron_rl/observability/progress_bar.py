@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import ProgressBar as LiveBar
+from rich.progress import Progress as LiveBar
 from rich.table import Table
 
 from megatron_rl.observability.metrics import Row, RunSummary, duration, summarize

@@ -145,7 +145,8 @@ def scored_batch(config: Config, batch: Batch, totals: np.ndarray, by_function: 
         function_weights=weights,
         sample_ids=facts.sample_ids,
     )
-    live = may_have_advantage(rewards, estimator=config.advantage.estimator, whiten=config.advantage.whiten)
+    settings = config.advantage
+    live = may_have_advantage(rewards, estimator=settings.estimator, epsilon=settings.epsilon, whiten=settings.whiten)
     live &= facts.loss_tokens > 0
     return ScoredBatch(batch=batch, rewards=rewards, by_function=by_function, overlong=shape, live=live)
 

@@ -208,24 +208,8 @@ class TransformersEngine:
         """
         model, max_steps = self._open_model(), int(limits.max())
         num_rows = len(prompts) * repeats
-        input_ids, mask = _left_pad(prompts, self._device)
-        positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
-        # No padding, no mask: sdpa then takes its fast path, and the model builds no mask at every step.
-        padded = not all(len(prompt) == input_ids.shape[1] for prompt in prompts)
-        cache = DynamicCache(config=model.config)
-        output = model(
-            input_ids=input_ids,
-            attention_mask=mask if padded else None,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        if repeats > 1:
-            cache.batch_repeat_interleave(repeats)
-        logits = output.logits[:, -1].repeat_interleave(repeats, dim=0)
-        position = (positions[:, -1:] + 1).repeat_interleave(repeats, dim=0)
-        mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1).repeat_interleave(repeats, dim=0)
+        cache, logits, position, mask, padded = self._run_prompts(prompts, repeats, max_steps)
+        prompt_width = mask.shape[1] - max_steps
 
         rows = torch.arange(num_rows, device=self._device)  # the rows still running, as the caller numbers them
         done = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
@@ -251,13 +235,42 @@ class TransformersEngine:
                 )
             output = model(
                 input_ids=tokens[:, None],
-                attention_mask=mask[:, : input_ids.shape[1] + step + 1] if padded else None,
+                attention_mask=mask[:, : prompt_width + step + 1] if padded else None,
                 position_ids=position,
                 past_key_values=cache,
                 use_cache=True,
             )
             logits, position = output.logits[:, -1], position + 1
         return token_ids[: step + 1].cpu().numpy(), logprobs[: step + 1].cpu().numpy()
+
+    def _run_prompts(
+        self, prompts: Sequence[tuple[int, ...]], repeats: int, max_steps: int
+    ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """Run each prompt once, and repeat what comes out for its samples.
+
+        Returns the cache, the last position's logits [rows, V], the next position [rows, 1], the mask [rows, width +
+        max_steps], and whether any prompt is padded. Without padding there is no mask: sdpa then takes its fast path,
+        and the model builds none at every step.
+        """
+        model = self._open_model()
+        input_ids, mask = _left_pad(prompts, self._device)
+        positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
+        padded = not all(len(prompt) == input_ids.shape[1] for prompt in prompts)
+        cache = DynamicCache(config=model.config)
+        output = model(
+            input_ids=input_ids,
+            attention_mask=mask if padded else None,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if repeats > 1:
+            cache.batch_repeat_interleave(repeats)
+        logits = output.logits[:, -1].repeat_interleave(repeats, dim=0)
+        position = (positions[:, -1:] + 1).repeat_interleave(repeats, dim=0)
+        mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1).repeat_interleave(repeats, dim=0)
+        return cache, logits, position, mask, padded
 
     def _to_rollouts(
         self, rows: Sequence[tuple[Prompt, int]], token_ids: np.ndarray, logprobs: np.ndarray, limits: np.ndarray

@@ -26,9 +26,8 @@ def take_steps(rig, count: int, seed: int = 0) -> None:
 
 
 def open_like(topology: tuple[str, ...], family: str):
-    return open_rig(
-        family, *COMMON, *topology, samples=8, total_steps=20, layers=4
-    )  # any two of them have the same model
+    # any two of them have the same model
+    return open_rig(family, *COMMON, *topology, samples=8, total_steps=20, layers=4)
 
 
 def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:

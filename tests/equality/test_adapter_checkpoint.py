@@ -26,9 +26,8 @@ SP, VPP2, EP2 = "parallel.sequence_parallel=true", "parallel.virtual_pipeline=2"
 
 
 def open_lora(topology: tuple[str, ...], family: str, lora: tuple[str, ...] = LORA):
-    return open_rig(
-        family, *COMMON, *lora, *topology, samples=8, total_steps=20, layers=4
-    )  # any two of them have the same model
+    # any two of them have the same model
+    return open_rig(family, *COMMON, *lora, *topology, samples=8, total_steps=20, layers=4)
 
 
 def adapters(rig: Rig) -> dict[str, torch.Tensor]:

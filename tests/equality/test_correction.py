@@ -143,9 +143,8 @@ def test_corrected_gradient_equals_the_naive_loops(
     # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight, so that sequence modes show 2e-6 and not
     # 4e-7
     assert max(errors.values()) < TOLERANCE, errors
-    assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), (
-        masked
-    )  # else it proves little
+    # else it proves little
+    assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), masked
 
 
 def nothing_left(rank: int, world: int) -> tuple[str, int, list[float]]:

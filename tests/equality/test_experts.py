@@ -27,10 +27,11 @@ from tests.reference import (
 from tests.workers.pool import Pool
 
 NUM_SAMPLES, STEPS = 11, 3
+# so small that the later steps do not clip every token, which would leave no gradient to compare
 LAYERS, LR = (
     2,
     0.0003,
-)  # so small that the later steps do not clip every token, which would leave no gradient to compare
+)
 # Float32 and another order of summation: seen 3e-7 to 1e-6. A token sent to another expert, an expert's gradient lost,
 # averaged or
 # added twice shows at 1e-2 and above.

@@ -18,10 +18,11 @@ from tests.equality.rig import Rig, open_rig, sizes
 from tests.reference import file_weights, tiny_config
 from tests.workers.pool import Pool
 
+# an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
 ENTRY_BYTES, SMALL_BYTES = (
     1,
     125_000,
-)  # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
+)
 SP = "parallel.sequence_parallel=true"
 EP2 = "parallel.expert=2"
 ETP1 = "parallel.expert_tensor=1"

@@ -33,10 +33,11 @@ SETTINGS = (
     "plan.samples_per_microbatch=2",
 )
 NONE, FIRST, SECOND, ALL = "none", "first", "second", "all"  # which of the two data-parallel ranks are empty
+# of rank 0 and rank 1, as samples_per_microbatch=2 deals eight samples
 MICROBATCHES = (
     ((0, 1), (4, 5)),
     ((2, 3), (6, 7)),
-)  # of rank 0 and rank 1, as samples_per_microbatch=2 deals eight samples
+)
 BLOCKS = ((0, 1), (2, 3)), ((4, 5), (6, 7))  # of the two ranks that share experts, and of the other two
 EXPERTS = ("parallel.expert=2",)
 

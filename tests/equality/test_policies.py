@@ -153,10 +153,11 @@ def test_two_epochs_of_every_policy_term_equal_the_plain_loop(pool: Pool) -> Non
     assert list(found) == list(TERMS)
     for name, cell in found.items():
         assert cell["kinds"] == "RGRR" * 2, (name, cell)  # a ghost in each epoch
+        # one for π_old, one for the reference; none per epoch
         assert cell["passes"] == (1, 2 if "KL" in name else 1), (
             name,
             cell,
-        )  # one for π_old, one for the reference; none per epoch
+        )
         assert cell["weights"] < BOUND, (name, cell)
         assert cell["norm"] < 1e-4, (name, cell)  # at weights that AdamW has already moved by rounding
         assert cell["clipped"][0] == 0 and any(cell["clipped"][4:]) == (name in CLIPPED), (name, cell)

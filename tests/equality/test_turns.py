@@ -166,9 +166,8 @@ def test_logprobs_and_corrections_know_loss_tokens_alone(pool: Pool, topology: t
     weights = naive(
         CORRECTION, ADVANTAGES.tolist(), [g.tolist() for g in gaps], [s.loss_mask.tolist() for s in samples]
     )
-    assert (
-        0 < sum(w == 0 for w, m in zip(weights, mask, strict=True) if m) < mask.sum()
-    )  # some are masked, some are not
+    # some are masked, some are not
+    assert 0 < sum(w == 0 for w, m in zip(weights, mask, strict=True) if m) < mask.sum()
     error = relative_error(gradient, naive_gradient("token_mean", weights, wanted))
     print(f"worst {error:.1e}")
     assert error < TOLERANCE

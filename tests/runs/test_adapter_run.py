@@ -46,9 +46,8 @@ def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, t
     assert max(gaps) < 1e-4  # the engine has W + (alpha / rank) · B A, the trainer adds the two products
     (adapter,) = (whole / "checkpoints").glob("step_*/hf_adapter")
     assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4
-    assert (
-        len(load_file(adapter / "adapter_model.safetensors")) == 2 * 7 * 2
-    )  # of two layers A and B of each projection
+    # of two layers A and B of each projection
+    assert len(load_file(adapter / "adapter_model.safetensors")) == 2 * 7 * 2
 
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1"])

@@ -82,7 +82,7 @@ def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):
     rl = [row for row in rows if row["phase"] == "rl"]
     held, trained = rl[:8], rl[8:]
     assert {row["weight_version"] for row in held} == {1} and all(row["train/applied"] == 0 for row in held)
-    assert all(row["skip/tokens_executed"] == 0 and row["step_kind"] == "GHOST" for row in held)
+    assert all(row["skip/tokens_executed"] == 0 and row["step_kind"] == "HELD" for row in held)
     assert [row["critic/steps"] for row in rl if "critic/steps" in row] == [2, 2, 2]
     assert all(row["train/applied"] == 1 and row["train/grad_norm"] > 0 for row in trained)
 

@@ -92,9 +92,8 @@ def assert_acts(name: str, rows: list[dict]) -> None:
                 and rows[1]["skip/samples_dropped"] == 0
             )
         case "gspo":
-            assert any(
-                row["train/clip_ratio"] > 0 for row in rows[1:]
-            )  # a clip of 3e-4 binds at the second step of a rollout
+            # a clip of 3e-4 binds at the second step of a rollout
+            assert any(row["train/clip_ratio"] > 0 for row in rows[1:])
         case "gdpo":
             assert all("reward/arithmetic" in row for row in firsts)
         case "rloo" | "dr_grpo":

@@ -16,9 +16,8 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=120)
     assert [code for code, _ in results] == [0, 0], results
     rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == list(
-        range(1, 3 + 2 * 2 * 2 + 1)
-    )  # warm-up, then rollouts x epochs x mini-batches
+    # warm-up, then rollouts x epochs x mini-batches
+    assert [row["step"] for row in rows] == list(range(1, 3 + 2 * 2 * 2 + 1))
     assert [row["phase"] for row in rows] == ["warmup"] * 3 + ["rl"] * 8
     named = {name for row in rows for name in row}
     wanted = (
@@ -220,9 +219,8 @@ def test_a_reward_that_raises_costs_only_its_sample(pool, arithmetic, tmp_path, 
     results = pool.run(2, command_line, given, timeout_s=60)
     assert [code for code, _ in results] == [0, 0], results
     excluded = rows_of(tmp_path)[0]["reward/excluded"]
-    assert (
-        excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0
-    )  # a prompt's four samples fail together
+    # a prompt's four samples fail together
+    assert excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0
 
 
 def test_an_infinite_reward_is_refused_before_it_becomes_nan(pool, arithmetic, tmp_path):

@@ -122,9 +122,8 @@ def test_microbatches_hold_every_sample_once_with_its_advantage(setting) -> None
     found = {}
     for part in made:
         assert len(part["prompt_ids"]) == setting.samples
-        assert part["num_items_in_batch"] == sum(
-            len(x.token_ids) - x.prompt_tokens for x in samples
-        )  # of the whole batch, in each
+        # of the whole batch, in each
+        assert part["num_items_in_batch"] == sum(len(x.token_ids) - x.prompt_tokens for x in samples)
         for row in range(setting.samples):
             prompt = part["prompt_ids"][row][part["prompt_mask"][row].bool()].tolist()
             response = part["completion_ids"][row][part["completion_mask"][row].bool()].tolist()

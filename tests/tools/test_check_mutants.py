@@ -115,9 +115,8 @@ def test_a_kill_a_survivor_and_an_error_are_told_apart(tree: pathlib.Path, tmp_p
 
 
 def test_the_whole_suite_is_asked_about_a_survivor(tree: pathlib.Path, capsys) -> None:
-    (tree / "tests/test_small.py").write_text(
-        SMALL["tests/test_small.py"].replace("== 5", "== 4")
-    )  # not committed, and copied
+    # not committed, and copied
+    (tree / "tests/test_small.py").write_text(SMALL["tests/test_small.py"].replace("== 5", "== 4"))
     assert check_mutants.main(["--whole"], mutants=[fault("unseen", "y = 3 * x", "::test_positive")], root=tree) == 0
     assert "KILLED by tests/test_small.py::test_one (of the whole suite)" in capsys.readouterr().out
 

@@ -179,9 +179,8 @@ def test_the_picture_has_a_box_for_every_operation() -> None:
         x.get("class") for x in ElementTree.fromstring(picture(found, "a <title>")).iter() if x.tag.endswith("rect")
     ]
     assert boxes.count("forward") - 1 == boxes.count("backward") - 1 == 4 * (8 + 4)  # one each is the legend's
-    assert (
-        boxes.count("dead") - 1 == 2 * 4 * 4 and boxes.count("saved") == 1
-    )  # half of the dense run's, and what the skip saves
+    # half of the dense run's, and what the skip saves
+    assert boxes.count("dead") - 1 == 2 * 4 * 4 and boxes.count("saved") == 1
 
 
 def test_a_dry_run_of_training_joins_nothing(arguments, capsys, monkeypatch) -> None:

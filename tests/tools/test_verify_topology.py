@@ -26,9 +26,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/verify_topology.py"
 FILE = "tests.workers.nursery:run_file"
 
-BOUND_S = patient(
-    600.0
-)  # a run takes 6 to 15 s on two idle cores; no collective of one waits longer than run.deadline_s
+# a run takes 6 to 15 s on two idle cores; no collective of one waits longer than run.deadline_s
+BOUND_S = patient(600.0)
 
 
 def launch(nursery: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:

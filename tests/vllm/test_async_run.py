@@ -121,8 +121,7 @@ def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):
     assert [row["rollout"] for row in rows] == [1, 2, 3, 4, 5] and max(
         row["async/staleness_max"] for row in rows
     ) <= 4.0
-    assert (
-        sum("perf/weight_sync_bytes" in row for row in rows) == 3
-    )  # for the first three rollouts' sake, then all were under way
+    # for the first three rollouts' sake, then all were under way
+    assert sum("perf/weight_sync_bytes" in row for row in rows) == 3
     prompts = trained_prompts(tmp_path)
     assert len(prompts) == len(set(prompts)) == 40

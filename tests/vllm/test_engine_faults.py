@@ -56,9 +56,8 @@ def own(inputs, tmp_path_factory) -> Iterator[Bench]:
     root = tmp_path_factory.mktemp("faults")
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True, intermediate=8192)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "MALLOC_MMAP_THRESHOLD_", "16384"
-        )  # glibc asks the system for larger blocks, so that a limit is met at once
+        # glibc asks the system for larger blocks, so that a limit is met at once
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "16384")
         started = start_bench(folder, root / "run", "rollout.max_response_tokens=60", "rollout.vllm={max_num_seqs: 16}")
     started.engine._stop_ids = ()  # all answers have their full length
     try:

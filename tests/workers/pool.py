@@ -69,9 +69,8 @@ class Worker:
         self.rank = rank
         self.log = tempfile.TemporaryFile(mode="w+b", buffering=0)  # noqa: SIM115 (closed by kill)
         self.pipe, theirs = Pipe()
-        its_stdin, self._life = (
-            os.pipe()
-        )  # the end of what nobody writes tells a worker that the pool's process is gone
+        # the end of what nobody writes tells a worker that the pool's process is gone
+        its_stdin, self._life = os.pipe()
         self.process = nursery.start(
             "tests.workers.worker:serve",
             [store_port, rank],
@@ -192,9 +191,8 @@ class Pool:
             if not isinstance(error, PoolError) or error.hung or any(outcomes[r][0] == "died" for r in error.failed):
                 self._kill(ranks)
             raise
-        self._kill(
-            [rank for rank in ranks if self._workers[rank].num_threads() > MOST_THREADS]
-        )  # the next task starts fresh ones
+        # the next task starts fresh ones
+        self._kill([rank for rank in ranks if self._workers[rank].num_threads() > MOST_THREADS])
         return [pickle.loads(outcomes[rank][1]) for rank in ranks]
 
     def _start(self, ranks: list[int]) -> None:

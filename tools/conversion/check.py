@@ -16,14 +16,14 @@ from megatron_rl.model import attention
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
 from megatron_rl.weights.export import HuggingFaceReader
-from megatron_rl.weights.mapping import Shape
+from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core import dist_checkpointing  # isort: skip  (after platform)
 
 SEQUENCES, MOST_TOKENS = 4, 64
 
 
-def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: Shape) -> dict:
+def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: ModelShape) -> dict:
     """Counts of equal tensors and other files, and the names of those that are not. dtype: to which the source's were
     cast, if any.
 

@@ -8,8 +8,7 @@ ADVANTAGE = (
     Mutant(
         name="denominator-after-the-drop",
         file="megatron_rl/algorithm/advantage.py",
-        line='counted = members if config.loss.denominator == "original" or config.skip.mode == "off" else '
-        "members[signal[members]]",
+        line="counted = members if counts_all else members[signal[members]]",
         becomes="counted = members[signal[members]]",
         fault="denominators are counted after the drop, whatever `loss.denominator` says",
         tests=("tests/unit/algorithm/test_reductions.py::test_steps_and_weights_equal_the_naive_loop",),
@@ -33,8 +32,8 @@ ADVANTAGE = (
     Mutant(
         name="gdpo-takes-the-excluded",
         file="megatron_rl/algorithm/advantage.py",
-        line="applied = seen.included & ~np.isnan(column)",
-        becomes="applied = ~np.isnan(column)",
+        line="applied = seen.included & ~np.isnan(values)",
+        becomes="applied = ~np.isnan(values)",
         fault="a sample taken out of its group stays in `gdpo`'s means",
         tests=("tests/unit/algorithm/test_advantage.py::test_invariants",),
     ),
@@ -168,8 +167,7 @@ LOSS = (
     Mutant(
         name="dro-against-the-trainer",
         file="megatron_rl/algorithm/objective.py",
-        line='behaviour = tokens.rollout_logprobs if config.policy == "dro" else old  # dro\'s quadratic is against μ '
-        "(semantics §7)",
+        line='behaviour = tokens.rollout_logprobs if config.policy == "dro" else old',
         becomes="behaviour = old",
         fault="`dro`'s quadratic is against π_old, not the engine's policy",
         tests=("tests/unit/algorithm/test_policy_loss.py::test_objective_is_the_sum_of_its_terms",),

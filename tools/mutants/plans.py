@@ -16,8 +16,8 @@ PLAN = (
     Mutant(
         name="cap-of-the-rules-one-too-large",
         file="megatron_rl/planning/plan.py",
-        line="data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch,",
-        becomes="data_size=degrees.data_size, cost=cost, max_tokens=config.plan.max_tokens_per_microbatch + 1,",
+        line="max_tokens=config.plan.max_tokens_per_microbatch,",
+        becomes="max_tokens=config.plan.max_tokens_per_microbatch + 1,",
         fault="the planner is given one token more than `plan.max_tokens_per_microbatch`",
         tests=("tests/unit/planning/test_plan.py::test_rules_of_a_run_are_its_settings",),
     ),
@@ -75,9 +75,8 @@ PLAN = (
     Mutant(
         name="layers-of-all-stages",
         file="megatron_rl/planning/plan.py",
-        line="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers / "
-        "stages,",
-        becomes="square_share=sizes.square_share, head_layers=sizes.head_layers, layers_per_stage=sizes.num_layers,",
+        line="layers_per_stage=sizes.num_layers / stages,",
+        becomes="layers_per_stage=sizes.num_layers,",
         fault="the LM head's cost is weighed against the layers of every stage",
         tests=("tests/unit/planning/test_plan.py::test_rules_of_a_run_are_its_settings",),
     ),

@@ -17,8 +17,8 @@ FEED = (
     Mutant(
         name="replayed-beside-itself",
         file="megatron_rl/rollout/queue.py",
-        line="keys = self.replay.draw(len(dead), rollout=turn, exclude=[prompt.name for prompt in prompts.values()])",
-        becomes="keys = self.replay.draw(len(dead), rollout=turn)",
+        line="keys = self.replay.draw(len(selection.dead), rollout=index, exclude=names)",
+        becomes="keys = self.replay.draw(len(selection.dead), rollout=index)",
         fault="a group that the batch has itself is replayed beside itself",
         tests=("tests/unit/rollout/test_queue.py::test_no_group_is_replayed_beside_itself",),
     ),
@@ -42,9 +42,9 @@ FEED = (
     ),
     Mutant(
         name="noise-a-step-too-long",
-        file="megatron_rl/rollout/training_batch.py",
-        line="if not given.noise_std or scored.step >= given.noise_steps:",
-        becomes="if not given.noise_std or scored.step > given.noise_steps:",
+        file="megatron_rl/trainer/advantages.py",
+        line="if not settings.noise_std or rl_step >= settings.noise_steps:",
+        becomes="if not settings.noise_std or rl_step > settings.noise_steps:",
         fault="the step after the last noisy one has noise",
         tests=(
             "tests/unit/algorithm/test_noise.py::test_first_losses_are_zero_without_noise_and_only_the_first_with_it",
@@ -53,8 +53,8 @@ FEED = (
     Mutant(
         name="gdpo-without-the-overlong",
         file="megatron_rl/rollout/training_batch.py",
-        line="return np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)",
-        becomes="return by_function, weights",
+        line="columns, weights = np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)",
+        becomes="pass",
         fault="`gdpo` does not see the overlong punishment",
         tests=(
             "tests/unit/reward/test_overlong.py::test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo",
@@ -63,8 +63,8 @@ FEED = (
     Mutant(
         name="masked-samples-train",
         file="megatron_rl/trainer/corrections.py",
-        line="return Verdict(weights=weights, signal=left, metrics=metrics)",
-        becomes="return Verdict(weights=weights, signal=signal, metrics=metrics)",
+        line="return CorrectedSignal(weights=weights, signal=left, metrics=metrics)",
+        becomes="return CorrectedSignal(weights=weights, signal=signal, metrics=metrics)",
         fault="samples whose importance weights are all 0 keep their signal",
         tests=("tests/equality/test_correction.py::test_a_run_whose_every_sample_is_masked_is_ghosts",),
     ),
@@ -114,9 +114,8 @@ EXCHANGE = (
     Mutant(
         name="row-without-its-version",
         file="megatron_rl/backend/batch_exchange.py",
-        line="logprobs=logprobs.view(np.float32), routed_experts=experts, "
-        "weight_version=int(facts.weight_versions[index]),",
-        becomes="logprobs=logprobs.view(np.float32), routed_experts=experts,",
+        line="weight_version=int(facts.weight_versions[index]),",
+        becomes="",
         fault="a row that came from another rank has lost its weight version",
         tests=("tests/unit/backend/test_batch_exchange.py::test_a_row_comes_back_as_it_was_sent",),
     ),

@@ -11,7 +11,14 @@ AREAS: dict[str, tuple[str, ...]] = {
     "advantage": ("algorithm/advantage.py",),
     "estimators": ("algorithm/estimators.py",),
     "gae": ("algorithm/gae.py",),
-    "loss": ("loss/",),
+    "loss": (
+        "algorithm/policy_loss.py",
+        "algorithm/value_loss.py",
+        "algorithm/objective.py",
+        "algorithm/kl.py",
+        "algorithm/kl_controller.py",
+        "algorithm/importance.py",
+    ),
     "signal": ("algorithm/signal.py",),
     "noise": ("algorithm/noise.py",),
     "plan": ("planning/plan.py",),
@@ -24,13 +31,14 @@ AREAS: dict[str, tuple[str, ...]] = {
         "rollout/queue.py",
         "rollout/training_batch.py",
         "trainer/corrections.py",
+        "trainer/advantages.py",
         "rollout/replay_buffer.py",
         "rollout/reroll_buffer.py",
         "rollout/staleness.py",
     ),
     "exchange": ("backend/batch_exchange.py",),
     "trained model": ("backend/trainable_model.py",),
-    "weights": ("weights/",),
+    "weights": ("weights/", "rollout/weight_sync/"),
 }
 
 

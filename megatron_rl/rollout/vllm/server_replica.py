@@ -43,17 +43,15 @@ HEALTH_S = 2.0  # between two looks at a server that owes an answer
 UNHEALTHY = 2  # such looks in a row
 ANSWER_S = 10.0  # of what a server answers from memory
 RESUME_S = 30.0  # of all attempts to resume a server after an update in flight that failed
-UPDATING_LABEL = (
-    "updating"  # of its weights from a pause to the update's end: no number, so what is sampled by them is never taken
-)
+# The label of a server's weights from a pause to the update's end: no number, so their samples are never taken.
+UPDATING_LABEL = "updating"
 UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
 NO_LOGPROB = -9999.0  # vLLM's word for −inf, NaN and missing
 KEY_SETTING = "rollout.api_key_env"
 
 
 def api_key_of(variable: str | None) -> str | None:
-    """The key in the environment variable of that name; None where there is none, which a server that wants one answers
-    by 401."""
+    """Return the key in the environment variable of that name; None where there is none."""
     return (os.environ.get(variable) or None) if variable else None
 
 
@@ -76,13 +74,11 @@ class ServerReplica:
         self._numbers = itertools.count()
 
     def start(self) -> None:
-        """The server runs already, or somebody starts it; from here on its health is watched while it owes an
-        answer."""
+        """Watch the server's health from here on, while it owes an answer; somebody else starts it."""
         threading.Thread(target=self._watch_health, daemon=True, name=f"health-{self.name}").start()
 
     def _watch_health(self) -> None:
-        """A server whose engine died may go on holding requests for ever, and end only once they are cut. One that is
-        merely busy, and answers /health late, is left alone."""
+        """Cut the requests of a server whose engine died, which it may hold for ever; leave a busy one alone."""
         server, bad = self.server, 0
         while not self._closed:
             time.sleep(HEALTH_S)
@@ -100,8 +96,7 @@ class ServerReplica:
                 bad = 0
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Tried until the time is up: a server that starts, or dies under its supervisor, fails in every way for a
-        while."""
+        """Ask until the server answers or the time is up: one that starts, or starts again, fails in every way."""
         ends_at = time.monotonic() + timeout_s
         while True:
             try:
@@ -326,8 +321,7 @@ class ServerReplica:
         return answer["results"]
 
     def give_up(self, cause: str) -> None:
-        """Everybody's requests end there, and then it is resumed: half an update's weights are to sample nothing more,
-        and no server stays paused. One that does not hear of it is cut off here."""
+        """End all requests, so that half an update's weights sample nothing more, and resume; or cut the server off."""
         log.warning("%s gives up what is under way: %s", self.name, cause)
         try:
             self._post("/pause?mode=abort&clear_cache=false", None, ANSWER_S)
@@ -354,8 +348,7 @@ class ServerReplica:
             time.sleep(POLL_S)
 
     def _reset_prefix_cache(self, running: bool, timeout_s: float) -> None:
-        """Blocks that a request holds cannot be reset; one that was just aborted gives its own back within a step or
-        two."""
+        """Try until it works: blocks of a request that was just aborted come back within a step or two."""
         ends_at = time.monotonic() + timeout_s
         path = "/reset_prefix_cache?reset_running_requests=true" if running else "/reset_prefix_cache"
         while True:
@@ -370,8 +363,7 @@ class ServerReplica:
             time.sleep(POLL_S / 5)
 
     def restart(self) -> None:
-        """The server is not ours to end: what is under way here is given up, and ``wait_ready`` waits for whoever
-        restarts it."""
+        """Give up what is under way here; the server is not ours to end, and ``wait_ready`` waits for its restart."""
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
         self._sick = ""
         self._cut_all()

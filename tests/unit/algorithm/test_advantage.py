@@ -134,7 +134,7 @@ def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, cen
             by_function=case.by_function[half],
             function_weights=case.function_weights,
         )
-        may[half] = may_have_advantage(given, estimator=estimator, whiten=case.whiten)
+        may[half] = may_have_advantage(given, estimator=estimator, epsilon=EPSILON, whiten=case.whiten)
     assert np.array_equal(may, case.included if centres else found != 0.0)
 
 
@@ -333,7 +333,7 @@ def test_means_of_ones_are_one(reduction: str) -> None:
 
 def test_unknown_names_are_errors() -> None:
     with pytest.raises(ValueError, match=r"advantage\.estimator='mean'"):
-        advantages(np.ones(1), np.zeros(1, dtype=np.int64), np.ones(1, dtype=bool), estimator="mean")
+        advantages(of_all([1.0], [0]), estimator="mean")
     with pytest.raises(ValueError, match=r"loss\.reduction='mean'"):
         reduction_weights("mean", make_facts([0], [1]), np.arange(1), max_response_tokens=1)
 

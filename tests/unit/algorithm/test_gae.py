@@ -73,9 +73,10 @@ def assert_invariants(case: Case) -> None:
     """Every numbered invariant of algorithm/gae.py on one batch; 7 and 8 have tests of their own below."""
     advantages, returns = case.run()
     mask = case.mask
+    # 1
     assert np.array_equal(advantages[~mask], np.zeros((~mask).sum())) and np.array_equal(
         returns[~mask], np.zeros((~mask).sum())
-    )  # 1
+    )
     for part in case.slices:  # 2
         alone = case.run(
             rewards=case.rewards[part],

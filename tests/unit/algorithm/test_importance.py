@@ -45,9 +45,8 @@ def run(
     )
 
 
-numbers = st.sampled_from(
-    [-3.0, -1.0, -0.75, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 3.0]
-)  # sums and −2 + d are exact in double
+# sums and −2 + d are exact in double
+numbers = st.sampled_from([-3.0, -1.0, -0.75, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 3.0])
 samples = st.lists(
     st.tuples(st.sampled_from([-1.5, 0.0, 1.0]), st.lists(st.tuples(numbers, st.booleans()), min_size=1, max_size=5)),
     max_size=6,

@@ -207,9 +207,8 @@ def test_cross_entropy_is_the_weighted_sum() -> None:
     loss = cross_entropy(logprobs, tokens.weights)
     loss.backward()
     wanted = -sum(w * x for w, x in zip(tokens.weights.tolist(), tokens.logprobs.tolist(), strict=True))
-    assert loss.item() == pytest.approx(wanted, rel=1e-12) and torch.equal(
-        logprobs.grad, -tokens.weights
-    )  # rel: 60 additions
+    # rel: 60 additions
+    assert loss.item() == pytest.approx(wanted, rel=1e-12) and torch.equal(logprobs.grad, -tokens.weights)
 
 
 def run_objective(config: LossConfig, tokens: SimpleNamespace, entropy: torch.Tensor):

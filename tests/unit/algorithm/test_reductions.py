@@ -137,9 +137,8 @@ def test_steps_and_weights_equal_the_naive_loop(case: Case, reduction: str, deno
     for mini_batch, weights, (live, naive) in zip(plan.mini_batches, found, wanted, strict=True):
         assert (mini_batch.kind is StepKind.GHOST) == (not live)
         assert sorted(mini_batch.order.tolist()) == live
-        np.testing.assert_allclose(
-            weights[live], [naive[i] for i in live], rtol=1e-14
-        )  # one division of exact integers
+        # one division of exact integers
+        np.testing.assert_allclose(weights[live], [naive[i] for i in live], rtol=1e-14)
 
 
 @every_product

@@ -72,12 +72,10 @@ REFUSED = [
 def assert_invariants(values: np.ndarray, tokens: np.ndarray, epsilon: float) -> None:
     """Every numbered invariant of algorithm/signal.py; the fourth is ``test_exact_refuses``, over settings."""
     found = has_signal(values, tokens, advantage_epsilon=epsilon)
-    assert np.array_equal(
-        found, has_signal(values.copy(), tokens.copy(), advantage_epsilon=epsilon)
-    )  # 1: of these alone
-    assert np.array_equal(
-        found, has_signal(-values, tokens, advantage_epsilon=epsilon)
-    )  # 1: not of a sign, so not of a sum
+    # 1: of these alone
+    assert np.array_equal(found, has_signal(values.copy(), tokens.copy(), advantage_epsilon=epsilon))
+    # 1: not of a sign, so not of a sum
+    assert np.array_equal(found, has_signal(-values, tokens, advantage_epsilon=epsilon))
     assert not found[tokens == 0].any()  # 2
     for value, count, signal in zip(values.tolist(), tokens.tolist(), found.tolist(), strict=True):  # 3
         assert signal == (count > 0 and (value > epsilon or value < -epsilon))

@@ -45,9 +45,8 @@ def test_pack_equals_naive(lengths: list[int]) -> None:
     assert torch.equal(gathered[packed.scatter], torch.arange(sum(lengths)))
     for bucket in packed.buckets:
         true = [len(wanted[row[0]]) for row in bucket.queries.tolist()]
-        assert (
-            bucket.queries.shape[1] == max(true) and min(true) * 4 >= max(true) * 3
-        )  # at most a quarter of a row is pad
+        # at most a quarter of a row is pad
+        assert bucket.queries.shape[1] == max(true) and min(true) * 4 >= max(true) * 3
 
 
 def make_attention(scale: float | None = None) -> TorchAttention:
@@ -166,9 +165,8 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
     tokens, places = torch.empty_like(whole.tokens[0]), torch.empty_like(whole.packed.position_ids)
     for part in parts:
         tokens[part.positions], places[part.positions] = part.tokens[0], part.packed.position_ids
-        assert (
-            part.packed.lengths == whole.packed.lengths
-        )  # of whole sequences: Transformer Engine divides by CP itself
+        # of whole sequences: Transformer Engine divides by CP itself
+        assert part.packed.lengths == whole.packed.lengths
     assert torch.equal(tokens, whole.tokens[0]) and torch.equal(places, whole.packed.position_ids)
     at = np.concatenate([part.positions[part.loss_positions.numpy()] for part in parts])
     order = np.concatenate([part.flat for part in parts]).argsort()

@@ -83,6 +83,7 @@ def test_a_stages_laps_are_fitted_as_its_own(alone: None, stage: int) -> None:
         schedule=SimpleNamespace(take_laps=lambda: [laps]),
         optimizer=SimpleNamespace(step=lambda kind: outcome),
         _sums=torch.tensor([0.5], dtype=torch.float64),
+        optimizer_s=[],
     )
     assert model.optim_step(StepKind.REAL).sums == {"loss": 0.5}
     assert model.fit.sums.shape == (2, NUM_SUMS) and not model.fit.sums[1 - stage].any()

@@ -63,7 +63,8 @@ class Recording:
 def save_and_load(rank: int, world: int, root: str, family: str, *given: str) -> tuple[list, list]:
     """What ``.metadata`` and the other ranks' plans name, in a save after a step and a load."""
     from megatron_rl.checkpoint import model_state
-    from tests.equality.saved_steps import SHARDED, open_like, sizes, take_steps
+    from tests.equality.rig import sizes
+    from tests.equality.saved_steps import SHARDED, open_like, take_steps
 
     between = Recording(PlanUnpickler)
     with open_like((*sizes(1, 1), *SHARDED, *given), family) as rig:
@@ -153,7 +154,8 @@ def load_poisoned(rank: int, world: int, root: str, ran: str) -> str:
     call. The object's entry has the weight's size, which Megatron-Core compares first. Without ``guarded`` the call
     runs (0.16.1)."""
     from megatron_rl.checkpoint import model_state
-    from tests.equality.saved_steps import PLAIN, open_like, sizes
+    from tests.equality.rig import sizes
+    from tests.equality.saved_steps import PLAIN, open_like
 
     with open_like((*sizes(1, 1), *PLAIN), "llama") as rig:
         path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()

@@ -42,9 +42,8 @@ def test_sums_are_divided_last():
     for value in (*entropy_D[0], *entropy_D[1]):
         total, largest = total + value, max(largest, value)
     metrics = divide(add_sums(*ranks))
-    assert metrics["train/entropy"] == pytest.approx(
-        total / 1000, rel=1e-12
-    )  # the two additions round in another order
+    # the two additions round in another order
+    assert metrics["train/entropy"] == pytest.approx(total / 1000, rel=1e-12)
     assert metrics["train/logprob_gap_max"] == largest
     mean_of_means = (entropy_D[0].mean() + entropy_D[1].mean()) / 2
     assert abs(metrics["train/entropy"] - mean_of_means) > 0.1

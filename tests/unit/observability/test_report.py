@@ -167,9 +167,8 @@ def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     (legend,) = re.findall(r"<b>Evaluation: hard</b>.*?<div class=\"legend\">(.*?)</div>", page)
     assert re.findall(r"</i>([^<]+)</span>", legend)[:4] == ["mean@16", "pass@1", "pass@2", "pass@16"]
     assert "step 39\nmean@16: 0.3\npass@1: 0.1\npass@2: 0.3\npass@16: 0.6" in svg_of(page, "Evaluation: hard")
-    assert (
-        "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page
-    )  # a run of old beside it
+    # a run of old beside it
+    assert "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page
     assert re.search(
         r'Evaluation: hard</div><div class="value"><span>0.300 → </span>0.300</div><div class="note">.*?mean@16', page
     )

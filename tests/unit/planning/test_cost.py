@@ -77,10 +77,11 @@ def test_coefficients_are_never_negative(seed, count, noise) -> None:
     fit = CostFit(prior=PRIOR)
     fit.add(np.stack(rows))
     for stage in fit.model().stages:
+        # 1
         assert (
             min(stage.overhead, stage.token, stage.square) >= 0
             and np.isfinite([stage.overhead, stage.token, stage.square]).all()
-        )  # 1
+        )
 
 
 def test_without_measurements_the_prior_stands() -> None:

@@ -360,6 +360,5 @@ def test_long_sample_error_names_the_sample_and_the_way_out() -> None:
             drops=True,
             sample_ids=("7@0#0", "7@0#1"),
         )
-    plan_steps(
-        "logprob", [np.array([0, 1])], np.array([3, 16, 17]), np.ones(3, dtype=bool), rules, drops=True
-    )  # 2 is no member
+    # 2 is no member
+    plan_steps("logprob", [np.array([0, 1])], np.array([3, 16, 17]), np.ones(3, dtype=bool), rules, drops=True)

@@ -51,9 +51,8 @@ def assert_invariants(timeline: Timeline, forward_s: np.ndarray, backward_s: np.
         assert len(set(order)) == len(order) == 2 * microbatches * (stages // pipeline)  # 1
         starts = [(timeline.backward_start if back else timeline.forward_start)[s, m] for s, m, back in order]
         ends = [(timeline.backward_end if back else timeline.forward_end)[s, m] for s, m, back in order]
-        assert all(
-            start >= end for start, end in zip(starts[1:], ends, strict=False)
-        )  # 2: one after the other, in order
+        # 2: one after the other, in order
+        assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))
         for (s, m, back), start, before in zip(order, starts, [0.0, *ends], strict=False):  # 4
             waits = [before]
             if back and s + 1 < stages:

@@ -293,9 +293,8 @@ def test_workers_outlive_the_thread_that_scored():
             assert totals(scorer.submit(reward.score, groups_of(["kill"])).result()) == [None]
             assert totals(scorer.submit(reward.score, groups_of(["a"])).result()) == [1.0]
         pids = reward.pool.pids
-        assert until(
-            lambda: not pathlib.Path(f"/proc/self/task/{thread}").exists()
-        )  # with it goes the signal of its end
+        # with it goes the signal of its end
+        assert until(lambda: not pathlib.Path(f"/proc/self/task/{thread}").exists())
         assert (
             totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == pids and all(map(is_alive, pids))
         )

@@ -47,9 +47,10 @@ def _act(text: str) -> float | None:
         case "base":
             raise OfBaseException(text)
         case "math_timeout":
+            # here, since it imports sympy, and a hundred workers import this module
             from math_verify.errors import (
                 TimeoutException,
-            )  # here, since it imports sympy, and a hundred workers import this module
+            )
 
             raise TimeoutException(text)
         case "exit":

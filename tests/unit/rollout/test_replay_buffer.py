@@ -42,7 +42,7 @@ operations = st.one_of(
 )
 configs = st.builds(
     ReplayConfig,
-    size=st.integers(0, 5),
+    capacity_groups=st.integers(0, 5),
     max_age_versions=st.one_of(st.none(), st.integers(1, 4)),
     max_uses=st.integers(1, 3),
 )
@@ -65,7 +65,9 @@ class Model:
     def add(self, given: list[Entry]) -> set[str]:
         for entry in given:
             self.held = [x for x in self.held if x.key != entry.key] + [entry]
-        kept = [x for x in self.held if x.score != 0 and sum(better(y, x) for y in self.held) < self.config.size]
+        kept = [
+            x for x in self.held if x.score != 0 and sum(better(y, x) for y in self.held) < self.config.capacity_groups
+        ]
         gone = {x.key for x in self.held if x not in kept}
         self.held = kept
         return gone
@@ -126,9 +128,10 @@ def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, ob
             case "expire":
                 gone, wanted, told = buffer.expire(value), model.expire(value), twin.expire(value)
                 assert_none_lost(held, buffer, gone)
+                # 5
                 assert config.max_age_versions is None or all(
                     value - x.version <= config.max_age_versions for x in buffer.entries
-                )  # 5
+                )
             case "retire":
                 gone, wanted, told = buffer.retire(), model.retire(), twin.retire()
                 assert_none_lost(held, buffer, gone)
@@ -155,7 +158,7 @@ def assert_none_lost(were: set[str], buffer: ReplayBuffer, gone: list[str]) -> N
 
 def assert_well_kept(config: ReplayConfig, buffer: ReplayBuffer, model: Model) -> None:
     held = buffer.entries  # 1
-    assert len(buffer) == len(held) <= config.size and len({x.key for x in held}) == len(held)
+    assert len(buffer) == len(held) <= config.capacity_groups and len({x.key for x in held}) == len(held)
     assert all(math.isfinite(x.score) and x.score > 0 for x in held)
     assert all(better(left, right) for left, right in zip(held, held[1:], strict=False))
     assert set(held) == set(model.held)

@@ -27,7 +27,7 @@ operations = st.one_of(
 configs = st.builds(
     RerollConfig,
     max_groups=st.integers(0, 4),
-    buffer_size=st.integers(1, 5),
+    capacity_prompts=st.integers(1, 5),
     max_attempts=st.integers(1, 4),
     start_fraction=st.sampled_from([0.0, 0.5, 1.0]),
 )
@@ -51,7 +51,7 @@ class Model:
                 self.waiting.append((prompt_id, attempt))
                 began += 1
             self.waiting = [x for x in self.waiting if x[1] < self.config.max_attempts]
-            while len(self.waiting) > self.config.buffer_size:
+            while len(self.waiting) > self.config.capacity_prompts:
                 self.waiting.pop(0)
         return began
 
@@ -100,7 +100,8 @@ def assert_invariants(config: RerollConfig, steps: list[tuple[str, object]]) -> 
         assert twin.state() == buffer.state() == through_json(buffer, config).state()  # 6
         waiting = [tuple(x) for x in buffer.state()["waiting"]]
         assert waiting == model.waiting  # 4
-        assert len(buffer) == len(waiting) == len({prompt_id for prompt_id, _ in waiting}) <= config.buffer_size  # 1
+        # 1
+        assert len(buffer) == len(waiting) == len({prompt_id for prompt_id, _ in waiting}) <= config.capacity_prompts
         assert all(attempt < config.max_attempts for _, attempt in waiting)  # 2
         assert (buffer.num_buffered, buffer.num_issued) == (buffered, issued)  # 5
 

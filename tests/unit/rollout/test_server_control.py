@@ -22,9 +22,8 @@ from tests.unit.rollout.server_requests import BOUND_S, LONG_S, SHORT_S, VERSION
 def no_thread_is_left():
     threads = threading.active_count()
     yield
-    assert until(lambda: threading.active_count() <= threads), (
-        threading.enumerate()
-    )  # a request's thread ends with its connection
+    # a request's thread ends with its connection
+    assert until(lambda: threading.active_count() <= threads), threading.enumerate()
 
 
 def test_an_update_in_flight_pauses_and_resumes():
@@ -54,9 +53,8 @@ def test_a_server_that_gives_up_is_resumed_however_often_that_takes(monkeypatch)
         assert until(lambda: server.seen)
         replica.give_up("the update failed")
         asked = [path.partition("?")[0] for _, path, _, _ in server.seen[-4:]]
-        assert (
-            asked == ["/update_weight_version", "/resume"] * 2
-        )  # what its weights sample is labelled as nobody's before it goes on
+        # what its weights sample is labelled as nobody's before it goes on
+        assert asked == ["/update_weight_version", "/resume"] * 2
         with pytest.raises(
             ReplicaLost, match="was given up here"
         ):  # it did not hear of the pause, so its requests are cut off

@@ -23,9 +23,8 @@ from tests.unit.rollout.server_requests import BOUND_S, LONG_S, OUT_OF_MEMORY, S
 def no_thread_is_left():
     threads = threading.active_count()
     yield
-    assert until(lambda: threading.active_count() <= threads), (
-        threading.enumerate()
-    )  # a request's thread ends with its connection
+    # a request's thread ends with its connection
+    assert until(lambda: threading.active_count() <= threads), threading.enumerate()
 
 
 def spread(*replicas: ServerReplica, num_requests: int = 4, deadline_s: float = LONG_S):

@@ -51,9 +51,8 @@ def test_a_wait_takes_no_processor_time(mode, apart):
     producer.start(job)
     timer.start()
     producer.wait(job, [1])
-    assert (
-        job.change.entries <= 20
-    )  # some for each thing that happens to a job of two groups, none for the ticks of a clock
+    # some for each thing that happens to a job of two groups, none for the ticks of a clock
+    assert job.change.entries <= 20
     timer.join()
     end(producer)
 
