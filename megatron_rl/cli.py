@@ -26,7 +26,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     """Read the configuration, check it, call ``train`` with it, and return the exit code.
 
     train: returns True where the run came to its end, False where it was preempted and has saved everything.
-    arguments: of the command line; None: ``sys.argv``.
+    arguments: those of the command line; None: ``sys.argv``.
+
     Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, or EXIT_FAILED; the reason goes to
     stderr.
     """
@@ -52,8 +53,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 
 
 def end_process(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end the process with its exit code; an unforeseen error is printed whole and ends it with
-    EXIT_FAILED."""
+    """Call ``main`` and end the process with its exit code; print an unforeseen error and end with EXIT_FAILED."""
     try:
         code = main()
     except Exception:  # noqa: BLE001 (printed whole, and the process ends)
@@ -94,8 +94,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]
 
 
 def _stages_import(is_main: bool) -> bool:
-    """Import Megatron-Core and all that needs it; where that fails, print what is wrong and how to mend it, and return
-    False."""
+    """Import Megatron-Core and all modules that need it; on failure print the fault and its remedy and return False."""
     try:
         import megatron_rl.trainer.build  # noqa: F401
     except (ImportError, FileNotFoundError, AttributeError) as error:  # half-installed packages raise the latter two
@@ -116,8 +115,7 @@ def set_up_logging(is_main: bool) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the sys.stderr of the moment: while the live bar is up that is rich's proxy, which prints above the
-    bar."""
+    """Writes to the current sys.stderr: while the live bar is up that is rich's proxy, which prints above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)

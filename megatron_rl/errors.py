@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work: the message names the key, the value and the way out."""
+    """Reports a setting that cannot work: the message names the key, the value and the way out."""
 
 
 class RunError(RuntimeError):
@@ -12,35 +12,32 @@ class RunError(RuntimeError):
 
 
 class LockstepError(RunError):
-    """Ranks disagree on what to run next; raised on every rank, naming who differs and in what."""
+    """Reports that ranks disagree on the next operation; raised on every rank, naming the rank and the difference."""
 
 
 class NonFiniteGradient(RunError):
-    """The global gradient norm is not finite and ``optimizer.on_nonfinite=fail``; raised on every rank."""
+    """Reports a global gradient norm that is not finite under ``optimizer.on_nonfinite=fail``; raised on every rank."""
 
 
 class RewardError(RunError):
-    """A reward function failed on a sample; the message carries the sample's id and the traceback."""
+    """Reports a reward function that failed on a sample; the message carries the sample's id and the traceback."""
 
 
 class EpisodeError(RunError):
-    """An environment failed, or took too long, on a sample; the message carries the sample's id, the turn and the
-    traceback."""
+    """Reports an environment that failed or took too long; the message carries sample id, turn and traceback."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint that is damaged, of another model or format, or that could not be written; the message names the
-    file."""
+    """Reports a checkpoint that is damaged, of another model or format, or unwritable; the message names the file."""
 
 
 class PeerError(RunError):
-    """Another rank stopped; the message carries its rank and its error."""
+    """Reports that another rank stopped; the message carries its rank and its error."""
 
 
 class EngineError(RunError):
-    """An inference engine answers, and wrongly: the message names the engine, the request and both numbers."""
+    """Reports a wrong answer of an inference engine: the message names the engine, the request and both numbers."""
 
 
 class NoSignalError(RunError):
-    """Dynamic sampling found no signal for every group of a batch, and
-    ``rollout.dynamic_sampling.on_exhausted=fail``."""
+    """Reports dynamic sampling without signal in any group, under ``rollout.dynamic_sampling.on_exhausted=fail``."""

@@ -1,4 +1,4 @@
-"""What travels between stages: frozen, slotted, keyword-only values, each array with its shape and unit.
+"""The values that travel between stages: frozen, slotted and keyword-only, each array with its shape and unit.
 
 Suffixes: _P prompts, _G samples of one prompt's group, _S samples, _T tokens, _M micro-batches, _D data-parallel ranks.
 """
@@ -15,11 +15,11 @@ import numpy as np
 
 
 class StepKind(Enum):
-    """The three kinds of optimizer steps.
+    """Names the three kinds of optimizer steps.
 
     REAL:  forward, backward, reduction and optimizer.
     GHOST: no sample has signal; the optimizer steps without a gradient (or not at all, under ``skip.ghost=freeze``).
-    HELD:  the policy stays as it is, while a critic warms up; the step is counted and nothing moves.
+    HELD:  the policy does not change while a critic warms up; the step is counted and nothing moves.
     """
 
     REAL = "REAL"
@@ -29,13 +29,12 @@ class StepKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of the dataset, tokenized.
+    """Holds one row of the dataset, tokenized.
 
     prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never contains a rank.
-    token_ids: the prompt's tokens, as the model sees them.
+    token_ids: the prompt's tokens, as the model reads them.
     columns:   every column of the dataset's row; reward functions receive them all.
-    attempt:   how often answers to it were taken before; seeds derive from it too, so that the same weights answer it
-               anew.
+    attempt:   how often it was answered before; part of the seeds, so that the same weights answer it anew.
 
     Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer":
     "7"})``
@@ -49,28 +48,25 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Unique over the run: its id, and its attempt where it was asked before, as in ``17@0.2``."""
+        """Return a name unique over the run: the id, and the attempt where it was asked before, as in ``17@0.2``."""
         return f"{self.prompt_id}.{self.attempt}" if self.attempt else self.prompt_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One completion of one prompt, or one episode: all that stands behind the prompt, the policy's turns and what an
-    environment said.
+    """Holds one completion of one prompt, or one episode: the policy's turns and the environment's messages.
 
     response_ids:   [T] the tokens, a turn's stop token included where one was produced.
-    logprobs:       [T] float32, log-probability of each under the engine's policy at the sampling temperature; 0.0
-                    where not sampled.
-    text:           of the whole response, without special tokens.
-    finish_reason:  "stop" (a stop token, or the episode's own end) or "length" (``rollout.max_response_tokens``
-    reached).
-    weight_versions: (version, tokens) in order: the trainer's weights that produced so many of the tokens; one pair,
-                    unless the engine took new weights in the middle. Tokens of the environment count to the turn before
-                    them.
+    logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature; 0.0 where not sampled.
+    text:           the whole response as text, without special tokens.
+    finish_reason:  "stop" (a stop token or the episode's own end) or "length" (``rollout.max_response_tokens``
+                    reached).
+    weight_versions: (version, tokens) in order: so many tokens came from these weights of the trainer; several pairs if
+                    the engine took new weights midway. The environment's tokens count to the turn before them.
     loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's; None: all do.
-    environment_reward: the sum of what the environment gave; None where there is none.
-    excluded:       why its environment failed (``environment.on_error=drop``), which takes the sample out of its group;
-                    None: it did not.
+    environment_reward: the sum of the environment's rewards; None where it failed, or without an environment.
+    excluded:       the error of its environment (``environment.on_error=drop``), which takes the sample out of its
+                    group; None: no error.
 
     Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0): ``response_ids=(8, 9, 0,
     4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3] == logprobs[4] ==
@@ -90,18 +86,18 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy gave; the rest is the environment's."""
+        """Return the number of tokens that the policy sampled; the others are the environment's."""
         return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def num_turns(self) -> int:
-        """Runs of the policy's tokens: two turns around an observation of no token are one."""
+        """Return the number of runs of the policy's tokens: two turns around an empty observation count as one."""
         mask = (True,) if self.loss_mask is None else self.loss_mask
-        return sum(here and not before for before, here in zip((False, *mask), mask, strict=False))
+        return sum(own and not before for before, own in zip((False, *mask), mask, strict=False))
 
     @property
     def weight_version(self) -> int:
-        """The oldest weights that any of its tokens comes from."""
+        """Return the version of the oldest weights that any of its tokens comes from."""
         return min(version for version, _ in self.weight_versions)
 
     @property
@@ -111,7 +107,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What the reward functions said of one sample.
+    """Holds the verdict of the reward functions on one sample.
 
     total:       the weighted sum over the functions that applied; None where the sample is taken out of its group
                  (``reward.on_error=drop``, or no function applied).
@@ -124,7 +120,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One row to train on, held by the rank that produced it.
+    """Holds one row to train on; the rank that produced it keeps it.
 
     token_ids:     [prompt + response] int64.
     loss_mask:     [response] bool, True where a response token carries loss.
@@ -132,7 +128,6 @@ class Sample:
     routed_experts: None, or [prompt + response, layers, top_k] int16: the experts that the engine sent each token to,
                    in every layer that has experts; −1 where that is not known (the last token is never fed to the
                    engine). For routing replay.
-
     weight_version: the oldest weights that any of its tokens comes from.
 
     Example: 3 tokens through one layer of 4 experts, 2 of them each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1,
@@ -150,7 +145,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFacts:
-    """What every rank knows of every sample of a batch, whoever holds its tokens. Struct of arrays, all [S].
+    """Holds the facts that every rank knows of every sample of a batch: a struct of arrays, all [S].
 
     sample_ids:      identities, for messages and metrics.
     groups:          int64, index of the prompt whose group the sample belongs to.
@@ -160,9 +155,8 @@ class BatchFacts:
     owners:          int64, global rank that holds the sample's row.
     owner_rows:      int64, the row's position in the owner's local list.
     places:          int64, each sample's place in the batch, ascending; None in batches that were not gathered.
-    weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None there too.
-    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, (0, 0) where it has none; None where
-                     no row has.
+    weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None with ``places``.
+    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None if no row has any.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
     """
@@ -184,28 +178,32 @@ class BatchFacts:
 
     @property
     def total_tokens(self) -> np.ndarray:
-        """[S] int64: prompt and response, without pads."""
+        """Return [S] int64: prompt and response tokens, without pads."""
         return self.prompt_tokens + self.response_tokens
 
     @property
     def response_offsets(self) -> np.ndarray:
-        """[S + 1] int64: where each sample's response starts in a flat array over all response tokens of the batch."""
+        """Return [S + 1] int64: each response's start in a flat array over all response tokens of the batch."""
         return np.concatenate([[0], np.cumsum(self.response_tokens)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """of_sample: float64 [S], of each of a sample's loss tokens; where they differ (``gae``), their mean.
-    of_token: float64 [T], flat over response tokens and 0 where there is no loss; None where a sample's are all the
-    same.
+    """Holds the advantages of a batch, per sample and, where they differ within a sample (``gae``), per token.
+
+    of_sample: float64 [S], of each of a sample's loss tokens; their mean where they differ.
+    of_token: float64 [T], flat over response tokens and 0 at tokens without loss; None where no sample's differ.
     """
 
     of_sample: np.ndarray
     of_token: np.ndarray | None = None
 
     def largest(self, response_tokens: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """[S] the largest |weight · A| of each sample: 0 where nothing of it trains. response_tokens int64 [S] ·
-        weights [T] flat, ≥ 0."""
+        """Return [S] the largest |weight · A| of each sample: 0 where none of its tokens trains.
+
+        response_tokens: int64 [S], the number of response tokens of each sample.
+        weights: [T] flat, ≥ 0; None: 1.
+        """
         starts = np.cumsum(response_tokens) - response_tokens
         if not len(starts) or (self.of_token is None and weights is None):
             return np.abs(self.of_sample)
@@ -216,15 +214,14 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """What the policy's loss reads, per sample [S] or per response token of the batch (flat, see
-    BatchFacts.response_offsets), float32.
+    """Holds the float32 inputs of the policy's loss: per sample [S], or flat [T] as in BatchFacts.response_offsets.
 
-    advantages: weight · advantage of each sample · weights: the reduction's · old_logprobs, reference_logprobs: flat or
-    None ·
-    importance_weights: flat, what each token's advantage is multiplied by, or None for 1 (algorithm/importance.py) ·
-    token_advantages: flat, weight · advantage of each token in place of its sample's (``gae``), or None ·
-    kl_coefficient: of the KL to the reference in the loss, or None for ``loss.kl_coefficient``; 0 measures the KL and
-    trains nothing on it.
+    advantages: [S], weight · advantage of each sample.
+    weights: [S], the reduction's.
+    old_logprobs, reference_logprobs: [T], or None.
+    importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
+    token_advantages: [T], weight · advantage of each token in place of its sample's (``gae``), or None.
+    kl_coefficient: of the KL to the reference in the loss; None: ``loss.kl_coefficient``; 0 only measures the KL.
     """
 
     advantages: np.ndarray
@@ -236,34 +233,39 @@ class LossInputs:
     kl_coefficient: float | None = None
 
     def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
-        """[N] each, of N loss tokens: samples [N] whose they are, flat [N] their places in the flat arrays;
-        ``kl_coefficient`` as it is."""
+        """Return the inputs [N] at N loss tokens, and ``kl_coefficient``.
+
+        samples, flat: [N], the sample of each token and its position in the flat arrays.
+        """
         importance = 1.0 if self.importance_weights is None else self.importance_weights[flat]
-        plain = self.advantages[samples] if self.token_advantages is None else self.token_advantages[flat]
-        found = {"advantages": plain * importance, "weights": self.weights[samples]}
-        given = {"old_logprobs": self.old_logprobs, "reference_logprobs": self.reference_logprobs}
+        advantages = self.advantages[samples] if self.token_advantages is None else self.token_advantages[flat]
+        inputs = {"advantages": advantages * importance, "weights": self.weights[samples]}
+        logprobs = {"old_logprobs": self.old_logprobs, "reference_logprobs": self.reference_logprobs}
         if self.kl_coefficient is not None:
-            found["kl_coefficient"] = self.kl_coefficient
-        return found | {name: values[flat] for name, values in given.items() if values is not None}
+            inputs["kl_coefficient"] = self.kl_coefficient
+        return inputs | {name: values[flat] for name, values in logprobs.items() if values is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValueInputs:
-    """What the critic's loss reads: the reduction's weights [S], returns and old_values flat over response tokens,
-    float32."""
+    """Holds the float32 inputs of the critic's loss.
+
+    weights: [S], the reduction's.
+    returns, old_values: [T], flat over response tokens.
+    """
 
     weights: np.ndarray
     returns: np.ndarray
     old_values: np.ndarray
 
     def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """[N] each, as ``LossInputs.at``."""
+        """Return the inputs [N] at N loss tokens, as ``LossInputs.at`` does."""
         return {"weights": self.weights[samples], "returns": self.returns[flat], "old_values": self.old_values[flat]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples that go through the model in one forward, packed one after the other (THD).
+    """Holds samples that go through the model in one forward, packed one after the other (THD).
 
     samples: int64 [K], indices into the batch's facts.
     filler:  True where it only keeps ranks in step: one sample that runs elsewhere too, every loss weight 0.
@@ -275,17 +277,16 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One optimizer step: which samples each data-parallel rank runs, in which micro-batches (CSR layout).
+    """Describes one optimizer step: the samples of each data-parallel rank, in micro-batches (CSR layout).
 
     members:             int64 [B], the mini-batch before the drop; every denominator is counted over these.
     dropped:             int64, the members without signal, never forwarded.
     order:               int64 [K], the samples that run, rank by rank and micro-batch by micro-batch.
     microbatch_offsets:  int64 [M + 1] into ``order``.
-    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: micro-batches of rank d are
-    rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M], True where a micro-batch only keeps its rank in step; its sample stands in ``order``
-    again.
-    microbatches_dropped: how many fewer micro-batches than the dense plan of the same members, fillers counted in both.
+    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: rank d runs rank_offsets[d]:rank_offsets[d+1].
+    filler_microbatches: bool [M], True where a micro-batch only keeps its rank in step; its sample is in
+                         ``order`` again.
+    microbatches_dropped: the dense plan's number of micro-batches less this plan's, fillers counted in both.
 
     Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
     ``order=[3,1,4], microbatch_offsets=[0,2,3], rank_offsets=[0,2,2]``.
@@ -302,17 +303,17 @@ class StepPlan:
 
     @property
     def num_microbatches(self) -> np.ndarray:
-        """[D] micro-batches per data-parallel rank."""
+        """Return [D] the number of micro-batches of each data-parallel rank."""
         return np.diff(self.rank_offsets)
 
     @property
     def silent_ranks(self) -> int:
-        """Data-parallel ranks without a micro-batch in a REAL step; one that runs fillers alone is not silent."""
+        """Count the data-parallel ranks without a micro-batch in a REAL step; a rank with fillers is not silent."""
         return int((self.num_microbatches == 0).sum()) if self.kind is StepKind.REAL else 0
 
     @property
     def num_fillers(self) -> int:
-        """Micro-batches, over all ranks, that run without a loss to keep ranks in step."""
+        """Count the micro-batches, over all ranks, that run without a loss to keep ranks in step."""
         return int(self.filler_microbatches.sum())
 
     def microbatches(self, data_parallel_rank: int) -> Iterator[MicroBatch]:
@@ -321,7 +322,7 @@ class StepPlan:
             yield MicroBatch(samples=self.order[start:stop], filler=bool(self.filler_microbatches[m]))
 
     def rank_samples(self, data_parallel_rank: int) -> np.ndarray:
-        """int64: every sample that a data-parallel rank runs, in order."""
+        """Return int64: every sample that a data-parallel rank runs, in order."""
         first, last = self.rank_offsets[data_parallel_rank], self.rank_offsets[data_parallel_rank + 1]
         return self.order[self.microbatch_offsets[first] : self.microbatch_offsets[last]]
 
@@ -331,8 +332,7 @@ _PLAN_ARRAYS = ("members", "dropped", "order", "microbatch_offsets", "rank_offse
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchPlan:
-    """Everything one batch runs: its mini-batches in order. JSON in, JSON out, with a fingerprint that ranks
-    compare."""
+    """Holds the mini-batches of one batch, in order, with JSON in and out and a fingerprint that ranks compare."""
 
     purpose: str
     mini_batches: tuple[StepPlan, ...]
@@ -366,13 +366,13 @@ class BatchPlan:
         )
 
     def held(self) -> BatchPlan:
-        """Return the same plan with HELD steps. Raises ValueError where a step of it has samples to run."""
+        """Return the same plan with HELD steps, or raise ValueError if one of its steps has samples to run."""
         if any(len(step.order) for step in self.mini_batches):
             raise ValueError("a plan that runs samples cannot be held; plan it without signal")
         return replace(self, mini_batches=tuple(replace(step, kind=StepKind.HELD) for step in self.mini_batches))
 
     def fingerprints(self) -> tuple[bytes, ...]:
-        """One 32-byte digest per mini-batch, over its kind and its cut; equal plans have equal fingerprints."""
+        """Return one 32-byte digest per mini-batch, over its kind and its cut; equal plans have equal fingerprints."""
         digests = []
         for mini_batch in self.mini_batches:
             digest = hashlib.sha256(f"{self.purpose}/{mini_batch.kind.value}".encode())
@@ -384,10 +384,10 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did. Sums are over all ranks; nothing is divided yet.
+    """Holds the results of one optimizer step: sums over all ranks, undivided.
 
-    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), observability/metrics.py divides
-    them last.
+    sums: named sums and counts (``loss``, ``tokens``, ``entropy``, ``clipped`` ...), divided by
+          observability/metrics.py.
     """
 
     kind: StepKind

@@ -1,5 +1,4 @@
-"""What of a configuration only shows when its sections are read together. Before any weight is read, and without a
-collective."""
+"""Checks of the settings that only make sense together, before any weight is read. Not a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +11,10 @@ from megatron_rl.errors import ConfigError
 
 
 def validate_config(config: Config) -> None:
-    """Raises ConfigError, naming the keys, their values and the way out."""
+    """Check the sections of a configuration against one another.
+
+    Raises ConfigError, naming the keys, their values and the way out.
+    """
     signal_rule(config)
     check_reference(config)
     if not config.model.hf_path:
@@ -44,11 +46,11 @@ def validate_config(config: Config) -> None:
     _check_dead_groups(config)
     check_overlong(config)
     check_environment(config)
-    given = config.eval
-    if given.every_rollouts and not given.named_sets:
+    evaluation = config.eval
+    if evaluation.every_rollouts and not evaluation.named_sets:
         raise ConfigError(
-            f"eval.every_rollouts={given.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL file, "
-            "or set eval.every_rollouts=null"
+            f"eval.every_rollouts={evaluation.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL "
+            "file, or set eval.every_rollouts=null"
         )
     if config.metrics.dense_every_rollouts < 0 or config.metrics.dense_samples < 0:
         raise ConfigError(
@@ -57,7 +59,7 @@ def validate_config(config: Config) -> None:
 
 
 def check_overlong(config: Config) -> None:
-    """Raises ConfigError where the overlong buffer is longer than a response may be."""
+    """Raise ConfigError where the overlong buffer is longer than a response may be."""
     buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
         raise ConfigError(
@@ -66,23 +68,22 @@ def check_overlong(config: Config) -> None:
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError where a reward asks for an environment and there is none, or a step may outlast what other
-    ranks wait for."""
-    given = config.environment
-    if "environment" in config.reward.functions and given.name is None:
+    """Raise ConfigError for a reward without its environment, or a step that may outlast the other ranks' wait."""
+    environment = config.environment
+    if "environment" in config.reward.functions and environment.name is None:
         raise ConfigError(
             "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
             "name one, as in environment.name=calculator"
         )
-    if given.name is not None and given.deadline_s >= config.run.deadline_s:
+    if environment.name is not None and environment.deadline_s >= config.run.deadline_s:
         raise ConfigError(
-            f"environment.deadline_s={given.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for "
-            "which the other ranks wait; raise that"
+            f"environment.deadline_s={environment.deadline_s:g} must be below "
+            f"run.deadline_s={config.run.deadline_s:g}, for which the other ranks wait; raise that"
         )
 
 
 def _check_asynchronous(config: Config) -> None:
-    """How rollouts are made next to training. Raises ConfigError."""
+    """Raise ConfigError for settings of the rollouts made beside training that contradict one another."""
     producer, rounds = config.rollout.producer, config.rollout.dynamic_sampling.max_rounds
     if config.replay.capacity_groups and rounds:
         raise ConfigError(
@@ -104,20 +105,20 @@ def _check_asynchronous(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    """Raises ConfigError."""
-    given, estimator = config.critic, config.advantage.estimator
+    """Raise ConfigError for a critic's settings without a critic, or for settings that a critic rules out."""
+    critic, estimator = config.critic, config.advantage.estimator
     if not config.has_critic:
         for name, neutral in dataclasses.asdict(CriticConfig()).items():
-            if (value := dataclasses.asdict(given)[name]) != neutral:
+            if (value := dataclasses.asdict(critic)[name]) != neutral:
                 raise ConfigError(
                     f"critic.{name}={value} and advantage.estimator={estimator} has no critic; set "
                     f"advantage.estimator=gae, or leave it at {neutral}"
                 )
         return
     critic_config(config)
-    if given.hf_path is not None and not os.path.isfile(os.path.join(given.hf_path, "config.json")):
+    if critic.hf_path is not None and not os.path.isfile(os.path.join(critic.hf_path, "config.json")):
         raise ConfigError(
-            f"critic.hf_path={given.hf_path!r} holds no config.json; give a local Hugging Face directory, or null"
+            f"critic.hf_path={critic.hf_path!r} holds no config.json; give a local Hugging Face directory, or null"
         )
     if config.correction.off_policy_delta is not None:
         raise ConfigError(
@@ -127,24 +128,24 @@ def _check_critic(config: Config) -> None:
 
 
 def _check_dead_groups(config: Config) -> None:
-    """What is about groups without signal, where there are none. Raises ConfigError."""
+    """Raise ConfigError for settings about groups without signal where no such groups exist."""
     if not (config.has_critic or config.kl_in_reward):
         return
-    why = "advantage.estimator=gae" if config.has_critic else "reference.kl_in=reward"
-    asked = {
+    cause = "advantage.estimator=gae" if config.has_critic else "reference.kl_in=reward"
+    settings = {
         "replay.capacity_groups": config.replay.capacity_groups,
         "rollout.dynamic_sampling.max_rounds": config.rollout.dynamic_sampling.max_rounds,
         "advantage.noise_std": config.advantage.noise_std,
     }
-    for name, value in asked.items():
+    for name, value in settings.items():
         if value:
             raise ConfigError(
-                f"{name}={value} is about groups without signal, and under {why} there are none; set it to 0"
+                f"{name}={value} is about groups without signal, and under {cause} there are none; set it to 0"
             )
 
 
 def check_lengths(config: Config, context_tokens: int, of: str = "the model") -> None:
-    """Prompt and response must fit in a model's context together."""
+    """Raise ConfigError where prompt and response together do not fit in a model's context."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > context_tokens:
         raise ConfigError(
@@ -155,50 +156,51 @@ def check_lengths(config: Config, context_tokens: int, of: str = "the model") ->
 
 
 def check_critic_model(config: Config, policy) -> None:
-    """A critic of other weights must read what the policy reads. policy: its Hugging Face config. Raises
-    ConfigError."""
+    """Raise ConfigError for a critic of other weights that cannot read the policy's prompts, responses or tokens.
+
+    policy: the policy's Hugging Face config.
+    """
     from transformers import AutoConfig
 
     if not config.has_critic or config.critic.hf_path is None:
         return
-    own = AutoConfig.from_pretrained(config.critic.hf_path)
-    check_lengths(config, own.max_position_embeddings, of=f"critic.hf_path={config.critic.hf_path!r}")
-    if own.vocab_size < policy.vocab_size:
+    critic = AutoConfig.from_pretrained(config.critic.hf_path)
+    check_lengths(config, critic.max_position_embeddings, of=f"critic.hf_path={config.critic.hf_path!r}")
+    if critic.vocab_size < policy.vocab_size:
         raise ConfigError(
-            f"critic.hf_path={config.critic.hf_path!r} has a vocabulary of {own.vocab_size} and "
+            f"critic.hf_path={config.critic.hf_path!r} has a vocabulary of {critic.vocab_size} and "
             f"model.hf_path={config.model.hf_path!r} one of {policy.vocab_size}: it could not read the policy's "
             "tokens; give a model of the same tokenizer"
         )
 
 
 def check_reference(config: Config) -> None:
-    """Raises ConfigError for what of ``reference`` does not go with ``loss``, ``advantage`` and the size of a
-    rollout."""
-    given, loss = config.reference, config.loss
-    if given.kl_in == "reward" and loss.kl_estimator == "unbiased":
+    """Raise ConfigError where ``reference`` contradicts ``loss``, ``advantage`` or the size of a rollout."""
+    reference, loss = config.reference, config.loss
+    if reference.kl_in == "reward" and loss.kl_estimator == "unbiased":
         raise ConfigError(
             "reference.kl_in=reward with loss.kl_estimator=unbiased: its ratio π_θ/π_old is there for the gradient it "
             "carries, and a reward carries none; take loss.kl_estimator=k3, or reference.kl_in=loss"
         )
-    if given.kl_in == "reward" and config.advantage.estimator == "gdpo":
+    if reference.kl_in == "reward" and config.advantage.estimator == "gdpo":
         raise ConfigError(
             "reference.kl_in=reward with advantage.estimator=gdpo: it standardises every reward function by itself, "
             "and the KL is none of them; take another advantage.estimator, or reference.kl_in=loss"
         )
-    if loss.kl_coefficient == 0 and given.controller == "adaptive":
+    if loss.kl_coefficient == 0 and reference.controller == "adaptive":
         raise ConfigError(
             "reference.controller=adaptive moves the KL's coefficient by factors, and loss.kl_coefficient=0 would "
             "stay 0; start above it (0.1, say), or set reference.controller=fixed"
         )
-    if loss.kl_coefficient == 0 and given.refresh_every_rollouts is not None:
+    if loss.kl_coefficient == 0 and reference.refresh_every_rollouts is not None:
         raise ConfigError(
-            f"reference.refresh_every_rollouts={given.refresh_every_rollouts} renews a reference policy that "
+            f"reference.refresh_every_rollouts={reference.refresh_every_rollouts} renews a reference policy that "
             "loss.kl_coefficient=0 never asks; set that above 0, or reference.refresh_every_rollouts=null"
         )
     samples = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
-    if given.controller == "adaptive" and samples >= 5 * given.kl_horizon:
+    if reference.controller == "adaptive" and samples >= 5 * reference.kl_horizon:
         raise ConfigError(
-            f"reference.kl_horizon={given.kl_horizon} is too short for rollouts of "
+            f"reference.kl_horizon={reference.kl_horizon} is too short for rollouts of "
             f"train.prompts_per_rollout={config.train.prompts_per_rollout} times "
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} = {samples} samples: one of them could "
             f"take the KL's coefficient to 0; give more than {samples // 5}"

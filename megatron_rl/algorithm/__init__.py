@@ -1,1 +1,4 @@
-"""Loss terms: sums in, sums out. Nothing here divides; every normalisation came in with the weights (semantics §1)."""
+"""Advantages, signal, importance weights and the loss terms. A loss term takes sums, returns sums and divides nothing.
+
+Every normalisation is part of the reduction's weights (semantics §1).
+"""

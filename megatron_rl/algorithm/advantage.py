@@ -1,16 +1,15 @@
-"""Rewards → advantages, and the token weights of the reduction that are folded into them. Pure: numbers in, numbers
-out.
+"""Rewards → advantages, with the reduction's token weights folded in. Pure functions of numbers.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
-1. A group whose included rewards (``gdpo``: each function's) are equal as numbers has advantages of exactly 0.0 (but
-   under ``center_and_scale``).
-2. A sample that is not included has advantage 0.0 and moves no other sample's.
+1. A group whose included rewards (``gdpo``: the rewards of each function) are equal as numbers has advantages of
+   exactly 0.0, except under ``center_and_scale``.
+2. A sample that is not included has advantage 0.0 and changes no other sample's advantage.
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
 4. Advantages are finite; a non-finite reward is an error that names the sample.
 5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's advantages are not 0.
 6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
-   not on how they are cut in micro-batches or spread over ranks.
+   not on how they are cut into micro-batches or spread over ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRewards:
-    """Rewards of a batch's samples and the groups that they belong to: all that an estimator over groups reads.
+    """Holds the rewards and the groups of a batch's samples, as an estimator over groups reads them.
 
-    totals:           float64 [S], the total reward.
+    totals:           float64 [S], the total reward of each sample.
     groups:           int64 [S], the prompt of each sample.
     included:         bool [S], False for a sample that is taken out of its group; its total is not read.
-    loss_tokens:      int64 [S], response tokens that carry loss; weights of a whitening over tokens. None: the sample
-                      counts once.
+    loss_tokens:      int64 [S], response tokens that carry loss: the weights of a whitening over tokens. None: each
+                      sample counts once.
     by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone. None: not known.
     function_weights: F numbers; empty: all 1.
     sample_ids:       S names, for messages; empty: messages give the index.
@@ -51,28 +50,28 @@ class GroupRewards:
 
 
 def advantages(rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale") -> np.ndarray:
-    """Return [S] float64 advantages by semantics §6, of one of algorithm/estimators.py; 0 for a sample that is taken
-    out.
+    """Return [S] float64 advantages by the estimator (semantics §6); 0 for a sample that is taken out.
 
-    Raises ValueError for a non-finite reward, naming the sample, and for an unknown estimator.
+    The estimators are the functions of algorithm/estimators.py. Raises ValueError for a non-finite reward, naming the
+    sample, and for an unknown estimator.
     """
     included = rewards.included
     _require_finite(rewards.totals, included, rewards.sample_ids)
     group = np.unique(rewards.groups, return_inverse=True)[1].reshape(-1)
-    seen = Rewards(values=rewards.totals, group=group, included=included)
+    total_rewards = Rewards(values=rewards.totals, group=group, included=included)
     match estimator:
         case "grpo":
-            return grpo(seen, epsilon=epsilon)
+            return grpo(total_rewards, epsilon=epsilon)
         case "dr_grpo":
-            return dr_grpo(seen)
+            return dr_grpo(total_rewards)
         case "batch_std":
-            return batch_std(seen, epsilon=epsilon)
+            return batch_std(total_rewards, epsilon=epsilon)
         case "rloo":
-            return rloo(seen)
+            return rloo(total_rewards)
         case "reinforce_plus_plus":
-            return reinforce_plus_plus(seen, tokens=rewards.loss_tokens, whiten=whiten, epsilon=epsilon)
+            return reinforce_plus_plus(total_rewards, tokens=rewards.loss_tokens, whiten=whiten, epsilon=epsilon)
         case "gdpo":
-            columns = _columns(seen, rewards)
+            columns = _columns(total_rewards, rewards)
             weights = rewards.function_weights or (1.0,) * len(columns)
             return gdpo(columns, weights, included, tokens=rewards.loss_tokens, whiten=whiten, epsilon=epsilon)
     raise ValueError(f"advantage.estimator={estimator!r} is not known")
@@ -93,14 +92,15 @@ def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
 def may_have_advantage(
     rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale"
 ) -> np.ndarray:
-    """Return [S] bool: whether a sample's advantage can be other than 0, in whichever batch its group stands.
+    """Return [S] bool: whether a sample's advantage can be other than 0, whatever batch its group is in.
 
-    An estimator's statistics over the batch only divide, so a part of a batch says as much as the whole. Two
-    exceptions: ``center_and_scale`` moves every sample, and ``gae`` (algorithm/gae.py) measures each against a critic.
+    An estimator divides by statistics of the batch and uses them in no other way, so a part of a batch decides this
+    like the whole. Two exceptions: ``center_and_scale`` moves every sample, and ``gae`` (algorithm/gae.py) measures
+    each against a critic.
     """
     if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
         return rewards.included.copy()
-    if estimator == "gdpo":  # its functions are added: by another ε than the run's they could cancel where they do not
+    if estimator == "gdpo":  # under another ε than the run's, its functions could cancel where the run's do not
         return advantages(rewards, estimator="gdpo", epsilon=epsilon, whiten="none") != 0
     return advantages(rewards, estimator="dr_grpo") != 0
 
@@ -118,10 +118,11 @@ def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple
 def reduction_weights(
     reduction: str, facts: BatchFacts, counted: np.ndarray, *, max_response_tokens: int
 ) -> np.ndarray:
-    """[S] float64: the weight of each loss token of each sample, by semantics §1; 0 for samples that are not counted.
+    """Return [S] float64: the weight of each sample's loss tokens by semantics §1; 0 for samples not counted.
 
-    counted: int64 indices of the samples that the denominators are taken over (the whole mini-batch, before the drop;
-    its survivors under ``loss.denominator=kept``). B counts the samples, and P the prompts, that have a loss token.
+    counted: int64, indices of the samples that the denominators are taken over: the whole mini-batch before the drop,
+             or its survivors under ``loss.denominator=kept``. B counts the samples, and P the prompts, that have a loss
+             token.
 
     Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean`` → 1/200 and 1/1800.
     """
@@ -164,10 +165,12 @@ def loss_inputs(
     importance: np.ndarray | None = None,
     kl_coefficient: float = 0.0,
 ) -> LossInputs:
-    """Folds the reduction's weights into the advantages, by the denominators of this mini-batch.
+    """Fold the reduction's weights into the advantages, by the denominators of this mini-batch.
 
-    signal bool [S]: ``loss.denominator=kept`` counts the members that have it, whoever else runs in their micro-batches
-    · old, reference, importance [T] flat: see LossInputs.
+    signal: bool [S]; under ``loss.denominator=kept`` only the members with signal are counted, even where others run in
+            their micro-batches.
+
+    old, reference, importance: [T] flat, see LossInputs.
     """
     members = mini_batch.members
     counts_all = config.loss.denominator == "original" or config.skip.mode == "off"
@@ -175,13 +178,13 @@ def loss_inputs(
     weights = reduction_weights(
         config.loss.reduction, facts, counted, max_response_tokens=config.rollout.max_response_tokens
     )
-    of_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
+    per_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
     return LossInputs(
         advantages=advantages.of_sample * weights,
         weights=weights,
         old_logprobs=old,
         reference_logprobs=reference,
         importance_weights=importance,
-        token_advantages=of_token,
+        token_advantages=per_token,
         kl_coefficient=kl_coefficient,
     )

@@ -1,10 +1,9 @@
-"""Advantage estimators over groups: rewards → one advantage per sample. Pure, each a function of its equation; ``gae``
-is in algorithm/gae.py.
+"""Advantage estimators over groups: rewards → one advantage per sample. Pure, one function for each equation.
 
-Notation of all: r_i the reward of sample i, g its prompt's group, mean_g and std_g over the group's included samples,
-n_g how many these are. Standard deviations are the unbiased ones (n − 1), as TRL's and verl's. Equal rewards of a group
-give exactly 0.0, whatever the rounding of their mean (invariant 1 of algorithm/advantage.py); so does a group of one,
-which has no baseline. A sample that is not included has 0.
+The estimator ``gae`` is in algorithm/gae.py. Notation: r_i is the reward of sample i and g its prompt's group; mean_g
+and std_g are over the group's included samples, and n_g is their number. Standard deviations are unbiased (n − 1), as
+in TRL and verl. Equal rewards of a group give exactly 0.0, whatever the rounding of their mean (invariant 1 of
+algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not included has 0.
 """
 
 from __future__ import annotations
@@ -16,25 +15,31 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rewards:
-    """values float64 [S] · group int64 [S], each sample's, counted from 0 · included bool [S]: others are in no mean,
-    and may be NaN."""
+    """Holds one reward of each sample, with its group.
+
+    values: float64 [S], the rewards.
+    group: int64 [S], the group of each sample, counted from 0.
+    included: bool [S], False for a sample that is in no mean; its value may be NaN.
+    """
 
     values: np.ndarray
     group: np.ndarray
     included: np.ndarray
 
     def per_group(self, values: np.ndarray) -> np.ndarray:
-        """[groups] the sum of values [S] over each group's samples."""
+        """Return [groups] the sum of values [S] over each group's samples."""
         return np.bincount(self.group, weights=values, minlength=int(self.group.max(initial=-1)) + 1)
 
     @property
     def counts(self) -> np.ndarray:
-        """[groups] included samples."""
+        """Return [groups] the number of included samples."""
         return self.per_group(self.included)
 
 
 def grpo(rewards: Rewards, *, epsilon: float) -> np.ndarray:
-    """A_i = (r_i − mean_g) / (std_g + ε). GRPO: DeepSeekMath, arXiv:2402.03300, § 4.1.2, with an ε.
+    """Return A_i = (r_i − mean_g) / (std_g + ε).
+
+    GRPO: DeepSeekMath, arXiv:2402.03300, § 4.1.2, with an ε.
 
     Example: one group, r = (1, 0, 0, 1), ε = 0 → (0.866, −0.866, −0.866, 0.866).
     """
@@ -44,7 +49,9 @@ def grpo(rewards: Rewards, *, epsilon: float) -> np.ndarray:
 
 
 def dr_grpo(rewards: Rewards) -> np.ndarray:
-    """A_i = r_i − mean_g. Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
+    """Return A_i = r_i − mean_g.
+
+    Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
 
     Example: one group, r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5); r = (1, 1, 1, 1) → exactly (0, 0, 0, 0).
     """
@@ -58,11 +65,12 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
 
 def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
-    """A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε): the group's mean and the batch's spread, as
-    Lite PPO (Liu et al. 2025, arXiv:2508.08221) and TRL's ``scale_rewards="batch"``.
+    """Return A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε).
 
-    Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), their std 0.408 → (1.225, −1.225, 0,
-    0).
+    It takes the group's mean and the batch's spread, as Lite PPO (Liu et al. 2025, arXiv:2508.08221) and TRL's
+    ``scale_rewards="batch"`` do.
+
+    Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), std 0.408 → (1.225, −1.225, 0, 0).
     """
     centred = dr_grpo(rewards)
     values = centred[rewards.included]
@@ -71,8 +79,9 @@ def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
 
 
 def rloo(rewards: Rewards) -> np.ndarray:
-    """A_i = r_i − the mean of the group's n_g − 1 others = (r_i − mean_g) · n_g / (n_g − 1). RLOO: Ahmadian et al.
-    2024, arXiv:2402.14740 (Kool et al. 2019).
+    """Return A_i = r_i − the mean of the group's n_g − 1 others = (r_i − mean_g) · n_g / (n_g − 1).
+
+    RLOO: Ahmadian et al. 2024, arXiv:2402.14740 (Kool et al. 2019).
 
     Example: one group, r = (1, 0, 0, 0) → (1, −⅓, −⅓, −⅓).
     """
@@ -81,10 +90,11 @@ def rloo(rewards: Rewards) -> np.ndarray:
 
 
 def reinforce_plus_plus(rewards: Rewards, *, tokens: np.ndarray | None, whiten: str, epsilon: float) -> np.ndarray:
-    """A_i = whitened(r_i − mean_g) over the batch's loss tokens. REINFORCE++ with a baseline: Hu et al. 2025,
-    arXiv:2501.03262.
+    """Return A_i = whitened(r_i − mean_g) over the batch's loss tokens.
 
-    tokens [S]: see ``whitened``.
+    REINFORCE++ with a baseline: Hu et al. 2025, arXiv:2501.03262.
+
+    tokens: [S], see ``whitened``.
 
     Example: one group, r = (1, 0, 0, 1), one token each, ``scale``, ε = 0 → (0.866, −0.866, −0.866, 0.866).
     """
@@ -100,10 +110,13 @@ def gdpo(
     whiten: str,
     epsilon: float,
 ) -> np.ndarray:
-    """A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)): each reward function standardised by itself, so
-    that none drowns another. GDPO: Liu et al. 2026, arXiv:2601.05242.
+    """Return A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)).
 
-    columns: a Rewards for each function, whose ``included`` are the samples that it applied to · weights: w_f.
+    Each reward function is standardised by itself, so that none drowns another. GDPO: Liu et al. 2026,
+    arXiv:2601.05242.
+
+    columns: a Rewards for each function, whose ``included`` are the samples that it applied to.
+    weights: w_f, the weight of each function.
 
     Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both standardise to (0.707,
     −0.707), their sum (1.414, −1.414), ``scale`` → (0.707, −0.707).
@@ -117,11 +130,11 @@ def gdpo(
 def whitened(
     values: np.ndarray, included: np.ndarray, tokens: np.ndarray | None, mode: str, epsilon: float
 ) -> np.ndarray:
-    """values [S] over the batch, each sample weighted by its loss tokens (tokens [S]; None: 1 each), divided by std +
-    ε.
+    """Return values [S] divided by their std over the batch + ε, each sample weighted by its loss tokens.
 
-    ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` takes it off first; ``none`` changes
-    nothing.
+    tokens: [S], the loss tokens of each sample; None: 1 each.
+    mode: ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` subtracts it first; ``none`` changes
+          nothing.
     """
     if mode not in ("none", "scale", "center_and_scale"):
         raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")

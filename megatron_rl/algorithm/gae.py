@@ -1,22 +1,21 @@
-"""Rewards and a critic's values per token → advantages and returns per token (PPO). Pure: numbers in, numbers out.
+"""Rewards and a critic's values per token → advantages and returns per token (PPO). Pure functions of numbers.
 
 Every array [T] is flat over the batch's response tokens, sample after sample (BatchFacts.response_offsets). Time counts
-**loss tokens alone**: what a tool or the environment wrote is no action of the policy, so that the recursion goes from
-a loss token to the sample's next loss token, however many others stand between, and a hole in the mask neither
+**loss tokens alone**: a token that a tool or the environment wrote is no action of the policy, so the recursion goes
+from a loss token to the sample's next loss token, however many others stand between, and a hole in the mask neither
 discounts nor breaks the chain.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_gae.py):
 
-1. Advantages and returns are exactly 0.0 where the mask is, whatever stands there (NaN too); a sample without a loss
-   token is all 0.
-2. No sample's numbers depend on another sample's, or on where it stands in the batch; whitening alone is over the
-   batch.
-3. Taking the tokens without loss out of the batch leaves the numbers at the others as they are, bit by bit.
+1. Advantages and returns are exactly 0.0 outside the mask, whatever the rewards and values are (NaN too); a sample
+   without a loss token is all 0.
+2. No sample's numbers depend on another sample or on its position in the batch; whitening alone is over the batch.
+3. Taking the tokens without loss out of the batch changes no bit of the numbers at the loss tokens.
 4. returns − advantages = values at loss tokens, to rounding.
 5. ``gamma=lam=1``: returns are the sums of the rewards from the token on, whatever the values are.
 6. ``lam=0``: advantages are one-step errors r_t + γ·V_{t+1} − V_t.
-7. What is not finite at a loss token is an error that names the sample.
-8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither looks at tokens without loss, which
+7. A reward or a value that is not finite at a loss token is an error that names the sample.
+8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither reads tokens without loss, which
    come out as 0.
 """
 
@@ -30,11 +29,13 @@ from megatron_rl.algorithm.estimators import whitened
 def token_rewards(
     totals: np.ndarray, loss_mask: np.ndarray, response_tokens: np.ndarray, token_penalties: np.ndarray | None = None
 ) -> np.ndarray:
-    """[T] float64: each sample's total on its last loss token, less the penalty of every loss token; 0 elsewhere.
+    """Return [T] float64: each sample's total on its last loss token, less the penalty of every loss token.
 
-    totals [S], NaN where a sample is taken out (such a sample has no loss token) · loss_mask bool [T] · response_tokens
-    int64 [S] · token_penalties [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019,
-    arXiv:1909.08593, eq. 2), or None.
+    totals: [S], the total reward of each sample; NaN where it is taken out (such a sample has no loss token).
+    loss_mask: bool [T], True at loss tokens; the result is 0 elsewhere.
+    response_tokens: int64 [S], the number of response tokens of each sample.
+    token_penalties: [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019, arXiv:1909.08593, eq. 2),
+                     or None.
 
     Example: total 1, mask (T, F, T, F), penalties (0.1, 9, 0.2, 9) → (−0.1, 0, 0.8, 0).
     """
@@ -43,12 +44,12 @@ def token_rewards(
         loss_mask=loss_mask,
         **({} if token_penalties is None else {"token_penalties": token_penalties}),
     )
-    places, counts = _loss_tokens(loss_mask, response_tokens)
+    positions, counts = _loss_tokens(loss_mask, response_tokens)
     rewards = np.zeros(len(loss_mask))
     if token_penalties is not None:
-        rewards[places] = -np.asarray(token_penalties, dtype=np.float64)[places]
+        rewards[positions] = -np.asarray(token_penalties, dtype=np.float64)[positions]
     trained = counts > 0
-    rewards[places[np.cumsum(counts)[trained] - 1]] += np.asarray(totals, dtype=np.float64)[trained]
+    rewards[positions[np.cumsum(counts)[trained] - 1]] += np.asarray(totals, dtype=np.float64)[trained]
     return rewards
 
 
@@ -62,26 +63,31 @@ def generalised_advantages(
     lam: float,
     sample_ids: tuple[str, ...] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages [T], returns [T]), float64: Schulman et al. 2016, arXiv:1506.02438, eq. 16, as the recursion over
-    loss tokens
+    """Return (advantages [T], returns [T]), float64, by the recursion of GAE over loss tokens.
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γ·λ·A_{t+1},   R_t = A_t + V_t
 
-    where t + 1 is the sample's next loss token. V and A after the last one are 0: an episode ends there. A response
-    that was cut off at ``rollout.max_response_tokens`` ends there as well; nothing is bootstrapped from what it might
-    have gone on to earn.
+    Schulman et al. 2016, arXiv:1506.02438, eq. 16; t + 1 is the sample's next loss token. V and A after the last one
+    are 0: the episode has ended. A response that was cut off at ``rollout.max_response_tokens`` has ended as well:
+    nothing is bootstrapped from rewards that a longer response might have earned.
 
-    token_rewards, values [T] · loss_mask bool [T] · response_tokens int64 [S] · gamma, lam in [0, 1] · sample_ids [S]
-    for messages alone. Raises ValueError, naming a sample, where a reward or a value at a loss token is not finite, and
-    for lengths that do not fit.
+    token_rewards, values: [T], the reward of each token and the critic's value at it.
+    loss_mask: bool [T], True at loss tokens.
+    response_tokens: int64 [S], the number of response tokens of each sample.
+    gamma, lam: γ and λ, in [0, 1].
+    sample_ids: S names, for messages alone.
+
+    Raises ValueError for a reward or a value that is not finite at a loss token, naming the sample, and for lengths
+    that do not fit.
 
     Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8, 0, 0.5), returns (1,
     0, 1).
     """
     _require_flat(response_tokens, loss_mask=loss_mask, token_rewards=token_rewards, values=values)
-    places, counts = _loss_tokens(loss_mask, response_tokens)
-    rewards = np.asarray(token_rewards, dtype=np.float64)[places]
-    baseline = np.asarray(values, dtype=np.float64)[places]
+    # Loss tokens alone, one after another.
+    positions, counts = _loss_tokens(loss_mask, response_tokens)
+    rewards = np.asarray(token_rewards, dtype=np.float64)[positions]
+    baseline = np.asarray(values, dtype=np.float64)[positions]
     _require_finite(
         rewards,
         counts,
@@ -90,23 +96,25 @@ def generalised_advantages(
         sample_ids,
     )
     _require_finite(baseline, counts, "value", "look for non-finite weights or activations of the critic", sample_ids)
+    # One-step errors, with V = 0 after a sample's last loss token, and their discounted sums.
     last = np.cumsum(counts) - 1
-    following = np.append(baseline[1:], 0.0) if len(places) else baseline
+    following = np.append(baseline[1:], 0.0) if len(positions) else baseline
     following[last[counts > 0]] = 0.0
     compact = _discounted_sums(rewards + gamma * following - baseline, counts, gamma * lam)
+    # Back to the flat arrays over all response tokens.
     advantages, returns = np.zeros(len(loss_mask)), np.zeros(len(loss_mask))
-    advantages[places] = compact
-    returns[places] = compact + baseline
+    advantages[positions] = compact
+    returns[positions] = compact + baseline
     return advantages, returns
 
 
 def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsilon: float) -> np.ndarray:
-    """[T] float64: advantages [T] whitened over the batch's loss tokens, with the unbiased standard deviation (n − 1);
-    0 elsewhere.
+    """Return [T] float64: advantages [T] whitened over the batch's loss tokens; 0 elsewhere.
 
-    ``none``: as they are · ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6) · ``center_and_scale``: (A −
-    mean) / (std + ε), the published form, after which no token is at 0. Up to one loss token there is no spread, and
-    nothing changes.
+    The standard deviation is unbiased (n − 1). With one loss token or none nothing changes.
+
+    mode: ``none`` changes nothing. ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6). ``center_and_scale``:
+          (A − mean) / (std + ε), the published form, after which no token is at 0.
 
     Example: (1, −1, 7), mask (T, T, F), ``scale``, ε = 0 → (0.7071, −0.7071, 0).
     """
@@ -114,17 +122,19 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
 
 def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(places [L] of the loss tokens in the flat array, counts [S] of them by sample)."""
+    """Return (positions [L] of the loss tokens in the flat array, their counts [S] per sample)."""
     owner = np.repeat(np.arange(len(response_tokens)), response_tokens)
     return np.flatnonzero(loss_mask), np.bincount(owner[loss_mask], minlength=len(response_tokens))
 
 
 def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np.ndarray:
-    """[L] float64: Σ_l factor^l · terms[t + l] to the end of t's sample. terms [L] flat, counts int64 [S] of each
-    sample's.
+    """Return [L] float64: Σ_l factor^l · terms[t + l] to the end of t's sample.
 
-    One step per position from the end, all samples that are that long at once: long ones first, so that they are a
-    prefix.
+    terms: [L], flat over the samples.
+    counts: int64 [S], the number of each sample's terms.
+
+    The loop takes one step per position from the end, for all samples that are so long at once: long ones come first,
+    so that they are a prefix.
     """
     sums = terms.copy()
     order = np.argsort(-counts, kind="stable")
@@ -132,8 +142,8 @@ def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np
     # alive[k]: samples with more than k terms
     alive = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max(initial=0)), side="right")
     for k in range(1, len(alive)):
-        here = ends[: alive[k]] - k
-        sums[here] += factor * sums[here + 1]
+        positions = ends[: alive[k]] - k
+        sums[positions] += factor * sums[positions + 1]
     return sums
 
 

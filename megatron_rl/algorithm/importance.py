@@ -1,9 +1,8 @@
-"""Importance weights between the engine's policy μ and the trainer's π_old at the same weights, and what they mask.
-Semantics §7.
+"""Importance weights of the trainer's π_old over the engine's policy μ at equal weights, and their masks. Semantics §7.
 
 With d_t = log π_old(t) − log μ(t) over a sample's loss tokens, the raw weight ρ is e^{d_t} (``token_*``), e^{Σ d_t}
-(``sequence_*``) or e^{mean d_t} (``geometric_*``), the same for every token of the sample in the latter two. Within
-[floor, cap] it stays; outside,
+(``sequence_*``) or e^{mean d_t} (``geometric_*``), the same for every token of the sample in the latter two. A weight
+within [floor, cap] is kept. Outside,
 
 - ``*_truncate`` moves it to the bound: min(ρ, C), as truncated importance sampling (Yao et al. 2025, "Your efficient RL
   framework secretly brings you off-policy RL training"; Espeholt et al., arXiv:1802.01561, §4.1);
@@ -15,8 +14,8 @@ Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sampl
 π_old) > δ, in nats: π_old for the paper's π_θ, so that it is known before the forward; the two are equal at the first
 step of a rollout.
 
-The weights multiply the advantage and nothing else: KL and entropy keep their own (``loss.kl_estimator=unbiased`` has
-its ratio within). Pure numpy: the same arrays give the same weights, and no denominator is counted here.
+The weights multiply the advantage and nothing else: KL and entropy keep their own (``loss.kl_estimator=unbiased`` holds
+its ratio itself). Pure numpy: the same arrays give the same weights, and no denominator is counted here.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ from megatron_rl.config import CorrectionConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """Flat over the batch's response tokens [T] (see BatchFacts.response_offsets), T in all.
+    """Holds the importance weights, flat over the batch's response tokens [T] (see BatchFacts.response_offsets).
 
-    weights: float64, ≥ 0 and finite; 0 where masked, and where a token carries no loss or its sample was not decided
-    on.
-    capped: bool [T], moved to a bound.
+    weights: float64 [T], ≥ 0 and finite; 0 where masked, where a token carries no loss, and in samples not decided on.
+    capped: bool [T], True where a weight was moved to a bound.
 
     Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` → (1.5, 2.0), capped
     (F, T).
@@ -53,12 +51,17 @@ def importance_weights(
     decided: np.ndarray,
     config: CorrectionConfig,
 ) -> Correction:
-    """old_logprobs, rollout_logprobs [T] flat, loss_mask bool [T] · response_tokens int64 [S], each at least 1 ·
-    advantages [S] · decided bool [S]: the samples that π_old is known of; the others have weight 0, and must not be
-    trained.
+    """Return the weights by ``correction.mode``, with the samples masked that are too far off-policy.
+
+    old_logprobs, rollout_logprobs: [T] flat, under the trainer's π_old and the engine's μ.
+    loss_mask: bool [T], True at loss tokens.
+    response_tokens: int64 [S], each at least 1.
+    advantages: [S], one for each sample.
+    decided: bool [S], True where π_old is known; the other samples have weight 0, and must not be trained.
 
     Raises ValueError, naming a sample, where d_t or its sum is NaN.
     """
+    # d_t of each loss token, its sum and its mean per sample.
     num_samples = len(response_tokens)
     owner = np.repeat(np.arange(num_samples), response_tokens)
     counted = loss_mask & decided[owner]
@@ -74,19 +77,20 @@ def importance_weights(
             "its weight be; look for non-finite log-probs of the engine or of the trainer"
         )
     mean = total / np.maximum(tokens, 1)
-    level = {"token": gap, "sequence": total[owner], "geometric": mean[owner], "none": np.zeros(len(owner))}[
+    # The raw weights' logarithms, bounded or masked.
+    log_ratio = {"token": gap, "sequence": total[owner], "geometric": mean[owner], "none": np.zeros(len(owner))}[
         config.mode.split("_")[0]
     ]
-    weights, capped = _bounded(level, config)
-    keeps = counted
+    weights, capped = _bounded(log_ratio, config)
+    kept = counted
     if config.off_policy_delta is not None:
-        keeps = counted & ~off_policy(advantages, mean, config.off_policy_delta)[owner]
-    weights = np.where(keeps, weights, 0.0)
-    return Correction(weights=weights, capped=capped & keeps)
+        kept = counted & ~off_policy(advantages, mean, config.off_policy_delta)[owner]
+    weights = np.where(kept, weights, 0.0)
+    return Correction(weights=weights, capped=capped & kept)
 
 
 def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(weights, moved to a bound) of raw weights e^log_ratio."""
+    """Return (weights, whether each was moved to a bound) of the raw weights e^log_ratio."""
     with np.errstate(over="ignore"):  # inf is above every cap
         ratio = np.exp(log_ratio)
     low = 0.0 if config.floor is None else config.floor
@@ -97,18 +101,21 @@ def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarra
 
 
 def off_policy(advantages: np.ndarray, mean_gap: np.ndarray, delta: float) -> np.ndarray:
-    """[S] bool: A_i < 0 and mean_t(log μ − log π_old) > δ. mean_gap [S]: mean over loss tokens of log π_old − log μ,
-    nats."""
+    """Return [S] bool: A_i < 0 and mean_t(log μ − log π_old) > δ.
+
+    mean_gap: [S] nats, the mean over loss tokens of log π_old − log μ.
+    """
     return (advantages < 0) & (-mean_gap > delta)
 
 
 def correction_metrics(
     correction: Correction, loss_mask: np.ndarray, response_tokens: np.ndarray, signal: np.ndarray
 ) -> dict[str, float]:
-    """``correction/*`` over the loss tokens of the samples with signal by advantage [S]: what the weights were there to
-    move.
+    """Return the metrics ``correction/*`` over the loss tokens of the samples that have signal by advantage.
 
-    ``weight_mean`` counts masked tokens as 0. {} where there is no such token.
+    ``weight_mean`` counts masked tokens as 0. Returns {} where no such token exists.
+
+    signal: bool [S], by the advantages before the weights.
     """
     measured = loss_mask & np.repeat(signal, response_tokens)
     count = int(measured.sum())

@@ -1,4 +1,4 @@
-"""KL to the reference per token, each an estimator of KL(π_θ ‖ π_ref) at tokens drawn from π_old. Semantics §7."""
+"""KL to the reference per token: estimators of KL(π_θ ‖ π_ref) at tokens drawn from π_old (semantics §7)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 def kl_per_token(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, old_logprobs: torch.Tensor, *, estimator: str
 ) -> torch.Tensor:
-    """[T] nats. With d = log π_ref − log π_θ (Schulman 2020, "Approximating KL divergence"):
+    """Return [T] nats: the estimate of the KL at each token.
 
-    ``k1`` = −d · ``k2`` = d²/2 · ``k3`` = e^d − d − 1 · ``unbiased`` = (π_θ/π_old)·k3, the ratio carrying gradient
-    (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
+    With d = log π_ref − log π_θ (Schulman 2020, "Approximating KL divergence"): ``k1`` = −d, ``k2`` = d²/2,
+    ``k3`` = e^d − d − 1, ``unbiased`` = (π_θ/π_old)·k3, whose ratio carries gradient (DeepSeek-V3.2, arXiv:2512.02556,
+    eq. 7).
     """
     d = reference_logprobs - logprobs
     match estimator:
@@ -28,11 +29,13 @@ def kl_per_token(
 
 
 def kl_penalty_per_token(old_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
-    """KL(π_old ‖ π_ref) per token, float64 [T] nats, for a reward: algorithm/kl.py's estimates at π_θ = π_old, whose
-    gradient nobody asks for.
+    """Return float64 [T] nats: KL(π_old ‖ π_ref) per token, for a reward.
 
-    old_logprobs, reference_logprobs [T]. With d = log π_ref − log π_old (Schulman 2020, "Approximating KL divergence"):
-    ``k1`` = −d · ``k2`` = d²/2 · ``k3`` = e^d − d − 1. Raises ValueError for another estimator. A pure function.
+    These are the estimates of ``kl_per_token`` at π_θ = π_old, without gradient. A pure function.
+
+    old_logprobs, reference_logprobs: [T], under π_old and π_ref.
+    estimator: with d = log π_ref − log π_old (Schulman 2020, "Approximating KL divergence"), ``k1`` = −d, ``k2`` = d²/2
+               or ``k3`` = e^d − d − 1. Raises ValueError for another.
 
     Example: log-probs (−1.0, −2.0) against (−1.5, −2.0) → ``k1`` (0.5, 0.0), ``k3`` (0.10653, 0.0).
     """

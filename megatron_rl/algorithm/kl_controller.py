@@ -1,5 +1,4 @@
-"""The coefficient β of a KL in the reward: fixed, or moved so that the measured KL comes to a target. Pure: numbers in,
-numbers out."""
+"""The coefficient β of a KL in the reward: fixed, or moved until the measured KL meets a target. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLCoefficient:
-    """β and how it moves; part of a run's state, so that a resumed run goes on from the same ``value``.
+    """Holds β and the rule that moves it; part of a run's state: a resumed run continues from the same ``value``.
 
     value:   β, ≥ 0, per nat.
-    target:  the KL that it steers to, in the unit of what ``updated`` is given (nats); None: β is fixed.
+    target:  the KL that β is steered to, in the unit of the KL that ``updated`` takes (nats); None: β is fixed.
     horizon: samples over which a KL of 1.2 times the target or more multiplies β by about e^0.2.
 
     Example: ``KLCoefficient(value=0.2, target=6.0, horizon=10_000).updated(9.0, 256).value`` = 0.2·(1 + 0.2·256/10,000)
@@ -42,12 +41,11 @@ class KLCoefficient:
             raise ValueError(f"the KL horizon is {self.horizon} samples; give a number > 0")
 
     def updated(self, kl: float, num_samples: int) -> KLCoefficient:
-        """The coefficient after a batch of ``num_samples`` samples whose mean KL was ``kl`` (a k1 estimate may be below
-        0).
+        """Return the coefficient after a batch of ``num_samples`` samples whose mean KL was ``kl``.
 
         β ← β·(1 + clip(kl/target − 1, −0.2, 0.2)·num_samples/horizon): Ziegler et al. 2019, arXiv:1909.08593, §2.2,
-        with their code's num_samples/horizon for the paper's K_β = 0.1. Without a target: itself. Raises ValueError for
-        a KL that is NaN, and for so many samples that β could come to 0 or below.
+        with their code's num_samples/horizon for the paper's K_β = 0.1. Without a target, β stays. A k1 estimate
+        may be below 0. Raises ValueError for a KL that is NaN, and for so many samples that β could come to 0 or below.
         """
         if self.target is None:
             return self

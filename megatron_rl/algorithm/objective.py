@@ -1,4 +1,4 @@
-"""The whole loss of a micro-batch, Σ policy + Σ w·(β·kl − c·entropy), and the sums that metrics are made of."""
+"""The whole loss of a micro-batch, Σ policy + Σ w·(β·kl − c·entropy), and the sums that the metrics divide."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from megatron_rl.config import LossConfig
 
 
 class LossTokens(Protocol):
-    """What the loss reads of a packed micro-batch, over its N loss tokens. kl_coefficient: β, or None for the
-    configuration's."""
+    """Describes the fields of a packed micro-batch that the loss reads, over its N loss tokens.
+
+    kl_coefficient: β, or None for the configuration's.
+    """
 
     num_sequences: int
     sequences: torch.Tensor
@@ -27,8 +29,10 @@ class LossTokens(Protocol):
 
 
 class Objective:
-    """Callables (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens, entropy, kl, clipped,
-    ratio).
+    """Computes the loss of a micro-batch, for the policy or for supervised rows.
+
+    ``policy`` and ``supervised``: (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens,
+    entropy, kl, clipped, ratio).
 
     whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
     """
@@ -46,7 +50,7 @@ class Objective:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-        # dro's quadratic is against μ, the engine's policy (semantics §7)
+        # dro's quadratic is against μ (semantics §7).
         behaviour = tokens.rollout_logprobs if config.policy == "dro" else old
         term = policy_term(
             logprobs,
@@ -64,7 +68,7 @@ class Objective:
             per_token = kl_per_token(logprobs, tokens.reference_logprobs, old, estimator=config.kl_estimator)
             kl = per_token.detach().sum()
             coefficient = config.kl_coefficient if tokens.kl_coefficient is None else tokens.kl_coefficient
-            if coefficient:  # where it is 0 the KL is measured alone: 0 · inf would be NaN
+            if coefficient:  # a coefficient of 0 only measures the KL: 0 · inf would be NaN
                 loss = loss + coefficient * (tokens.weights * per_token).sum()
         if self.trains_entropy:
             loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()

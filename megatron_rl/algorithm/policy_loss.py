@@ -1,5 +1,4 @@
-"""Policy terms over loss tokens: per-token losses whose sum is the loss. The advantages come with their weights folded
-in.
+"""Policy terms over loss tokens: per-token losses whose sum is the loss, from advantages with the weights folded in.
 
 Folding is exact: for w > 0, w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)), and so for the dual clip. ``dro``'s
 quadratic is not multiplied by the advantage and takes w itself.
@@ -19,13 +18,18 @@ CompleteSums = Callable[[torch.Tensor], torch.Tensor]
 
 
 def identity(sums: torch.Tensor) -> torch.Tensor:
-    """Where a rank holds whole sequences its sums are whole."""
+    """Return the sums unchanged: a rank that holds whole sequences has complete sums."""
     return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTerm:
-    """Per loss token [T]: ``loss``, the ratio π_θ/π_old it used, and where clipping took the gradient away (bool)."""
+    """Holds, per loss token [T], the loss, the ratio and the effect of clipping.
+
+    loss: the loss of each token.
+    ratio: π_θ/π_old, as the term used it.
+    clipped: bool, True where clipping removed the gradient.
+    """
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -42,11 +46,13 @@ def policy_term(
     config: LossConfig,
     whole: CompleteSums = identity,
 ) -> PolicyTerm:
-    """One of semantics §7's terms, by ``loss.policy``.
+    """Compute the term of semantics §7 that ``loss.policy`` names.
 
-    logprobs, old_logprobs [T] at the sampling temperature (``dro``: the engine's as the old ones) · advantages [T] =
-    w·A · weights [T] = w · sequences [T] int64, the sequence of each token within the micro-batch, and ``whole``, which
-    completes its sums where ranks share it (``gspo``).
+    logprobs, old_logprobs: [T], at the sampling temperature (``dro``: the engine's as the old ones).
+    advantages: [T], w·A of each token.
+    weights: [T], w of each token.
+    sequences: [T] int64, the sequence of each token within the micro-batch (``gspo``).
+    whole: completes the sums of sequences that ranks share (``gspo``).
     """
     low, high = 1 - config.clip_low, 1 + config.clip_high
     match config.policy:
@@ -74,9 +80,10 @@ def ppo(
     high: float,
     dual_clip: float | None = None,
 ) -> PolicyTerm:
-    """−min(ρA, clip(ρ, low, high)·A), ρ = π_θ/π_old: Schulman et al. 2017, arXiv:1707.06347, eq. 7, the bounds apart
-    (DAPO's clip-higher, arXiv:2503.14476, eq. 10); with a dual clip c, for A < 0 no more than −cA: Ye et al. 2019,
-    arXiv:1912.09729, eq. 5.
+    """Compute −min(ρA, clip(ρ, low, high)·A) with ρ = π_θ/π_old.
+
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7, with separate bounds (DAPO's clip-higher, arXiv:2503.14476, eq. 10);
+    with a dual clip c, no more than −cA for A < 0: Ye et al. 2019, arXiv:1912.09729, eq. 5.
 
     Example: ρ = 1.5, A = 2, bounds 0.8 and 1.2 → −min(3.0, 2.4) = −2.4, clipped.
     """
@@ -94,15 +101,17 @@ def gspo(
     high: float,
     whole: CompleteSums = identity,
 ) -> PolicyTerm:
-    """−min(sA, clip(s, low, high)·A), s_t = sg[s]·π_θ(t)/sg[π_θ(t)] with s = (Π ρ_t)^(1/|y|) the sequence's geometric
-    mean: GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14.
+    """Compute −min(sA, clip(s, low, high)·A), s the sequence's geometric mean of ρ with each token's gradient.
+
+    GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14: s_t = sg[s]·π_θ(t)/sg[π_θ(t)] with
+    s = (Π ρ_t)^(1/|y|).
 
     Example: a sequence of two tokens, ρ = (1.2, 1.0), A = 1, bounds 0.9 and 1.05 → s = √1.2 = 1.095, clipped: −1.05
     each.
     """
     difference = (logprobs - old_logprobs).detach()
-    each = torch.stack([difference, torch.ones_like(difference)])
-    total, count = whole(difference.new_zeros(2, num_sequences).index_add_(1, sequences, each))
+    terms = torch.stack([difference, torch.ones_like(difference)])
+    total, count = whole(difference.new_zeros(2, num_sequences).index_add_(1, sequences, terms))
     mean = (total / count.clamp(min=1)).exp()[sequences]
     return _clipped(mean * (logprobs - logprobs.detach()).exp(), advantages, low, high, None)
 
@@ -110,8 +119,9 @@ def gspo(
 def cispo(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
 ) -> PolicyTerm:
-    """−sg[clip(ρ, low, high)]·A·log π_θ, so that no token loses its gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq.
-    4 and 5.
+    """Compute −sg[clip(ρ, low, high)]·A·log π_θ, so that no token loses its gradient.
+
+    CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 
     Example: ρ = 1.5, A = 2, log π = −1, bounds 0 and 1.2 → −1.2·2·(−1) = 2.4, its gradient by log π −2.4.
     """
@@ -121,7 +131,7 @@ def cispo(
 
 
 def importance_sampling(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> PolicyTerm:
-    """−ρA, nothing clipped: the surrogate L^CPI of arXiv:1707.06347, eq. 6.
+    """Compute −ρA, with nothing clipped: the surrogate L^CPI of arXiv:1707.06347, eq. 6.
 
     Example: ρ = 1.5, A = 2 → −3.
     """
@@ -137,9 +147,10 @@ def dro(
     *,
     beta: float,
 ) -> PolicyTerm:
-    """−A·log π_θ + w·β/2·(log π_θ − log μ)²: DRO, Richemond et al. 2024, arXiv:2405.19107, in the form whose gradient
-    Kimi k1.5 gives (arXiv:2501.12599, § 2.3.2). The quadratic is not the advantage's, and trains at A = 0; it is
-    against the engine's policy μ.
+    """Compute −A·log π_θ + w·β/2·(log π_θ − log μ)².
+
+    DRO, Richemond et al. 2024, arXiv:2405.19107, in the form whose gradient Kimi k1.5 gives (arXiv:2501.12599, §2.3.2).
+    The quadratic is not multiplied by the advantage, and trains at A = 0; it is against the engine's policy μ.
 
     Example: log π = −1, log μ = −1.5, A = 2, w = 1, β = 0.1 → 2 + 0.0125.
     """
@@ -149,7 +160,9 @@ def dro(
 
 
 def reinforce(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> PolicyTerm:
-    """−A·log π_θ: Williams 1992, "Simple statistical gradient-following algorithms"; the ratio is measured alone.
+    """Compute −A·log π_θ; the ratio is only measured.
+
+    Williams 1992, "Simple statistical gradient-following algorithms".
 
     Example: log π = −1, A = 2 → 2.
     """

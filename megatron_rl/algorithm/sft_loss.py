@@ -1,4 +1,4 @@
-"""Supervised term: −Σ w_t · log π(t)."""
+"""The supervised term of the loss: −Σ w_t · log π(t)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 
 
 def cross_entropy(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scalar −Σ_t w_t · log π_θ(t): maximum likelihood. logprobs [T], weights [T], both over loss tokens.
+    """Return the scalar −Σ_t w_t · log π_θ(t): maximum likelihood.
+
+    logprobs, weights: [T], both over loss tokens.
 
     Example: log π = (−1, −2), w = ½ each → 1.5.
     """

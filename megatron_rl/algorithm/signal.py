@@ -1,8 +1,8 @@
-"""Which samples carry signal, and which configuration makes dropping the others exact. Pure. Semantics §2.
+"""The samples that carry signal, and the configurations in which dropping the others is exact. Pure. Semantics §2.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 
-1. Decided on advantages and masks alone, never on a loss value.
+1. Signal is decided on advantages and masks alone, never on a loss value.
 2. A sample without loss token has no signal, whatever its advantage.
 3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a sample with a loss
    token is signal.
@@ -22,19 +22,14 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 
-# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), and the value at
-# which
-# they do not. Dropping a sample changes what the others see of them.
+# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), with the values at
+# which they do not. Under another value, dropping a sample changes the computation of the others.
 COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "moe_router_force_load_balancing": (False, None),  # random routing, drawn batch by batch
     "moe_expert_capacity_factor": (None,),
     "moe_input_jitter_eps": (None, 0, 0.0),
-    "moe_router_load_balancing_type": (
-        "none",
-        "aux_loss",
-        "seq_aux_loss",
-        "global_aux_loss",
-    ),  # sinkhorn balances over the batch
+    # sinkhorn balances over the batch
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
     "dsa_indexer_loss_coeff": (None, 0, 0.0),
     "qk_clip": (False, None),
     "attention_dropout": (0, 0.0),
@@ -44,10 +39,8 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
 }
 
 # Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in Megatron-Core 0.16.1 and
-# 0.19.2,
-# transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of the
-# micro-batch) and
-# transformer/multi_token_prediction.py.
+# 0.19.2, transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of
+# the micro-batch) and transformer/multi_token_prediction.py.
 UNCOUNTED_FIELDS: dict[str, str] = {
     "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: "
     "its size depends on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no "
@@ -65,10 +58,11 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalRule:
-    """What the run drops by. ``approximated`` names the terms that dropping leaves out (``skip.mode=approximate``).
+    """Holds the rule by which a run drops samples.
 
-    ``drops_logprob_passes`` is False where log-probs make the advantages (``kl_in_reward``): those passes come before
-    anything is dropped.
+    drops_logprob_passes: False where log-probs make the advantages (``kl_in_reward``): those passes come before
+                          anything is dropped.
+    approximated: the terms that dropping leaves out (``skip.mode=approximate``).
     """
 
     drops: bool
@@ -79,25 +73,24 @@ class SignalRule:
 
 
 def refuse_uncounted_losses(config: Config) -> None:
-    """Raises ConfigError, whatever ``skip.mode`` is, for a loss or an update whose size is not fixed by tokens and
-    weights."""
+    """Raise ConfigError, in every ``skip.mode``, for a loss or an update whose size tokens and weights do not fix."""
     for field, reason in UNCOUNTED_FIELDS.items():
         value = config.megatron.transformer.get(field)
         if not (any(value) if isinstance(value, list | tuple) else value):
             continue
-        also = (
+        note = (
             "; dropping samples would change it too, so skip.mode=exact could not hold either"
             if config.skip.mode == "exact"
             else ""
         )
         raise ConfigError(
-            f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{also}; remove it, or set "
+            f"megatron.transformer.{field}={value} is refused in every skip.mode: {reason}{note}; remove it, or set "
             "it to its neutral value (0, false or null)"
         )
 
 
 def coupling_terms(config: Config) -> tuple[str, ...]:
-    """Settings, each as ``key=value``, that make a sample with zero advantage matter all the same."""
+    """Return the settings, each as ``key=value``, that let a sample with zero advantage matter."""
     terms = []
     if config.kl_in_loss:
         terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
@@ -116,7 +109,7 @@ def coupling_terms(config: Config) -> tuple[str, ...]:
 
 
 def _neutral(term: str) -> str:
-    """How to take one of ``coupling_terms`` back, in words."""
+    """Return the words that tell how to take one of ``coupling_terms`` back."""
     key = term.split("=")[0]
     match key:
         case "loss.policy" | "megatron.transformer.moe_router_load_balancing_type":
@@ -127,14 +120,18 @@ def _neutral(term: str) -> str:
 
 
 def signal_rule(config: Config) -> SignalRule:
-    """Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out; and see above."""
+    """Return the run's rule for dropping samples.
+
+    Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out, and as
+    ``refuse_uncounted_losses`` does.
+    """
     refuse_uncounted_losses(config)
     terms = coupling_terms(config)
     if config.skip.mode == "exact" and terms:
-        way = " and ".join(_neutral(term) for term in terms)
+        changes = " and ".join(_neutral(term) for term in terms)
         raise ConfigError(
             f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that "
-            f"untrue; either set {way}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off "
+            f"untrue; either set {changes}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off "
             "(drop nothing)"
         )
     drops = config.skip.mode != "off"
@@ -148,9 +145,11 @@ def signal_rule(config: Config) -> SignalRule:
 
 
 def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0) -> np.ndarray:
-    """[S] bool: some loss token has a non-zero coefficient. loss_tokens int64 [S] · advantages [S]: of each sample, or
-    the largest |importance weight · advantage| of its tokens (``Advantages.largest``), so that any_t(weight_t · A_t ≠
-    0) = (largest ≠ 0).
+    """Return [S] bool: whether some loss token of each sample has a non-zero coefficient.
+
+    advantages: [S], of each sample, or the largest |importance weight · advantage| of its tokens
+                (``Advantages.largest``), so that any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
+    loss_tokens: int64 [S], the number of loss tokens of each sample.
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """

@@ -1,5 +1,4 @@
-"""The critic's loss over loss tokens: a token sum under the same weights as the policy's (semantics §8). Nothing is
-divided here."""
+"""The critic's loss over loss tokens: an undivided token sum under the weights of the policy's loss (semantics §8)."""
 
 from __future__ import annotations
 
@@ -10,8 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTerm:
-    """``loss``: scalar, the sum over tokens · ``clipped``: bool [N], where the clipped error is the larger one, which
-    it takes."""
+    """Holds the critic's loss and the tokens whose clipped error it took.
+
+    loss: scalar, the sum over tokens.
+    clipped: bool [N], True where the clipped error is the larger one.
+    """
 
     loss: torch.Tensor
     clipped: torch.Tensor
@@ -20,16 +22,18 @@ class ValueTerm:
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, *, clip: float | None
 ) -> ValueTerm:
-    """Σ_t w_t · ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the value loss of PPO (Schulman et al. 2017,
-    arXiv:1707.06347, eq. 9) with the clipping of its published code (openai/baselines, ppo2), as verl's
-    ``compute_value_loss`` has it.
+    """Compute Σ_t w_t · ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the value loss of PPO.
 
-    Where V has left V_old ± c away from R the larger error is the unclipped one, and it pulls V back; where it has left
-    it towards R, the clipped error is the larger one, and has no gradient: a step does not go further than c.
-    ``clip=None``: Σ_t w_t · ½ · (V − R)².
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9, with the clipping of its published code (openai/baselines, ppo2), as
+    verl's ``compute_value_loss`` has it. Where V has left V_old ± c away from R, the larger error is the unclipped one,
+    and it pulls V back; where V has left it towards R, the clipped error is the larger one, and has no gradient: a step
+    does not go further than c.
 
-    values [N] with gradient · old_values, those at rollout weights, and returns [N] (algorithm/gae.py), neither with
-    gradient · weights [N], the reduction's w_t, 0 in fillers.
+    values: [N], V, with gradient.
+    old_values: [N], V_old, the values at rollout weights, without gradient.
+    returns: [N], R (algorithm/gae.py), without gradient.
+    weights: [N], the reduction's w_t, 0 in fillers.
+    clip: c; None: Σ_t w_t · ½ · (V − R)².
 
     Example: V = 1, V_old = 0, R = 2, w = 1, c = 0.5: max(1, 2.25)/2 = 1.125, clipped; R = −1: max(4, 2.25)/2 = 2, not
     clipped.

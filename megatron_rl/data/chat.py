@@ -1,8 +1,7 @@
-"""Chat messages and what is said between the policy's turns, as tokens: by the tokenizer's chat template, or as text
-that stands as it is.
+"""Chat messages and observations as tokens: by the tokenizer's chat template, or as unchanged text.
 
-What the policy sampled is never tokenized again: an observation's tokens are made apart from it, of what a template
-writes behind a turn.
+Tokens that the policy sampled are never tokenized again: an observation's tokens are made apart from them, from the
+text that a template writes behind a turn.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ from megatron_rl.errors import ConfigError
 
 Message = Mapping[str, str]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_TURN = "the-text-of-this-turn"  # stands in for one; what a template writes behind it does not hang on it
+_TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes the same behind every text
 
 
 def check_messages(value: object, where: str) -> list[Message]:
-    """A list of at least one ``{"role": ..., "content": ...}``, both texts. Raises ConfigError; where: begins its
-    message."""
+    """Return a list of at least one message ``{"role": ..., "content": ...}``, both texts.
+
+    where: begins the message of the ConfigError that is raised for anything else.
+    """
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError(
             f'{where} is {value!r:.80}; it must be a text, or a list of messages {{"role": ..., "content": ...}}'
@@ -41,8 +42,10 @@ def check_messages(value: object, where: str) -> list[Message]:
 
 
 def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_generation_prompt: bool) -> str:
-    """By the tokenizer's chat template. Raises ConfigError where the template refuses the messages; where: begins its
-    message."""
+    """Return the messages as text, written by the tokenizer's chat template.
+
+    where: begins the message of the ConfigError that is raised where the template refuses the messages.
+    """
     try:
         return tokenizer.apply_chat_template(
             [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False
@@ -56,25 +59,31 @@ def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_gener
 
 
 class Observations:
-    """Turns what an environment says into the tokens that stand between two turns of the policy.
+    """Turns an environment's observations into the tokens between two turns of the policy.
 
-    template: ``data.template``. role: ``environment.role``, of an observation that is a text.
+    template: ``data.template``.
+    role: ``environment.role``, the role of an observation that is a text.
 
-    Under "chat" they are what the template writes behind a turn once the observation follows it, with the generation
-    prompt, less the end of the turn that the policy sampled itself. Else they are the observation's text, as it is.
+    Under "chat" the tokens are those that the template writes behind a turn once the observation follows it, with the
+    generation prompt, less the end of the turn that the policy sampled itself. Else they are those of the observation's
+    unchanged text.
 
     Example (ChatML): a turn that ended with the token ``<|im_end|>`` and the observation "408" of role tool give the
     tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
     """
 
     def __init__(self, tokenizer, template: str, role: str = "tool") -> None:
-        """Raises ConfigError where the chat template does not write a turn's text as it is."""
+        """Raise ConfigError where the chat template changes a turn's text."""
         self._tokenizer, self._chat, self._role = tokenizer, template == "chat", role
         self._end = self._behind_turn([]) if self._chat else ""
 
     def token_ids(self, observation: str | Sequence[Message], stop_id: int | None) -> tuple[int, ...]:
-        """stop_id: the token that the policy ended its turn with. Raises ConfigError for messages without a chat
-        template, or of a shape that it does not take."""
+        """Return the tokens of an observation.
+
+        stop_id: the token that the policy ended its turn with.
+
+        Raises ConfigError for messages without a chat template, or of a shape that it does not take.
+        """
         if not self._chat:
             if not isinstance(observation, str):
                 raise ConfigError("an observation of messages needs data.template=chat; give a text, or set that")
@@ -84,19 +93,20 @@ class Observations:
             [{"role": self._role, "content": observation}] if text else check_messages(observation, "an observation")
         )
         behind = self._behind_turn(messages)
-        found, end = self._encode(behind), self._encode(os.path.commonprefix([behind, self._end]))
+        token_ids, end = self._encode(behind), self._encode(os.path.commonprefix([behind, self._end]))
+        # The policy sampled the turn's end itself.
         if stop_id in end:
-            ended = end.index(stop_id) + 1
-            if found[:ended] == end[:ended]:
-                return found[ended:]
-        return found
+            sampled = end.index(stop_id) + 1
+            if token_ids[:sampled] == end[:sampled]:
+                return token_ids[sampled:]
+        return token_ids
 
     def _behind_turn(self, messages: Sequence[Message]) -> str:
         conversation = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _TURN}, *messages]
         where = f"an observation (environment.role={self._role})"
         rendered = render_chat(self._tokenizer, conversation, where, add_generation_prompt=bool(messages))
-        _, found, behind = rendered.rpartition(_TURN)
-        if not found:
+        _, marker, behind = rendered.rpartition(_TURN)
+        if not marker:
             raise ConfigError(
                 "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that "
                 "does"

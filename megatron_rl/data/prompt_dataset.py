@@ -1,4 +1,4 @@
-"""Dataset to prompts: a JSONL file, an epoch-wise shuffled order that is the same on every rank, a resumable cursor."""
+"""Dataset to prompts: a JSONL file, a shuffled order per epoch that is the same on every rank, a resumable cursor."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from megatron_rl.data.chat import Message, Observations, check_messages, render_
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
-# Tokenized at once: the fast tokenizers are parallel over a list, and a list of this length stays small in memory.
+# The fast tokenizers are parallel over a list, and a list of this length stays small in memory.
 _ROWS_PER_TOKENIZER_CALL = 1024
 
 
 def load_rows(path: str | pathlib.Path, key: str = "data.train") -> list[dict]:
     """Read a JSONL dataset: one JSON object per line, UTF-8; lines of white space alone are not rows.
 
-    ``key`` is the setting the path came from, for the messages. Raises ConfigError where the file is missing or empty,
-    or a line is not a JSON object (with ``file:line``).
+    key: the setting that the path came from, for the messages.
+
+    Raises ConfigError where the file is missing or empty, or a line is not a JSON object (with ``file:line``).
     """
     if not str(path):
         raise ConfigError(f"{key} is empty; set it to the path of a JSONL file, one JSON object per line")
     file = pathlib.Path(path)
     if not file.is_file():
-        what = "is a directory, not a file" if file.is_dir() else "does not exist"
-        raise ConfigError(f"{key}={str(path)!r} {what}; set it to the path of a JSONL file, one JSON object per line")
+        fault = "is a directory, not a file" if file.is_dir() else "does not exist"
+        raise ConfigError(f"{key}={str(path)!r} {fault}; set it to the path of a JSONL file, one JSON object per line")
     rows = []
     # Cut at b"\n" only: str.splitlines would also cut at U+2028, which JSON allows inside a string.
     with file.open("rb") as stream:
@@ -43,7 +44,7 @@ def load_rows(path: str | pathlib.Path, key: str = "data.train") -> list[dict]:
 
 
 def _place_of(prompt_id: str) -> tuple[int, int]:
-    """(row, epoch) of ``"<row>@<epoch>"``."""
+    """Return (row, epoch) of ``"<row>@<epoch>"``."""
     row, epoch = prompt_id.split("@")
     return int(row), int(epoch)
 
@@ -64,10 +65,10 @@ def _parse_line(line: bytes, where: str) -> dict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What a supervised warm-up imitates.
+    """Holds a response that a supervised warm-up imitates.
 
     response_ids: [T] behind the prompt, every turn ended by the end-of-sequence token.
-    loss_mask:    [T] True on the assistant's turns; None: all of it is one.
+    loss_mask:    [T] True on the assistant's turns; None: the whole response is one turn.
     """
 
     prompt: Prompt
@@ -76,7 +77,7 @@ class Solution:
 
 
 class PromptDataset:
-    """Prompts of a dataset in a reproducible order, epoch after epoch.
+    """Draws the prompts of a dataset in a reproducible order, epoch after epoch.
 
     The order of an epoch is a permutation drawn from a Philox generator keyed by (seed, epoch) alone (file order where
     ``data.shuffle`` is false): every rank, every layout and every resumed run draws the same prompts.
@@ -124,21 +125,21 @@ class PromptDataset:
             )
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
         self._cursors = {"prompts": 0, "solutions": 0}
-        self._returned: deque[tuple[int, int, int]] = (
-            deque()
-        )  # (row, epoch, attempt), in the order in which they were put back
+        # (row, epoch, attempt), in the order in which they were put back
+        self._returned: deque[tuple[int, int, int]] = deque()
         self._order_of: tuple[int, np.ndarray] | None = None
         self._solutions_checked = False
 
     def __len__(self) -> int:
-        """Prompts per epoch: the rows that were not dropped."""
+        """Return the prompts per epoch: the rows that were not dropped."""
         return len(self._kept)
 
     def next(self, count: int, epochs: int | None = None) -> list[Prompt]:
-        """The next ``count`` prompts, those that were put back first; wraps over epochs. A prompt's id is
-        ``"<row>@<epoch>"``.
+        """Return the next ``count`` prompts, those that were put back first; a new epoch follows the last.
 
-        epochs: where the data end; fewer than ``count`` are left before it, and none at it.
+        A prompt's id is ``"<row>@<epoch>"``.
+
+        epochs: the number after which the data end: near the end fewer than ``count`` are returned, after it none.
         """
         if count < 0:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
@@ -146,31 +147,32 @@ class PromptDataset:
         rest = count - len(again)
         if epochs is not None:
             rest = min(rest, max(0, epochs * len(self) - self._cursors["prompts"]))
-        return [self._prompt(*which) for which in [*again, *self._draw("prompts", rest)]]
+        return [self._prompt(*key) for key in [*again, *self._draw("prompts", rest)]]
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """What was drawn and not trained: it is drawn again before the cursor moves on."""
+        """Put back prompts that were drawn and not trained: they are drawn again before the cursor moves on."""
         self._returned.extend((*_place_of(prompt.prompt_id), prompt.attempt) for prompt in prompts)
 
     def recall(self, prompt_id: str, attempt: int) -> Prompt:
-        """A prompt that was drawn before, by its id; the cursor stays where it is."""
+        """Return a prompt that was drawn before, by its id; the cursor does not move."""
         return self._prompt(*_place_of(prompt_id), attempt)
 
     def remain(self, epochs: int) -> bool:
-        """Whether ``next`` has a prompt of so many epochs."""
+        """Tell whether ``next`` has a prompt left of so many epochs."""
         return bool(self._returned) or self._cursors["prompts"] < epochs * len(self)
 
     def share_drawn(self, epochs: int) -> float:
-        """How much of so many epochs was drawn, 0 to 1; what was put back counts as not drawn."""
+        """Return the share of so many epochs that was drawn, 0 to 1; prompts that were put back count as not drawn."""
         return (self._cursors["prompts"] - len(self._returned)) / (epochs * len(self))
 
     def next_solutions(self, count: int) -> list[Solution]:
-        """The next ``count`` solutions for the supervised warm-up, on a cursor of their own.
+        """Return the next ``count`` solutions for the supervised warm-up, on a cursor of their own.
 
         The response is the tokenized ``data.solution_key`` column and the end-of-sequence token. It is tokenized apart
-        from the prompt, because that is how the model will meet it: the prompt's tokens are fixed when it starts to
-        answer. A column of messages is an episode: the assistant's are turns, what stands between two of them is an
-        observation, without loss (under ``data.template=chat`` as the template writes it, else its text as it is).
+        from the prompt, because the model will meet it in that way: the prompt's tokens are fixed when it starts to
+        answer. A column of messages is an episode: the assistant's messages are turns, and the messages between two
+        turns are an observation, without loss (written by the template under ``data.template=chat``, else as unchanged
+        text).
 
         Raises ConfigError where a row has no such column, or one that does not end in an assistant's message, the
         tokenizer has no end-of-sequence token, or prompt and solution together exceed ``context_tokens``.
@@ -179,21 +181,21 @@ class PromptDataset:
         solutions = []
         for row, epoch in self._draw("solutions", count):
             prompt = self._prompt(row, epoch)
-            found = self._solution(prompt, self._rows[row][self._data.solution_key])
-            total = len(prompt.token_ids) + len(found.response_ids)
+            solution = self._solution(prompt, self._rows[row][self._data.solution_key])
+            total = len(prompt.token_ids) + len(solution.response_ids)
             if self._context_tokens is not None and total > self._context_tokens:
                 raise ConfigError(
                     f"row {row}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence included) "
                     f"and the model's context {self._context_tokens}; remove the row, or take a model with a longer "
                     "context"
                 )
-            solutions.append(found)
+            solutions.append(solution)
         return solutions
 
     def _solution(self, prompt: Prompt, given: str | Sequence[Message]) -> Solution:
         if isinstance(given, str):
             return Solution(prompt=prompt, response_ids=self._turn(given))
-        said = Observations(self._tokenizer, self._data.template)
+        observations = Observations(self._tokenizer, self._data.template)
         token_ids: list[int] = []
         mask: list[bool] = []
         waiting: list[Message] = []
@@ -203,7 +205,7 @@ class PromptDataset:
                 continue
             if waiting:
                 text = "".join(other["content"] for other in waiting)
-                between = said.token_ids(
+                between = observations.token_ids(
                     waiting if self._data.template == "chat" else text, self._tokenizer.eos_token_id
                 )
                 token_ids, mask, waiting = [*token_ids, *between], [*mask, *[False] * len(between)], []
@@ -215,13 +217,11 @@ class PromptDataset:
         return (*self._tokenizer(text, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id)
 
     def state(self) -> dict:
-        """The cursor as JSON-able values: how many prompts and solutions were drawn, of which order, and what was put
-        back."""
-        return {**self._cursors, **self._identity(), "returned": [list(which) for which in self._returned]}
+        """Return the cursors as JSON-able values, with the order that they count in and the prompts put back."""
+        return {**self._cursors, **self._identity(), "returned": [list(key) for key in self._returned]}
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue where `state` was taken. Raises ConfigError where seed, shuffle or row count differ: another
-        order."""
+        """Continue from `state`, or raise ConfigError if seed, shuffle or row count give another order."""
         for name, value in self._identity().items():
             if state[name] != value:
                 raise ConfigError(
@@ -229,13 +229,13 @@ class PromptDataset:
                     "its position means nothing here; restore that value, or start a new run from the exported weights"
                 )
         self._cursors = {name: int(state[name]) for name in self._cursors}
-        self._returned = deque(tuple(which) for which in state["returned"])
+        self._returned = deque(tuple(key) for key in state["returned"])
 
     def _identity(self) -> dict:
         return {"seed": self._seed, "shuffle": self._data.shuffle, "prompts_per_epoch": len(self)}
 
     def _draw(self, cursor: str, count: int) -> list[tuple[int, int]]:
-        """[(row, epoch)] for the next ``count`` positions of a cursor."""
+        """Return [(row, epoch)] for the next ``count`` positions of a cursor."""
         if count < 0:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
         start = self._cursors[cursor]
@@ -247,7 +247,7 @@ class PromptDataset:
         return drawn
 
     def _order(self, epoch: int) -> np.ndarray:
-        """[prompts per epoch] int64: the rows of one epoch in the order they are drawn."""
+        """Return [prompts per epoch] int64: the rows of one epoch in the order they are drawn."""
         if not self._data.shuffle:
             return self._kept
         if self._order_of is None or self._order_of[0] != epoch:
@@ -266,7 +266,7 @@ class PromptDataset:
         )
 
     def _column(self, row: int, key: str, setting: str, *, messages: bool) -> str | list[Message]:
-        """A column that must be there and be text, or may be ``messages``."""
+        """Return a column that holds text or, where ``messages`` allows it, messages; raise ConfigError otherwise."""
         columns = self._rows[row]
         if key not in columns:
             known = ", ".join(map(repr, columns)) or "none"
@@ -282,9 +282,9 @@ class PromptDataset:
 
     def _render(self, row: int) -> str:
         chat = self._data.template == "chat"
-        given = self._column(row, self._data.prompt_key, "data.prompt_key", messages=chat)
+        content = self._column(row, self._data.prompt_key, "data.prompt_key", messages=chat)
         if chat:
-            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
             if messages[-1]["role"] == "assistant":
                 raise ConfigError(
                     f"row {row}: column {self._data.prompt_key!r} (data.prompt_key) ends in an assistant's message, "
@@ -293,10 +293,10 @@ class PromptDataset:
             where = f"row {row}: column {self._data.prompt_key!r} (data.prompt_key)"
             return render_chat(self._tokenizer, messages, where, add_generation_prompt=True)
         # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
-        return self._data.template.replace("{prompt}", given)
+        return self._data.template.replace("{prompt}", content)
 
     def _limit(self) -> tuple[int, str]:
-        """The most tokens a prompt may have, and the name of what says so."""
+        """Return the most tokens that a prompt may have, and the name of the limit."""
         if self._context_tokens is not None and self._context_tokens - 1 < self._data.max_prompt_tokens:
             return self._context_tokens - 1, f"the model's context of {self._context_tokens}, less one for a response"
         return self._data.max_prompt_tokens, "data.max_prompt_tokens"
@@ -311,9 +311,8 @@ class PromptDataset:
                     f"row {row} has no column {self._data.answer_key!r} (data.answer_key); its columns are {known}"
                 )
         # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them
-        # all), a
-        # second <bos> would be off-distribution, and a tokenizer that appends <eos> would end the prompt before the
-        # answer.
+        # all), a second <bos> would be off-distribution, and a tokenizer that appends <eos> would end the prompt
+        # before the answer.
         encoded = self._tokenizer([self._render(row) for row in row_numbers], add_special_tokens=False).input_ids
         limit, limit_name = self._limit()
         for row, token_ids in zip(row_numbers, encoded, strict=True):
@@ -332,7 +331,7 @@ class PromptDataset:
                 )
 
     def _check_solutions(self) -> None:
-        """Once, on first use and over all rows: a run without warm-up needs no solutions."""
+        """Check all rows once, on first use: a run without warm-up needs no solutions."""
         if self._solutions_checked:
             return
         if self._tokenizer.eos_token_id is None:
@@ -341,10 +340,10 @@ class PromptDataset:
             )
         for row in self._kept:
             key = self._data.solution_key
-            given = self._column(int(row), key, "data.solution_key", messages=True)
-            if isinstance(given, list) and (given[0]["role"] != "assistant" or given[-1]["role"] != "assistant"):
+            value = self._column(int(row), key, "data.solution_key", messages=True)
+            if isinstance(value, list) and (value[0]["role"] != "assistant" or value[-1]["role"] != "assistant"):
                 raise ConfigError(
                     f"row {row}: column {key!r} (data.solution_key) has messages of the roles "
-                    f"{', '.join(m['role'] for m in given)}; it begins and ends with the assistant's"
+                    f"{', '.join(m['role'] for m in value)}; it begins and ends with the assistant's"
                 )
         self._solutions_checked = True

@@ -7,7 +7,7 @@ from megatron_rl.errors import ConfigError
 
 
 def load_tokenizer(config: Config):
-    """The run's tokenizer; ConfigError where it has no end of sequence, without which no completion ends."""
+    """Return the run's tokenizer, or raise ConfigError if it has no end of sequence: no completion would end."""
     from transformers import AutoTokenizer
 
     path = config.model.tokenizer_path or config.model.hf_path

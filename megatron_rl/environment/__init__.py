@@ -1,5 +1,4 @@
-"""What stands between the policy's turns: the protocol, how one is named and made, and the threads that its steps run
-in."""
+"""Environments between the policy's turns: their protocol, their making by name, and the threads of their steps."""
 
 from megatron_rl.environment.protocol import Environment, Step, environment_maker
 

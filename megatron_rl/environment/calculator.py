@@ -1,4 +1,4 @@
-"""A calculator as an environment: ``<calc>12*34</calc>`` is answered, anything else is the answer and ends the episode.
+"""A calculator as an environment: it answers ``<calc>12*34</calc>``; any other turn is the answer and ends the episode.
 
 Arithmetic is read by Python's parser and evaluated node by node: numbers, + - * / // %, signs and parentheses, nothing
 else.
@@ -30,8 +30,9 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def evaluate(expression: str) -> str:
-    """The value as text: an integer where it is one, else a decimal of 10 significant digits. Raises ValueError for
-    anything that is not arithmetic, and for a division by zero.
+    """Return the value as text: an integer where it is one, else a decimal of 10 significant digits.
+
+    Raises ValueError for anything that is not arithmetic, and for a division by zero.
 
     Example: ``evaluate("12*(3+4)")`` is "84", ``evaluate("1/3")`` "0.3333333333".
     """
@@ -66,16 +67,19 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Example: "so it is 1,408." → 1408."""
-    found = NUMBER.findall(text)
-    return Fraction(found[-1].replace(",", "")) if found else None
+    """Return the last number in a text, or None: "so it is 1,408." → 1408."""
+    matches = NUMBER.findall(text)
+    return Fraction(matches[-1].replace(",", "")) if matches else None
 
 
 class Calculator:
-    """The last ``<opening>…<closing>`` of a turn is evaluated and its value is the observation; a turn without one is
-    the answer, which earns 1.0 where its last number is the one of column ``answer_key``, else 0.0.
+    """Evaluates the last ``<opening>…<closing>`` of a turn; its value is the observation.
 
-    opening, closing: around a call. observation: the text that the policy reads, ``{result}`` the value or ``error``.
+    A turn without one is the answer, which earns 1.0 if its last number is the number in column ``answer_key``, else
+    0.0.
+
+    opening, closing: the marks around a call.
+    observation: the text that the policy reads; ``{result}`` is the value or ``error``.
 
     Example: prompt "12*34=", turns "<calc>12*34</calc>" → observation "408" and "408" → reward 1.0.
     """
@@ -96,19 +100,19 @@ class Calculator:
         self.answer: Fraction | None = None
 
     def reset(self, prompt: Prompt) -> None:
-        """Raises ValueError for a row whose answer holds no number."""
-        given = prompt.columns.get(self.answer_key)
-        self.answer = last_number(str(given))
+        """Read the answer of the prompt's row, or raise ValueError if it holds no number."""
+        answer = prompt.columns.get(self.answer_key)
+        self.answer = last_number(str(answer))
         if self.answer is None:
             raise ValueError(
-                f"column {self.answer_key!r} of prompt {prompt.prompt_id} is {given!r:.80}, and the calculator needs "
+                f"column {self.answer_key!r} of prompt {prompt.prompt_id} is {answer!r:.80}, and the calculator needs "
                 "a number"
             )
 
     def step(self, action: str) -> Step:
-        before, found, _ = action.rpartition(self.closing)
-        _, called, expression = before.rpartition(self.opening)
-        if found and called:
+        before, closing, _ = action.rpartition(self.closing)
+        _, opening, expression = before.rpartition(self.opening)
+        if closing and opening:
             try:
                 result = evaluate(expression)
             except ValueError:

@@ -1,5 +1,4 @@
-"""Environment: two methods. One instance lives for one sample; a configuration names the class or function that makes
-it."""
+"""The protocol of an environment: two methods, one instance per sample, made by a configured class or function."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ BUILT_IN = {"calculator": "megatron_rl.environment.calculator:Calculator"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment says to one turn of the policy.
+    """Holds an environment's reply to one turn of the policy.
 
-    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat`` alone); what the
+    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat`` alone), which the
                  policy reads before its next turn. It never carries loss.
     reward:      added to the sample's; None: nothing.
-    done:        the episode is over; its observation is not read by anybody then.
+    done:        True where the episode is over; its observation is then not read.
 
     Example: ``Step(observation="408")`` goes on, ``Step(reward=1.0, done=True)`` ends.
     """
@@ -36,8 +35,10 @@ class Step:
 
 
 class Environment(Protocol):
-    """One sample's. Its methods are called in threads, one call at a time, not always in the same thread; an instance
-    is let go of when its episode ends. What a run is to repeat must hang on the prompt and the actions alone.
+    """Describes the environment of one sample.
+
+    Its methods are called in threads, one call at a time, not always in the same thread; an instance is released when
+    its episode ends. A run repeats only those results that depend on the prompt and the actions alone.
 
     Example::
 
@@ -51,17 +52,20 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: Prompt) -> None:
-        """Once, before the first turn. ``prompt.columns`` is the row of the data set."""
+        """Begin the episode: called once, before the first turn. ``prompt.columns`` is the row of the dataset."""
         ...
 
     def step(self, action: str) -> Step:
-        """After every turn that ended by itself. ``action``: the turn's text, without special tokens; a turn that the
-        token limit cut off is no action, and is not told."""
+        """Reply to a turn that ended by itself: called after every such turn.
+
+        action: the turn's text, without special tokens; a turn that the token limit cut off is no action and is not
+                passed.
+        """
         ...
 
 
 def fault_of(step: object) -> str | None:
-    """What is wrong with what ``step`` returned, or None."""
+    """Return the fault of a value that ``step`` returned, in words, or None."""
     if not isinstance(step, Step):
         return f"it returned a {type(step).__name__}; return a megatron_rl.environment.Step"
     reward = step.reward
@@ -73,27 +77,29 @@ def fault_of(step: object) -> str | None:
 
 
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """What makes one sample's environment. Raises ConfigError for a name that does not resolve, or that ``arguments``
-    do not fit."""
+    """Return the function that makes one sample's environment.
+
+    Raises ConfigError for a name that does not resolve, or that ``arguments`` do not fit.
+    """
     name = config.name
-    made_by = resolve(name, BUILT_IN, what=f"environment.name={name!r}", form="module:Class")
-    if not callable(made_by):
+    factory = resolve(name, BUILT_IN, what=f"environment.name={name!r}", form="module:Class")
+    if not callable(factory):
         raise ConfigError(
-            f"environment.name={name!r} is a {type(made_by).__name__}; name a class, or a function that makes "
+            f"environment.name={name!r} is a {type(factory).__name__}; name a class, or a function that makes "
             "environments"
         )
     try:
-        inspect.signature(made_by).bind(**config.arguments)
+        inspect.signature(factory).bind(**config.arguments)
     except TypeError as error:
         raise ConfigError(
             f"environment.name={name!r} cannot be made with environment.arguments={dict(config.arguments)}: {error}; "
-            f"it takes {inspect.signature(made_by)}"
+            f"it takes {inspect.signature(factory)}"
         ) from None
-    if inspect.isclass(made_by):
-        missing = [method for method in ("reset", "step") if not hasattr(made_by, method)]
+    if inspect.isclass(factory):
+        missing = [method for method in ("reset", "step") if not hasattr(factory, method)]
         if missing:
             raise ConfigError(
                 f"environment.name={name!r} has no method {missing[0]!r}; an environment has reset(prompt) and "
                 "step(action)"
             )
-    return lambda: made_by(**config.arguments)
+    return lambda: factory(**config.arguments)

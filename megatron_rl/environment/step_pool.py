@@ -1,11 +1,11 @@
-"""Threads for environments' steps, each with a deadline from when it begins: one that hangs costs its own sample, and
-no other a thread.
+"""Threads for environments' steps, each with a deadline from its start: a step that hangs costs only its own sample.
 
 1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads is free.
-2. One that takes longer than ``deadline_s`` is given up: its thread ends whenever it does, and another takes its place.
-3. ``result`` returns or raises in a time that is bounded by the calls before it: whoever waits gives up whatever is
-   overdue.
-4. Where PATIENCE · ``num_threads`` calls in a row were overdue, what waits is not tried: an environment that is down
+2. One that takes longer than ``deadline_s`` is given up: its thread ends whenever it does, and another replaces it, so
+   that no other sample lacks a thread.
+3. ``result`` returns or raises in a time that is bounded by the calls before it: every waiting thread gives up the
+   calls that are overdue.
+4. After PATIENCE · ``num_threads`` overdue calls in a row, the waiting calls are not tried: an environment that is down
    costs a few deadlines and not one for every ``num_threads`` samples.
 """
 
@@ -26,11 +26,11 @@ PATIENCE = 2
 
 
 class Overdue(TimeoutError):
-    """A call took longer than its deadline; the message says where it stood."""
+    """Reports a call that took longer than its deadline; the message carries its stack."""
 
 
 class Ticket:
-    """One call: what it gave, or why it gave nothing."""
+    """Holds one call, and its value or its error once it has ended."""
 
     __slots__ = ("act", "ends_at", "ended", "error", "thread", "value")
 
@@ -43,7 +43,7 @@ class Ticket:
 
 
 class StepPool:
-    """Example: ``pool.result(pool.submit(lambda: 6 * 7))`` is 42."""
+    """Runs calls on up to ``num_threads`` threads: ``pool.result(pool.submit(lambda: 6 * 7))`` is 42."""
 
     def __init__(self, num_threads: int, deadline_s: float) -> None:
         self.num_threads, self.deadline_s = num_threads, deadline_s
@@ -65,7 +65,7 @@ class StepPool:
         return ticket
 
     def _staff(self) -> None:
-        """As many threads as there is work for. Called under ``_change``."""
+        """Start as many threads as the calls need. Called under ``_change``."""
         while self._num_threads < self.num_threads and self._num_threads - len(self._running) < len(self._waiting):
             self._num_threads += 1
             threading.Thread(target=self._work, daemon=True, name="environments").start()
@@ -84,8 +84,8 @@ class StepPool:
             value, error = None, None
             try:
                 value = ticket.act()
-            except BaseException as met:  # noqa: BLE001 (raised by result, in the thread that asks)
-                error = met
+            except BaseException as raised:  # noqa: BLE001 (raised by result, in the thread that asks)
+                error = raised
             with self._change:
                 if ticket.ended:  # given up, and this thread replaced
                     return
@@ -94,8 +94,7 @@ class StepPool:
                 self._change.notify_all()
 
     def result(self, ticket: Ticket) -> object:
-        """What the call gave. Raises what it raised, Overdue, or RuntimeError where it was forgotten before it
-        began."""
+        """Return the call's value, or raise its error, Overdue, or RuntimeError if it was forgotten before it began."""
         with self._change:
             while not ticket.ended:
                 self._give_up_overdue()
@@ -111,9 +110,9 @@ class StepPool:
         now = time.monotonic()
         for ticket in [x for x in self._running if x.ends_at <= now]:
             frame = sys._current_frames().get(ticket.thread.ident)
-            stood = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
+            stack = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
             ticket.error, ticket.ended = (
-                Overdue(f"it took longer than environment.deadline_s={self.deadline_s:g} s, at\n{stood}"),
+                Overdue(f"it took longer than environment.deadline_s={self.deadline_s:g} s, at\n{stack}"),
                 True,
             )
             self._running.discard(ticket)
@@ -134,12 +133,12 @@ class StepPool:
         self._change.notify_all()
 
     def forget_waiting(self) -> None:
-        """What has not begun never does."""
+        """Give up every call that has not begun."""
         with self._change:
             self._give_up_waiting(RuntimeError("a step of an environment was given up before it began"))
 
     def close(self) -> None:
-        """Idle threads end. May be called again."""
+        """End idle threads. May be called again."""
         self.forget_waiting()
         with self._change:
             self._closed = True

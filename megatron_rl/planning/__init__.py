@@ -1,2 +1,1 @@
-"""Plans: which samples run in which micro-batch of which rank, and their cost. Pure numpy; no process group, no
-device."""
+"""Plans: the micro-batches of each rank, their samples and their cost. Pure numpy; no process group, no device."""

@@ -1,18 +1,19 @@
-"""Predicted time of micro-batches on a pipeline, and its coefficients fitted to what was measured. Pure numpy.
+"""The predicted time of micro-batches on a pipeline, with coefficients fitted to measurements. Pure numpy.
 
 A micro-batch of T tokens in sequences of lengths l takes on one stage, forward and backward,
 
     t = overhead + token · T + square · Σ l²
 
-and a rank whose micro-batches take t_1 … t_m on its slowest stage takes Σ t_i there, and once, while the pipeline fills
-and drains or waits for it, its longest micro-batch on each other stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠
-slowest} max(t) / v. For equal micro-batches that is 1F1B's own (Narayanan et al., arXiv:2104.04473, §2.2; the bubble is
-(p − 1) of m + p − 1 slots), for others a flow shop's whose jobs take equally long on every machine.
+A rank's micro-batches take t_1 … t_m on its slowest stage. The rank takes Σ t_i on that stage and, once, while the
+pipeline fills and drains or waits for it, its longest micro-batch on each other stage over the interleaved chunks v:
+Σ_i t_i + Σ_{s ≠ slowest} max(t) / v. For equal micro-batches that is the time of 1F1B (Narayanan et al.,
+arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p − 1 slots), for others the time of a flow shop whose jobs take
+equally long on every machine.
 
 Invariants (tests/unit/planning/test_cost.py):
 
 1. Coefficients are never negative, whatever was measured; without measurements they are the prior's.
-2. More tokens, longer sequences or a micro-batch more never predict less time on a stage.
+2. More tokens, longer sequences or one more micro-batch never predict less time on a stage.
 3. ``best_count`` is the count of least predicted time for equal micro-batches, one of them as long as the longest
    sample, against brute force.
 4. Equal measurements give equal coefficients: every rank derives the same plan.
@@ -27,13 +28,15 @@ import numpy as np
 
 from megatron_rl.types import StepPlan
 
-MOST_MICROBATCHES = 4096  # that the pipeline asks for; a token cap may ask for more
+MOST_MICROBATCHES = 4096  # the most that ``best_count`` returns; a token cap may ask for more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Seconds (or any one unit) of a micro-batch, forward and backward, on one stage: per micro-batch, per token, per
-    token²."""
+    """Holds the time of a micro-batch, forward and backward, on one stage: per micro-batch, per token and per token².
+
+    The unit is a second, or any other that all three share.
+    """
 
     overhead: float
     token: float
@@ -44,13 +47,15 @@ class StageCost:
             raise ValueError(f"{self} must have no negative coefficient, and tokens must cost something")
 
     def seconds(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """[M] of micro-batches of ``tokens`` [M] with Σ l² ``squares`` [M]."""
+        """Return [M]: the time of micro-batches of ``tokens`` [M] with Σ l² ``squares`` [M]."""
         return self.overhead + self.token * tokens + self.square * squares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """A stage's cost each, first to last; ``virtual``: chunks that each stage interleaves.
+    """Holds the cost of each stage, first to last, and predicts the time of a rank.
+
+    virtual: chunks that each stage interleaves.
 
     Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and 1256 to fill and drain,
     3268 in all.
@@ -60,17 +65,17 @@ class CostModel:
     virtual: int = 1
 
     def sample_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """float64 [S]: what each sample costs on the stage that costs most for all of them together; what balance is
-        about."""
+        """Return float64 [S]: the cost of each sample, for balance, on the stage that takes longest for all."""
         slowest = self._slowest(float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), 0)
         return slowest.token * lengths + slowest.square * lengths.astype(np.float64) ** 2
 
     def best_count(self, tokens: float, squares: float, longest: float = 0.0, most: int = MOST_MICROBATCHES) -> int:
-        """How many micro-batches a rank's share should be cut in: the count of least predicted time, of at most
-        ``most``.
+        """Return the number of micro-batches of least predicted time for a rank's share, at most ``most``.
 
-        longest: tokens of the longest sample, which no cut makes shorter. Without a pipeline 1; with equal stages about
-        √((p − 1) · work / (v · overhead)), the bubble against the fixed costs.
+        longest: tokens of the longest sample, which no cut makes shorter.
+
+        It is 1 without a pipeline; with equal stages about √((p − 1) · work / (v · overhead)), the bubble against fixed
+        costs.
         """
         if tokens <= 0 or len(self.stages) == 1:
             return 1
@@ -84,31 +89,32 @@ class CostModel:
         )
 
     def count_seconds(self, counts: np.ndarray, tokens: float, squares: float, longest: float = 0.0) -> np.ndarray:
-        """[C] seconds of a rank that runs ``counts`` [C] equal micro-batches, but for one that holds the longest
-        sample."""
+        """Return [C] seconds of a rank that runs ``counts`` [C] micro-batches, all equal but the longest sample's."""
         overheads = np.array([s.overhead for s in self.stages])[:, None]
         work = np.array([s.token * tokens + s.square * squares for s in self.stages])[:, None]
         least = np.array([s.token * longest + s.square * longest**2 for s in self.stages])[:, None]
-        each, most = overheads + work / counts, overheads + np.maximum(work / counts, least)
-        slowest = each.argmax(0)
-        return each.max(0) * counts + (most.sum(0) - most[slowest, np.arange(len(counts))]) / self.virtual
+        equal, longer = overheads + work / counts, overheads + np.maximum(work / counts, least)
+        slowest = equal.argmax(0)
+        return equal.max(0) * counts + (longer.sum(0) - longer[slowest, np.arange(len(counts))]) / self.virtual
 
     def rank_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> float:
-        """Seconds of a data-parallel rank's pipeline over its micro-batches [M]; 0.0 without any."""
+        """Return the seconds of a data-parallel rank's pipeline over its micro-batches [M]; 0.0 without any."""
         if len(tokens) == 0:
             return 0.0
-        each = np.array([s.seconds(tokens, squares) for s in self.stages])
-        totals, most = each.sum(1), each.max(1)
+        stage_seconds = np.array([s.seconds(tokens, squares) for s in self.stages])
+        totals, longest = stage_seconds.sum(1), stage_seconds.max(1)
         slowest = int(totals.argmax())
-        return float(totals[slowest] + (most.sum() - most[slowest]) / self.virtual)
+        return float(totals[slowest] + (longest.sum() - longest[slowest]) / self.virtual)
 
     def _slowest(self, tokens: float, squares: float, count: int) -> StageCost:
         return max(self.stages, key=lambda s: s.overhead * count + s.token * tokens + s.square * squares)
 
 
 def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> float:
-    """Predicted forward and backward of a mini-batch: the slowest data-parallel rank's. ``padded`` int64 [S], tokens
-    with pads."""
+    """Predict forward and backward of a mini-batch: the seconds of the slowest data-parallel rank.
+
+    padded: int64 [S], tokens with pads.
+    """
     if len(mini_batch.order) == 0:
         return 0.0
     lengths = padded[mini_batch.order].astype(np.float64)
@@ -127,26 +133,25 @@ def prior(
     head_layers: float,
     layers_per_stage: float,
 ) -> CostModel:
-    """What is assumed before anything was measured, in tokens of a stage without the LM head.
+    """Return the costs that are assumed before anything was measured, in tokens of a stage without the LM head.
 
-    square_share: of a squared token, over a token (ModelShape.square_share). head_layers: the LM head's cost in layers,
-    which the last stage carries.
+    square_share: the cost of a squared token over that of a token (ModelShape.square_share).
+    head_layers: the LM head's cost in layers, which the last stage carries.
     """
     inner = StageCost(overhead=overhead_tokens, token=1.0, square=square_share)
     last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, square=square_share)
     return CostModel(stages=(inner,) * (stages - 1) + (last,), virtual=virtual)
 
 
-NUM_SUMS = 11  # of CostFit.sums, per stage
+NUM_SUMS = 11  # columns of CostFit.sums
 
 
 @dataclass(slots=True)
 class CostFit:
-    """Least squares over every measured micro-batch, with forgetting: the sums that it needs, one row of NUM_SUMS per
-    stage.
+    """Fits the costs by least squares over every measured micro-batch, with forgetting, from one row of sums per stage.
 
-    Row: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward seconds; X = (1, T, Σ l²), y = forward seconds.
-    Rows of ranks and steps add, so that an all-reduce of them is all that ranks exchange.
+    A row has NUM_SUMS numbers: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward seconds; X = (1, T, Σ l²),
+    y = forward seconds. Rows of ranks and steps add, so that an all-reduce of them is all that ranks exchange.
     """
 
     prior: CostModel
@@ -158,11 +163,11 @@ class CostFit:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether every stage was measured at all."""
+        """Tell whether every stage was measured at all."""
         return bool((self.sums[:, 0] > 0).all())
 
     def add(self, step: np.ndarray) -> None:
-        """One step's sums over all ranks, float64 [stages, NUM_SUMS]."""
+        """Add one step's sums over all ranks, float64 [stages, NUM_SUMS]."""
         if step.shape != self.sums.shape:
             raise ValueError(
                 f"a step's sums have shape {step.shape} and {self.sums.shape} are needed: one row per pipeline stage"
@@ -171,38 +176,43 @@ class CostFit:
             self.sums = self.forget * self.sums + step
 
     def model(self) -> CostModel:
-        """The fitted costs in seconds where every stage was measured, else the prior."""
+        """Return the fitted costs in seconds where every stage was measured, else the prior."""
         if not self.is_fitted:
             return self.prior
         stages = tuple(self._stage(row, shape) for row, shape in zip(self.sums, self.prior.stages, strict=True))
         return CostModel(stages=stages, virtual=self.prior.virtual)
 
     def _stage(self, row: np.ndarray, shape: StageCost) -> StageCost:
-        """Least squares of one stage, drawn to the prior's proportions by a weight of one mean micro-batch; its fixed
-        cost is worth no fewer tokens than the prior's."""
+        """Fit one stage by least squares, drawn to the prior's proportions by a weight of one mean micro-batch.
+
+        Its fixed cost is worth no fewer tokens than the prior's.
+        """
         gram, moment = _unpack(row)
         count = gram[0, 0]
         direction = np.array([shape.overhead, shape.token, shape.square])
-        scale = float(moment[0] / max(direction @ gram[0], 1e-300))  # the prior's shape, at the measured seconds in all
+        scale = float(moment[0] / max(direction @ gram[0], 1e-300))  # gives the prior the measured seconds in total
         ridge = np.diag(np.diag(gram) / count)
         forward = _nonnegative(gram + ridge, moment + ridge @ (direction * scale))
         both = 1.0 + row[10] / max(row[9], 1e-300)
         overhead, token, square = (float(x) for x in forward * both)
         if token + square > 0:
-            # Laps hold neither the schedule's own time nor what tensors take between stages: of the fixed costs they
-            # are a lower bound.
+            # The measured seconds leave out the schedule's own time and the transfers between stages: they bound the
+            # fixed costs from below.
             unseen = shape.overhead / shape.token * token if shape.token else 0.0
             return StageCost(overhead=max(overhead, unseen), token=token, square=square)
-        least = max(scale * both, 1e-300)  # measured as nothing at all: the prior's proportions, in the measured unit
-        return StageCost(overhead=shape.overhead * least, token=shape.token * least, square=shape.square * least)
+        unit = max(scale * both, 1e-300)  # no time at all was measured: the prior's proportions, in the measured unit
+        return StageCost(overhead=shape.overhead * unit, token=shape.token * unit, square=shape.square * unit)
 
 
 def measured(tokens: np.ndarray, squares: np.ndarray, forward_s: np.ndarray, backward_s: float) -> np.ndarray:
-    """float64 [NUM_SUMS] of one rank's step: micro-batches [M] with their forward seconds [M], and all their backward
-    seconds."""
-    x = np.stack([np.ones(len(tokens)), tokens, squares]).astype(np.float64)
-    gram = x @ x.T
-    return np.concatenate([gram[np.triu_indices(3)], x @ forward_s, [forward_s.sum(), backward_s]])
+    """Return float64 [NUM_SUMS]: the sums of one rank's step.
+
+    tokens, squares, forward_s: [M], tokens, Σ l² and forward seconds of each micro-batch.
+    backward_s: the backward seconds of all of them.
+    """
+    features = np.stack([np.ones(len(tokens)), tokens, squares]).astype(np.float64)
+    gram = features @ features.T
+    return np.concatenate([gram[np.triu_indices(3)], features @ forward_s, [forward_s.sum(), backward_s]])
 
 
 def _unpack(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -212,19 +222,19 @@ def _unpack(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """argmin over x ≥ 0 of xᵀ G x − 2 mᵀ x, by trying every set of zeros: three unknowns have eight."""
+    """Return argmin over x ≥ 0 of xᵀ G x − 2 mᵀ x, by trying every set of zeros: three unknowns have eight."""
     best, least = np.zeros(3), np.inf
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     for size in (3, 2, 1):
         for kept in itertools.combinations(range(3), size):
             index = list(kept)
             scaled = gram[np.ix_(index, index)] / np.outer(scale[index], scale[index])
-            x = np.linalg.lstsq(scaled, moment[index] / scale[index], rcond=1e-12)[0] / scale[index]
-            if (x < 0).any():
+            solution = np.linalg.lstsq(scaled, moment[index] / scale[index], rcond=1e-12)[0] / scale[index]
+            if (solution < 0).any():
                 continue
-            whole = np.zeros(3)
-            whole[index] = x
-            value = float(whole @ gram @ whole - 2 * moment @ whole)
+            candidate = np.zeros(3)
+            candidate[index] = solution
+            value = float(candidate @ gram @ candidate - 2 * moment @ candidate)
             if value < least:
-                best, least = whole, value
+                best, least = candidate, value
     return best

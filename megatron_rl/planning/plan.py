@@ -1,18 +1,17 @@
-"""Survivors → BatchPlan: mini-batches, drop, pack, balance. Pure numpy; the same facts give the same plan on every
-rank.
+"""Survivors → BatchPlan: mini-batches, drop, pack, balance. Pure numpy; equal facts give every rank the same plan.
 
 Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
 1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
-2. With ``drops``, only members without signal are dropped; without it none is.
+2. With ``drops``, only members without signal are dropped; without it no member is.
 3. With ``repack``, no member without signal runs (unless nothing is dropped).
 4. A micro-batch holds at most ``max_tokens`` padded tokens, or one sample alone; or at most ``samples_per_microbatch``
    samples.
-5. No micro-batch is empty; a mini-batch is a GHOST iff nothing of it runs.
+5. No micro-batch is empty; a mini-batch is a GHOST iff none of its samples runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
 8. Data-parallel ranks are within one costliest sample of each other in cost (token cap, with ``repack``).
-9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the most that one of them has without
+9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the largest count of any of them without
    fillers, rounded up to a multiple of ``microbatch_multiple``. A block without samples stays silent.
 10. A filler holds one sample, the shortest that runs anyway; fillers come last on their rank and count neither as run
     in 1 and 3 nor as dropped. Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no
@@ -41,14 +40,16 @@ Cut = list[list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """What binds a plan.
+    """Holds the limits and costs that bind a plan.
 
-    cost: what a micro-batch takes on each pipeline stage; balance is in it, and so is the number of micro-batches.
-    pad_multiple: each sequence is padded to it (TP under sequence parallelism). microbatch_multiple: a rank that runs
-    at all runs a multiple of so many micro-batches (PP under the interleaved schedule, whose groups hold PP of them).
+    cost: the time of a micro-batch on each pipeline stage; it decides balance and the number of micro-batches.
+    max_tokens: the cap on a micro-batch, pads included.
+    pad_multiple: each sequence is padded to it (TP under sequence parallelism).
+    microbatch_multiple: a rank that runs at all runs a multiple of so many micro-batches (PP under the interleaved
+        schedule, whose groups hold PP of them).
     lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds
-    an all-to-all among them, so they run equally many micro-batches. on_long_sample: what becomes of a sample above
-    ``max_tokens``, ``own_microbatch`` or ``fail``.
+        an all-to-all among them, so they run equally many micro-batches.
+    on_long_sample: the fate of a sample above ``max_tokens``, ``own_microbatch`` or ``fail``.
     """
 
     data_size: int = 1
@@ -72,15 +73,18 @@ class PlanRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Lengths:
-    """Of every sample: ``tokens`` int64 [S] with pads, what the cap counts; ``cost`` float64 [S], what balance is
-    about."""
+    """Holds the padded length and the cost of every sample.
+
+    tokens: int64 [S], with pads; the cap counts them.
+    cost: float64 [S], the costs that are balanced.
+    """
 
     tokens: np.ndarray
     cost: np.ndarray
 
 
 class Degrees(Protocol):
-    """What plan_rules asks of a Topology."""
+    """Describes the fields of a Topology that plan_rules reads."""
 
     tensor_size: int
     pipeline_size: int
@@ -91,7 +95,7 @@ class Degrees(Protocol):
 
 
 class Sizes(Protocol):
-    """What plan_rules asks of a ModelShape."""
+    """Describes the fields of a ModelShape that plan_rules reads."""
 
     num_layers: int
     square_share: float
@@ -99,7 +103,7 @@ class Sizes(Protocol):
 
 
 def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
-    """The rules of a run: its settings, its degrees of parallelism, and the prior of what its micro-batches cost.
+    """Return the rules of a run: its settings, its degrees of parallelism and the prior costs of its micro-batches.
 
     Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's
     tokens split over tensor ranks; the interleaved schedule runs groups of PP micro-batches.
@@ -128,12 +132,12 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
-    """int64: each length rounded up to the multiple."""
+    """Return int64: each length rounded up to the multiple."""
     return -(-lengths // pad_multiple) * pad_multiple
 
 
 def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:
-    """The batch in mini-batches, in order, as the dense run would; the last takes what is left."""
+    """Split the batch into mini-batches, in order, as the dense run would; the last takes the rest."""
     size = samples_per_mini_batch or max(len(samples), 1)
     return [samples[i : i + size] for i in range(0, len(samples), size)]
 
@@ -149,10 +153,12 @@ def plan_steps(
     merge: bool = False,
     sample_ids: Sequence[str] = (),
 ) -> BatchPlan:
-    """Plans one optimizer step per mini-batch (one in all under ``merge``).
+    """Plan one optimizer step per mini-batch (one for all of them under ``merge``).
 
-    purpose: "train" or "logprob", part of the fingerprint · lengths [S] int64 tokens of prompt and response · signal
-    [S] bool · sample_ids [S] for messages alone.
+    purpose: "train" or "logprob", part of the fingerprint.
+    lengths: int64 [S], tokens of prompt and response.
+    signal: bool [S], True where a sample has signal.
+    sample_ids: S names, for messages alone.
 
     Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs [1], then a GHOST at
     its own position.
@@ -161,15 +167,15 @@ def plan_steps(
         mini_batches = [np.concatenate(mini_batches)]
     padded = padded_lengths(lengths, rules.pad_multiple)
     _refuse_long_samples(mini_batches, padded, rules, sample_ids)
-    both = _Lengths(tokens=padded, cost=rules.cost.sample_costs(padded))
-    planned = tuple(_plan_mini_batch(members, both, signal, rules, drops=drops) for members in mini_batches)
+    sample_lengths = _Lengths(tokens=padded, cost=rules.cost.sample_costs(padded))
+    planned = tuple(_plan_mini_batch(members, sample_lengths, signal, rules, drops=drops) for members in mini_batches)
     return BatchPlan(purpose=purpose, mini_batches=planned)
 
 
 def _refuse_long_samples(
     mini_batches: list[np.ndarray], padded: np.ndarray, rules: PlanRules, sample_ids: Sequence[str]
 ) -> None:
-    """Looks at the members before the drop: the dense run and the one that skips fail alike."""
+    """Raise ConfigError for a sample above the cap, looking before the drop: skipping and dense runs fail alike."""
     if rules.on_long_sample != "fail" or rules.samples_per_microbatch is not None or not mini_batches:
         return
     members = np.concatenate(mini_batches)
@@ -203,18 +209,21 @@ def _rounded_up(microbatches: int, rules: PlanRules) -> int:
 
 
 def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
-    """[D] int64: how many micro-batches each rank runs, fillers included."""
+    """Return [D] int64: the number of micro-batches that each rank runs, fillers included."""
     counts = np.array([len(rank) for rank in per_rank], dtype=np.int64).reshape(-1, rules.lockstep_ranks)
     return np.repeat([_rounded_up(most, rules) for most in counts.max(axis=1).tolist()], rules.lockstep_ranks)
 
 
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
-    """Lays the cut out, with fillers where a rank falls short of its block's count: the shortest sample that runs,
-    without a loss."""
-    true = [m for rank in per_rank for m in rank]
-    run = np.concatenate(true) if true else np.empty(0, dtype=np.int64)
+    """Lay the cut out as a StepPlan, with fillers where a rank falls short of its block's count.
+
+    A filler is the shortest sample that runs, without a loss.
+    """
+    with_loss = [m for rank in per_rank for m in rank]
+    run = np.concatenate(with_loss) if with_loss else np.empty(0, dtype=np.int64)
     shortest = run[[np.argmin(padded[run])]] if len(run) else run
     counts = _lockstep_counts(per_rank, rules).tolist()
+    # The fillers that bring each rank to its block's count.
     evened = [[*rank, *[shortest] * (count - len(rank))] for rank, count in zip(per_rank, counts, strict=True)]
     flat = [m for rank in evened for m in rank]
     filler = [i >= len(rank) for rank, even in zip(per_rank, evened, strict=True) for i in range(len(even))]
@@ -232,7 +241,7 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
 
 
 def cut(samples: np.ndarray, lengths: _Lengths, rules: PlanRules) -> Cut:
-    """Spreads samples over data-parallel ranks and cuts each rank's share in micro-batches."""
+    """Spread samples over data-parallel ranks and cut each rank's share into micro-batches."""
     if rules.samples_per_microbatch is not None:
         size = rules.samples_per_microbatch
         pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
@@ -243,43 +252,42 @@ def cut(samples: np.ndarray, lengths: _Lengths, rules: PlanRules) -> Cut:
 
 
 def _balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
-    """Greedy costliest-first (LPT) into ``bins`` of near-equal cost, each in index order."""
+    """Distribute samples greedily, costliest first (LPT), over ``bins`` of near-equal cost, each in index order."""
     if bins == 1:
         return [np.sort(samples)]
     by_cost = samples[np.lexsort((samples, -cost[samples]))]
     loads = [(0.0, b) for b in range(bins)]
     chosen = np.empty(len(by_cost), dtype=np.int64)
-    for i, each in enumerate(cost[by_cost].tolist()):
+    for i, sample_cost in enumerate(cost[by_cost].tolist()):
         load, b = loads[0]
         chosen[i] = b
-        heapq.heapreplace(loads, (load + each, b))
+        heapq.heapreplace(loads, (load + sample_cost, b))
     order = np.lexsort((by_cost, chosen))
     return np.split(by_cost[order], np.searchsorted(chosen[order], np.arange(1, bins)))
 
 
 def _pack_block(shares: list[np.ndarray], lengths: _Lengths, rules: PlanRules) -> Cut:
-    """Each rank's share in as many micro-batches as the block runs, where it has samples for them: a filler trains
-    nothing.
+    """Pack each rank's share into as many micro-batches as the block runs, so far as it has samples for them.
 
-    A share that does not fit the cap in that many takes more, and the others follow: the count grows up to one sample
-    each, no further.
+    A filler trains nothing, so ranks split their samples first. A share that does not fit the cap in that count takes
+    more, and the others follow: the count grows up to one sample each, no further.
     """
     count = _rounded_up(max(_wanted_microbatches(share, lengths.tokens, rules) for share in shares), rules)
     packed = [_pack(share, lengths, rules, count) for share in shares]
-    while (reached := _rounded_up(max(len(x) for x in packed), rules)) > count:
+    while (reached := _rounded_up(max(len(microbatches) for microbatches in packed), rules)) > count:
         count = reached
         packed = [
-            x if len(x) == min(count, len(s)) else _pack(s, lengths, rules, count)
-            for x, s in zip(packed, shares, strict=True)
+            microbatches if len(microbatches) == min(count, len(samples)) else _pack(samples, lengths, rules, count)
+            for microbatches, samples in zip(packed, shares, strict=True)
         ]
     return packed
 
 
 def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules) -> int:
-    """How many the cap asks for, or the pipeline; a multiple where there are samples for it, 0 for an empty share.
+    """Return the number of micro-batches that the cap or the pipeline asks for; 0 for an empty share.
 
-    Without the pipeline's wish fewer, larger micro-batches after a drop would give back to the bubble what the drop has
-    won.
+    It is a multiple of ``microbatch_multiple`` if the share has enough samples. Under the cap alone, the fewer, larger
+    micro-batches after a drop would give back to the bubble the time that the drop has saved.
     """
     if len(share) == 0:
         return 0
@@ -290,8 +298,10 @@ def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules
 
 
 def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) -> list[np.ndarray]:
-    """One rank's samples in ``count`` micro-batches under the token cap, in more where they do not fit, at most one per
-    sample."""
+    """Pack one rank's samples into ``count`` micro-batches under the token cap, or into more where they do not fit.
+
+    The number is at most one per sample.
+    """
     if len(share) == 0:
         return []
     count = min(count, len(share))
@@ -303,11 +313,11 @@ def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) ->
 
 
 def _in_order(bins: list[np.ndarray], cost: np.ndarray, rules: PlanRules) -> list[np.ndarray]:
-    """As their samples come; on a pipeline the costliest in the middle, where no stage fills, drains or waits for it in
-    vain.
+    """Order micro-batches by their first samples; on a pipeline put the costliest in the middle.
 
-    Against the order of the samples that saves a few percent of the makespan where micro-batches are nearly equal, 10
-    to 20 % where single long samples make them ragged (on planning/timeline.py's clock).
+    In the middle no stage fills, drains or waits for them in vain. Against the order of the samples that saves a few
+    percent of the makespan where micro-batches are nearly equal, 10 to 20 % where single long samples make them ragged
+    (on planning/timeline.py's clock).
     """
     bins = sorted(bins, key=lambda b: int(b[0]))
     if len(rules.cost.stages) == 1:

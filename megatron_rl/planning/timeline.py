@@ -1,8 +1,7 @@
-"""When each stage runs each micro-batch under Megatron-Core's 1F1B and interleaved schedules: an exact event
-simulation. Pure numpy.
+"""An exact event simulation of Megatron-Core's 1F1B and interleaved schedules: each stage's micro-batches in time.
 
-The order on each pipeline rank is read from Megatron-Core 0.16.1, ``pipeline_parallel/schedules.py``:
-get_pp_rank_microbatches (how many forwards warm up), get_schedule_table (the interleaved order) and the loops of
+Pure numpy. The order on each pipeline rank is read from Megatron-Core 0.16.1, ``pipeline_parallel/schedules.py``:
+get_pp_rank_microbatches (the number of warm-up forwards), get_schedule_table (the interleaved order) and the loops of
 forward_backward_pipelining_with_interleaving and _without_interleaving. An operation starts when its rank has ended the
 one before it and the tensor that it needs has arrived, ``transfer_s`` after the other stage ended. Sending costs the
 sender nothing; nothing else is modelled.
@@ -15,7 +14,7 @@ Invariants (tests/unit/planning/test_timeline.py):
 1. Each stage runs each micro-batch once forward and once backward, for the seconds given.
 2. No two operations overlap on a rank, and each rank runs them in Megatron-Core's order.
 3. A forward follows the forward of the stage before, a backward that of the stage after and its own forward.
-4. An operation starts at once when the last of what it waits for has ended: no rank idles without a reason.
+4. An operation starts as soon as the last operation that it waits for has ended: no rank idles without a reason.
 5. With equal times f and b of a stage, the makespan is (M·V + P − 1) · (f + b) (Narayanan et al., arXiv:2104.04473,
    §2.2).
 """
@@ -32,7 +31,9 @@ Operation = tuple[int, int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """Seconds since the first forward began, float64 [stages, M] each; ``pipeline``: ranks that the stages lie on.
+    """Holds the start and end of every operation, float64 [stages, M] each, in seconds since the first forward began.
+
+    pipeline: the number of ranks that the stages lie on.
 
     Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]], backward_start=[[1]],
     makespan=3``.
@@ -46,36 +47,38 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first forward's start to the last backward's end; 0.0 without micro-batches."""
+        """Return the seconds from the first forward's start to the last backward's end; 0.0 without micro-batches."""
         return float(self.backward_end.max(initial=0.0))
 
     @property
     def busy_s(self) -> np.ndarray:
-        """[P] seconds that each pipeline rank computes."""
+        """Return [P] the seconds that each pipeline rank computes."""
         spent = (self.forward_end - self.forward_start + self.backward_end - self.backward_start).sum(1)
         return spent.reshape(-1, self.pipeline).sum(0)
 
     @property
     def bubble_share(self) -> np.ndarray:
-        """[P] share of the makespan in which each pipeline rank idles; 0 without micro-batches."""
+        """Return [P] the share of the makespan in which each pipeline rank idles; 0 without micro-batches."""
         return 1.0 - self.busy_s / self.makespan if self.makespan else np.zeros(self.pipeline)
 
 
 def warmup_forwards(rank: int, pipeline: int, virtual: int, microbatches: int, group: int) -> int:
-    """Forwards (of one chunk each) that a rank runs before its first backward in turn."""
+    """Return the number of forwards (of one chunk each) that a rank runs before its first backward in turn."""
     count = pipeline - rank - 1 if virtual == 1 else (pipeline - rank - 1) * 2 + (virtual - 1) * group
     return min(count, microbatches * virtual)
 
 
 def schedule_table(microbatches: int, virtual: int, group: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of each forward of a rank: ``group`` micro-batches through a chunk, then through the next
-    chunk."""
+    """Return (micro-batch, chunk) of each forward of a rank, by groups: a group runs a chunk, then the next chunk.
+
+    group: the number of micro-batches that go through a chunk before the next chunk runs.
+    """
     groups = [range(first, min(first + group, microbatches)) for first in range(0, microbatches, group)]
     return [(microbatch, chunk) for members in groups for chunk in range(virtual) for microbatch in members]
 
 
 def rank_order(rank: int, pipeline: int, virtual: int, microbatches: int, group: int | None = None) -> list[Operation]:
-    """What a pipeline rank runs, in order: warm-up forwards, one forward and one backward in turn, cool-down backwards.
+    """Return a pipeline rank's operations: warm-up forwards, one forward and one backward in turn, cool-down backwards.
 
     group: ``microbatch_group_size_per_vp_stage``, by default ``pipeline``. Backwards go through the chunks in reverse.
     """
@@ -109,10 +112,11 @@ def _check_group(pipeline: int, virtual: int, microbatches: int, group: int) -> 
 def simulate(
     forward_s: np.ndarray, backward_s: np.ndarray, *, pipeline: int, group: int | None = None, transfer_s: float = 0.0
 ) -> Timeline:
-    """Runs the schedule of one data-parallel rank on a clock of its own.
+    """Run the schedule of one data-parallel rank on a simulated clock.
 
     forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the order of the layers:
-    predicted, or measured where processes had no core of their own. transfer_s: between two stages.
+        predicted, or measured where processes had no core of their own.
+    transfer_s: seconds between two stages.
 
     Example: two stages, two micro-batches, forward 1 and backward 2 everywhere: (2 + 2 − 1) · 3 = 9.
     """
@@ -121,11 +125,13 @@ def simulate(
             f"forward seconds {forward_s.shape} and backward seconds {backward_s.shape} must both be [stages, "
             f"micro-batches], with a multiple of pipeline={pipeline} stages"
         )
+    # The order of each rank's operations, and their times by [backward][stage][micro-batch]; −1: has not ended.
     stages, microbatches = forward_s.shape
     orders = [rank_order(rank, pipeline, stages // pipeline, microbatches, group) for rank in range(pipeline)]
     seconds = (forward_s.tolist(), backward_s.tolist())
     ends = ([[-1.0] * microbatches for _ in range(stages)], [[-1.0] * microbatches for _ in range(stages)])
     starts = ([[0.0] * microbatches for _ in range(stages)], [[0.0] * microbatches for _ in range(stages)])
+    # Each rank runs on until it waits for another; rounds over the ranks until all are done.
     free, reached = [0.0] * pipeline, [0] * pipeline
     waiting = True
     while waiting:
@@ -155,7 +161,7 @@ def simulate(
 
 
 def _arrival(stage: int, microbatch: int, backward: bool, ends: tuple, stages: int, transfer_s: float) -> float:
-    """When the tensor that an operation needs is there; below 0 where that is not known yet."""
+    """Return the time at which an operation's tensor arrives; below 0 where that is not known yet."""
     if not backward:
         if stage == 0:
             return 0.0

@@ -116,8 +116,8 @@ GAE = (
     Mutant(
         name="kl-penalty-added",
         file="megatron_rl/algorithm/gae.py",
-        line="rewards[places] = -np.asarray(token_penalties, dtype=np.float64)[places]",
-        becomes="rewards[places] = np.asarray(token_penalties, dtype=np.float64)[places]",
+        line="rewards[positions] = -np.asarray(token_penalties, dtype=np.float64)[positions]",
+        becomes="rewards[positions] = np.asarray(token_penalties, dtype=np.float64)[positions]",
         fault="the KL penalty of a token is a reward",
         tests=("tests/unit/algorithm/test_gae.py::test_token_rewards_equal_a_loop",),
     ),

@@ -86,8 +86,8 @@ COST = (
     Mutant(
         name="bubble-without-chunks",
         file="megatron_rl/planning/cost.py",
-        line="return float(totals[slowest] + (most.sum() - most[slowest]) / self.virtual)",
-        becomes="return float(totals[slowest] + (most.sum() - most[slowest]))",
+        line="return float(totals[slowest] + (longest.sum() - longest[slowest]) / self.virtual)",
+        becomes="return float(totals[slowest] + (longest.sum() - longest[slowest]))",
         fault="the bubble is not divided by the interleaved chunks",
         tests=("tests/unit/planning/test_cost.py::test_rank_seconds_equals_the_clock_for_equal_microbatches",),
     ),
