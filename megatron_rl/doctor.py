@@ -1,8 +1,8 @@
-"""What is wrong with this installation, and how to mend it: ``python -m megatron_rl.doctor [--json PATH]``.
+"""The doctor finds faults of this installation and their mends: ``python -m megatron_rl.doctor [--json PATH]``.
 
-It must run where everything else is broken: the standard library only at import time, and plain text where rich is
-missing. The values are NamedTuples and not the slotted dataclasses of the rest of the house, which an interpreter too
-old for megatron_rl could not even define. What may crash or hang at import is imported in a subprocess; checks read
+It must run where everything else is broken: it imports the standard library alone, and prints plain text where rich is
+missing. Its values are NamedTuples and not the slotted dataclasses of the rest of the package, which an interpreter too
+old for megatron_rl could not even define. A package that may crash or hang is imported in a subprocess; checks read its
 facts only.
 
 Exit code: 1 if any finding is an ERROR, else 0.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from megatron_rl.distributed.installation import Host, Probe, inspect_host
 from megatron_rl.distributed.versions import MEGATRON_BELOW, MEGATRON_LEAST, older
 
-# The least version of each package that setup.py asks for; tests/unit/test_doctor.py holds the two together.
+# The least version of each package that setup.py asks for; tests/unit/test_doctor.py compares the two.
 REQUIRED = {
     "torch": "2.6",
     "megatron-core": MEGATRON_LEAST,
@@ -47,8 +47,10 @@ class Level(enum.Enum):
 
 
 class Finding(NamedTuple):
-    """``thing`` is the package or device, ``found`` what is there, ``mend`` the command or step that puts it right, or
-    ""."""
+    """Describes the state of one package or device.
+
+    thing: the package or device. found: its version or fault. mend: the command or step that puts it right, or "".
+    """
 
     level: Level
     thing: str
@@ -57,17 +59,17 @@ class Finding(NamedTuple):
 
 
 def check_python(host: Host) -> list[Finding]:
-    found = ".".join(str(part) for part in host.python)
+    version = ".".join(str(part) for part in host.python)
     if host.python < (3, 11, 0):
         return [
             Finding(
                 Level.ERROR,
                 "python",
-                f"{found}, older than 3.11",
+                f"{version}, older than 3.11",
                 "make the environment with a newer one: rm -rf .venv && make install PYTHON=python3.11",
             )
         ]
-    return [Finding(Level.OK, "python", found)]
+    return [Finding(Level.OK, "python", version)]
 
 
 def check_required(host: Host) -> list[Finding]:
@@ -89,7 +91,7 @@ def check_required(host: Host) -> list[Finding]:
 
 
 def check_imports(host: Host) -> list[Finding]:
-    """torch and megatron.core are installed: do they import?"""
+    """Find an installed torch or megatron.core that does not import."""
     findings = []
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         error = host.probes[module].error if module in host.probes else "only its metadata is there, not the package"
@@ -126,8 +128,7 @@ def check_transformer_engine(host: Host) -> list[Finding]:
             )
         ]
     core = host.probes.get("megatron.core")
-    # Megatron-Core catches ImportError alone; what else a half-installed one raises comes out of `import
-    # megatron.core`.
+    # Megatron-Core catches ImportError alone: any other of a half-installed one breaks `import megatron.core`.
     harmless = (
         probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
     )
@@ -139,8 +140,8 @@ def check_transformer_engine(host: Host) -> list[Finding]:
         mend = "pip uninstall -y " + " ".join(distributions)
     if host.gpus:
         mend += '; then, for the GPU: pip install --no-build-isolation "transformer-engine[pytorch]>=2.3"'
-    found = f"half-installed ({named or 'no distribution, a leftover folder'}): {probe.error}"
-    return [Finding(Level.WARNING if harmless else Level.ERROR, "transformer-engine", found, mend)]
+    state = f"half-installed ({named or 'no distribution, a leftover folder'}): {probe.error}"
+    return [Finding(Level.WARNING if harmless else Level.ERROR, "transformer-engine", state, mend)]
 
 
 def check_apex(host: Host) -> list[Finding]:
@@ -160,8 +161,10 @@ def check_apex(host: Host) -> list[Finding]:
 
 
 def check_media(host: Host) -> list[Finding]:
-    """torchvision and its kin are imported by transformers where they are found, and break it if built for another
-    torch."""
+    """Find a broken torchvision, torchaudio or torchcodec.
+
+    transformers imports them where it finds them, and breaks if they were built for another torch.
+    """
     torch_is_cpu = (
         "torch" in host.probes and host.probes["torch"].error is None and not host.probes["torch"].facts.get("cuda")
     )
@@ -257,8 +260,10 @@ def as_text(finding: Finding) -> str:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """In a terminal a table, then the mends, each whole on a line of its own to be copied; else, or without rich, plain
-    lines."""
+    """Print a table in a terminal that has rich, else plain lines.
+
+    After the table each mend stands whole on a line of its own, to be copied.
+    """
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print("\n".join(as_text(finding) for finding in findings))
         return
@@ -277,7 +282,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 
 def explain_import_error(error: BaseException) -> str:
-    """One message for a failed import: what failed, the doctor's errors with their mends, where to see the rest."""
+    """Return a message for a failed import: its error, the doctor's errors with mends, the command for the rest."""
     errors = [finding for finding in examine(inspect_host()) if finding.level is Level.ERROR]
     lines = [f"an import failed with {type(error).__name__}: {error}"]
     lines += ["what is wrong with this installation:"] if errors else ["the doctor knows no error of this installation"]

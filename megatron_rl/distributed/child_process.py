@@ -1,4 +1,4 @@
-"""A process of a rank's own: it ends with its rank, and is no part of the trainer's world."""
+"""Child processes of a rank: each ends with its rank and takes no part in the trainer's world."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pathlib
 import signal
 from collections.abc import Mapping
 
-# What torchrun and SLURM tell a rank would make its child join the trainer's world.
+# A child that inherited these variables of torchrun or SLURM would join the trainer's world.
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -31,25 +31,26 @@ _ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """``given`` without the trainer's world, and with this package on PYTHONPATH."""
-    kept = {
+    """Return ``given`` without the variables of the trainer's world, and with this package on PYTHONPATH."""
+    variables = {
         name: value
         for name, value in given.items()
         if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
-    kept["PYTHONPATH"] = os.pathsep.join(
+    variables["PYTHONPATH"] = os.pathsep.join(
         [str(pathlib.Path(__file__).parents[2]), *filter(None, [given.get("PYTHONPATH")])]
     )
-    return kept
+    return variables
 
 
 def end_with_parent(parent: int) -> None:
-    """A rank that is killed takes this process along; one that is asked to leave finishes its step first, and needs it
-    until then.
+    """End this process when its rank is killed, but not when the rank is asked to leave.
 
-    Linux sends the signal when the *thread* that started this process ends: start it from one that lives as long as the
-    rank. The signals are handled by nothing rather than ignored, and not at all after a fork: what is ignored, a
-    process started from here would ignore too, and could not be terminated.
+    parent: process id of the rank, which finishes its step after a request to leave and needs this process until then.
+
+    Linux sends SIGKILL when the *thread* that started this process ends: start it from a thread that lives as long as
+    the rank. The requests to leave get an empty handler here and the default one after a fork: a process started from
+    here would inherit ignored signals and could not be terminated.
     """
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)

@@ -1,5 +1,4 @@
-"""Collectives over the whole world: JSON values of every rank, rank 0's array on all, an error raised by all ranks
-together."""
+"""Collectives over the whole world: gather JSON values, broadcast rank 0's array, raise an error on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megatron_rl.errors import PeerError
 
 
 def gather_json(value: object) -> list:
-    """A JSON value from every rank, on every rank, in rank order."""
+    """Return every rank's JSON value, on every rank, in rank order."""
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(HOST.device)
     world = dist.get_world_size()
     sizes = torch.zeros(world, dtype=torch.int64, device=HOST.device)
@@ -29,19 +28,23 @@ def gather_json(value: object) -> list:
 
 
 def broadcast_from_rank0(values: np.ndarray) -> np.ndarray:
-    """Rank 0's float64 array, bitwise, on every rank: exp and log may round differently on another CPU, and plans hang
-    on them."""
+    """Return rank 0's float64 array on every rank, bit for bit.
+
+    Plans depend on the values, and exp and log may round differently on another CPU.
+    """
     shared = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).to(HOST.device)
     dist.broadcast(shared, src=0)
     return shared.cpu().numpy()
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raises on every rank what one of them met, before the others wait for it in a collective. ``error``: None where
-    all is well."""
-    said = gather_json(None if error is None else f"{type(error).__name__}: {error}")
+    """Raise one rank's error on every rank, before the others wait for it in a collective.
+
+    error: this rank's, None where all is well. Ranks without an error of their own raise PeerError.
+    """
+    messages = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, message in enumerate(said):
+    for rank, message in enumerate(messages):
         if message is not None:
             raise PeerError(f"rank {rank} stopped with {message}")

@@ -1,5 +1,4 @@
-"""What is installed on this host, and whether it imports: each import runs in a Python of its own. Standard library
-alone."""
+"""The packages and devices of this host, found with the standard library; each import runs in a Python of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import NamedTuple
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 
 
-# What is imported, by module; apex is asked for the optimizer that only NVIDIA's has.
+# The import to try, by module; FusedAdam is in NVIDIA's apex alone, not in the package of that name on PyPI.
 PROBES = {
     "torch": "import torch; facts = {'cuda': torch.version.cuda, 'gpus': [torch.cuda.get_device_name(i) "
     "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}",
@@ -42,19 +41,22 @@ print("\\nPROBE " + json.dumps([error, names["facts"]]), flush=True)
 
 
 class Probe(NamedTuple):
-    """How an import ended. ``error`` is None, or "Type: message" (also for a signal or a time-out); ``facts`` what it
-    told."""
+    """Describes how an import ended.
+
+    error: None, or "Type: message" (also for a signal or a time-out).
+    facts: values that the probe reported, such as torch's CUDA version.
+    """
 
     error: str | None
     facts: Mapping[str, object] = {}
 
 
 class Host(NamedTuple):
-    """All that the checks know.
+    """Holds all the facts that the checks read.
 
     versions: distribution name (lower case, dashes) → version, the first on sys.path.
-    probes:   module of PROBES → how its import ended; a module that is not there has no entry.
-    driver:   the NVIDIA kernel driver is loaded.
+    probes:   module of PROBES → the result of its import; a module that cannot be found has no entry.
+    driver:   True where the NVIDIA kernel driver is loaded.
     """
 
     python: tuple[int, int, int]
@@ -71,48 +73,53 @@ def installed_versions() -> dict[str, str]:
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata
-        if (
-            metadata is not None and metadata["Name"] and metadata["Version"]
-        ):  # a leftover dist-info directory has none of them
+        # a leftover dist-info directory has no metadata
+        if metadata is not None and metadata["Name"] and metadata["Version"]:
             versions.setdefault(re.sub(r"[-_.]+", "-", metadata["Name"]).lower(), metadata["Version"])
     return versions
 
 
 def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
-    """Run ``statement``, which may fill the dict ``facts``, in a Python of its own, so that a crash or a hang is a
-    finding."""
+    """Run ``statement`` in a Python of its own, so that a crash or a hang becomes a finding.
+
+    statement: Python code, which may fill the dict ``facts``.
+    """
     command = [sys.executable, "-c", PROBE_SCRIPT, statement]
     try:
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return Probe(f"TimeoutExpired: not imported after {timeout_s:g} s")
-    told = [
+    reports = [
         line[len("PROBE ") :]
-        for line in ended.stdout.decode(errors="replace").splitlines()
+        for line in process.stdout.decode(errors="replace").splitlines()
         if line.startswith("PROBE ")
     ]
-    if told:
-        error, facts = json.loads(told[-1])
+    if reports:
+        error, facts = json.loads(reports[-1])
         return Probe(error, facts)
-    how = f"killed by signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
-    return Probe(f"{how} while importing")
+    fate = f"killed by signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+    return Probe(f"{fate} while importing")
 
 
 def present(module: str) -> bool:
-    """Whether the top-level package can be found, a leftover directory without __init__.py included; imports
-    nothing."""
+    """Return whether the top-level package can be found, without importing it.
+
+    A leftover directory without __init__.py counts as found.
+    """
     return importlib.util.find_spec(module.split(".")[0]) is not None
 
 
 def inspect_host() -> Host:
-    """This interpreter's packages and devices. Takes 5 to 15 s, nearly all of it the imports of torch and
-    megatron.core."""
+    """Return this interpreter's packages and devices.
+
+    Takes 5 to 15 s, nearly all of it for the imports of torch and megatron.core.
+    """
     modules = [module for module in PROBES if present(module)]
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as threads:
-        running = {module: threads.submit(probe_import, PROBES[module]) for module in modules}
+        futures = {module: threads.submit(probe_import, PROBES[module]) for module in modules}
     return Host(
         python=tuple(sys.version_info[:3]),
         versions=installed_versions(),
-        probes={module: probe.result() for module, probe in running.items()},
+        probes={module: future.result() for module, future in futures.items()},
         driver=os.path.exists("/proc/driver/nvidia/version"),
     )

@@ -1,10 +1,9 @@
-"""The host, as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo presented to it as CUDA. The one place that
-knows.
+"""The host as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo that is presented to it as CUDA.
 
-Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name, opens streams, and asserts on the
-CUDA names that ``Tensor.type()`` answers with (``optimizer/clip_grads.py:167``,
+Only this module knows which. Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name, opens
+streams, and asserts on the CUDA names that ``Tensor.type()`` returns (``optimizer/clip_grads.py:167``,
 ``optimizer/distrib_optimizer.py:361``). On a host with no GPU the factories it calls are replaced at their names, since
-a TorchFunctionMode is not active inside backward. Importing this module does that, once, before anything of
+a TorchFunctionMode is not active inside backward. Importing this module does that, once, before any module of
 Megatron-Core is imported; on a CUDA host it changes nothing.
 """
 
@@ -32,12 +31,12 @@ BF16_PEAK_FLOPS = {
 }
 
 
-_largest_taken = [0]  # of the peaks that were reset
+_largest_taken = [0]  # bytes, the largest of the peaks that were reset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What this process runs on. ``backend`` is torch.distributed's name of the collectives."""
+    """Describes this process's device ("cuda" or "cpu") and torch.distributed's backend ("nccl" or "gloo")."""
 
     device_type: str
     backend: str
@@ -48,25 +47,25 @@ class Host:
 
     @property
     def device(self) -> torch.device:
-        """This process's device: the CPU, or the GPU of its LOCAL_RANK."""
+        """Return this process's device: the CPU, or the GPU of its LOCAL_RANK."""
         if not self.is_cuda:
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
     def synchronize(self) -> None:
-        """Waits for the device, before a wall-clock reading."""
+        """Wait for the device, before a wall-clock reading."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def peak_flops(self) -> float | None:
-        """Dense bf16 FLOP/s of this GPU by its data sheet; None where it is not known (a CPU, another GPU)."""
+        """Return this GPU's dense bf16 FLOP/s by its data sheet; None where unknown (a CPU, another GPU)."""
         if not self.is_cuda:
             return None
         name = torch.cuda.get_device_name()
         return next((flops for part, flops in BF16_PEAK_FLOPS.items() if part in name), None)
 
     def peak_memory_bytes(self) -> int:
-        """Largest device memory held so far; on a CPU host, the process's largest resident set."""
+        """Return the largest device memory held so far; on a CPU host, the process's largest resident set."""
         if self.is_cuda:
             return max(_largest_taken[0], torch.cuda.max_memory_allocated())
         import resource
@@ -74,8 +73,10 @@ class Host:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def take_peak_memory_bytes(self) -> int:
-        """Largest device memory held since the last call; on a CPU host the resident set now, whose peak cannot be
-        started anew."""
+        """Return the largest device memory held since the last call.
+
+        On a CPU host, whose peak cannot be reset, return the present resident set.
+        """
         if not self.is_cuda:
             return psutil.Process().memory_info().rss
         peak = torch.cuda.max_memory_allocated()
@@ -85,14 +86,14 @@ class Host:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device. To a GPU through pinned memory, so that the host does not wait for the copy."""
+    """Return a host tensor on ``device``: to a GPU through pinned memory, so that the host does not wait."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event: all work on the CPU is already in order."""
+    """Stands for a CUDA stream or event on a CPU, where all work is already in order."""
 
     def __init__(self, *args, **kwargs): ...
 
@@ -144,7 +145,7 @@ def _on_cpu(factory):
 
 
 def _with_listed_splits(all_to_all_single):
-    """Megatron-Core's token dispatcher hands split sizes as tensors, which NCCL's binding reads and gloo's refuses."""
+    """Let gloo's all-to-all take split sizes as tensors, as Megatron-Core's token dispatcher hands them to NCCL."""
 
     @functools.wraps(all_to_all_single)
     def exchange(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
@@ -155,8 +156,10 @@ def _with_listed_splits(all_to_all_single):
 
 
 def _all_gather_uneven(all_gather):
-    """Experts split over tensor ranks gather as many tokens from each as it has; gloo wants equal sizes, and NCCL does
-    not mind."""
+    """Let gloo's all-gather take parts of unequal sizes, as NCCL's does.
+
+    Experts that are split over tensor ranks gather as many tokens from each rank as it has.
+    """
 
     @functools.wraps(all_gather)
     def gather(tensor_list, tensor, group=None, async_op=False):
@@ -170,7 +173,7 @@ def _all_gather_uneven(all_gather):
 
 
 def _reduce_scatter_uneven(reduce_scatter):
-    """The way back of ``_all_gather_uneven``: rank r gets the sum of all ranks' part r, added in rank order."""
+    """Reverse ``_all_gather_uneven``: rank r gets the sum of all ranks' part r, added in rank order."""
 
     @functools.wraps(reduce_scatter)
     def scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
@@ -188,8 +191,10 @@ def _reduce_scatter_uneven(reduce_scatter):
 
 
 def _exchange_parts(received, sent, group) -> None:
-    """Part i of ``sent`` goes to rank i; ``received`` is filled by rank. Parts differ in their first dimension
-    alone."""
+    """Send part i of ``sent`` to rank i and fill ``received`` in rank order.
+
+    Parts differ in their first dimension alone.
+    """
     incoming = torch.cat([torch.empty_like(x) for x in received])
     torch.distributed.all_to_all_single(
         incoming, torch.cat(list(sent)).contiguous(), [len(x) for x in received], [len(x) for x in sent], group=group
@@ -199,22 +204,21 @@ def _exchange_parts(received, sent, group) -> None:
 
 
 def _sharing_devices(process_group_gloo):
-    """Gloo's groups of one process over one set of network devices; torch (2.13, ``csrc/distributed/c10d/init.cpp``)
-    gives each its own.
+    """Return a gloo class whose groups share one set of network devices per process.
 
-    A device is a thread that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything
-    remembers its group. Megatron-Core makes about fifty groups a process, on a CPU often with as many processes as
-    cores.
+    torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each group its own. A device is a thread that wakes a hundred
+    times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything refers to its group. Megatron-Core makes
+    about fifty groups per process, on a CPU often with as many processes as cores.
     """
-    made: dict[int, list] = {}  # by process: a thread does not live on in a fork
+    devices_of: dict[int, list] = {}  # by process id: a thread does not live on in a fork
 
     def devices() -> list:
-        if os.getpid() not in made:
+        if os.getpid() not in devices_of:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-            made[os.getpid()] = [process_group_gloo.create_device(interface=name) for name in interfaces] or [
+            devices_of[os.getpid()] = [process_group_gloo.create_device(interface=name) for name in interfaces] or [
                 process_group_gloo.create_default_device()
             ]
-        return made[os.getpid()]
+        return devices_of[os.getpid()]
 
     class SharedDeviceGloo(process_group_gloo):
         def __init__(self, store, rank, size, timeout):
@@ -228,9 +232,9 @@ def _sharing_devices(process_group_gloo):
 
 @contextlib.contextmanager
 def _one_by_one(group=None, device=None, async_ops=False):
-    """Stands for ``torch.distributed._coalescing_manager``, and issues what was collected one collective at a time.
+    """Replace ``torch.distributed._coalescing_manager``: issue the collected collectives one at a time.
 
-    gloo's coalesced all-gather corrupts the heap: torch 2.13, two ranks, a bare loop of nothing else dies within 5000
+    gloo's coalesced all-gather corrupts the heap: with torch 2.13 and two ranks, a bare loop of it dies within 5000
     rounds in ``AsyncAllgatherCoalescedWork``; the plain one does not.
     """
     c10d = torch.distributed.distributed_c10d
@@ -241,19 +245,18 @@ def _one_by_one(group=None, device=None, async_ops=False):
         yield manager
     finally:
         del state[group]
-    for each in collected:
-        arguments = [each.tensor] if each.dst_tensor is None else [each.dst_tensor, each.tensor]
-        reduction = {} if each.redop is None else {"op": each.redop}
-        work = each.op(*arguments, **reduction, group=group, async_op=async_ops)
+    for call in collected:
+        arguments = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
+        reduction = {} if call.redop is None else {"op": call.redop}
+        work = call.op(*arguments, **reduction, group=group, async_op=async_ops)
         if async_ops:
             manager.append(work)
 
 
 def _present_cpu_as_cuda() -> None:
     # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13
-    # ``utils/_device.py``): built after
-    # the replacement it would know none, and transformers' from_pretrained would leave rotary frequencies
-    # uninitialised.
+    # ``utils/_device.py``): built after the replacement it would know none, and transformers' from_pretrained would
+    # leave rotary frequencies uninitialised.
     torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -261,8 +264,8 @@ def _present_cpu_as_cuda() -> None:
     tensor_type = torch.Tensor.type
 
     def type_with_cuda_names(self, *args, **kwargs):
-        answer = tensor_type(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+        type_name = tensor_type(self, *args, **kwargs)
+        return type_name.replace("torch.", "torch.cuda.") if isinstance(type_name, str) else type_name
 
     torch.Tensor.type = type_with_cuda_names
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
@@ -279,9 +282,8 @@ def _present_cpu_as_cuda() -> None:
     torch.distributed._coalescing_manager = _one_by_one
     c10d = torch.distributed.distributed_c10d
     c10d.ProcessGroupGloo = _sharing_devices(c10d.ProcessGroupGloo)
-    # With Transformer Engine in sight and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error.
-    # None here makes
-    # its import fail and find_spec answer that there is none.
+    # With Transformer Engine installed and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error.
+    # This None makes its import fail, and find_spec report that it is absent.
     sys.modules["transformer_engine"] = None
 
 
@@ -297,20 +299,17 @@ def _detect() -> Host:
     return Host(device_type="cpu", backend="gloo")
 
 
-check_megatron_core()  # before anything of it is imported: an unknown release may fail to, in its own words
+check_megatron_core()  # before its import, which may fail in an unknown release with an error of its own
 HOST = _detect()
 
 
 def transformer_engine_importable() -> bool:
-    """True where Transformer Engine's torch modules can be built: it is installed whole and there is a GPU."""
+    """Return whether Transformer Engine's torch modules can be built: it is installed whole, beside a GPU."""
     if not HOST.is_cuda:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except (
-        ImportError,
-        FileNotFoundError,
-        AttributeError,
-    ):  # half-installed ones raise the latter two; the doctor names them
+    # a half-installed one raises either of the latter two; the doctor names it
+    except (ImportError, FileNotFoundError, AttributeError):
         return False
     return True

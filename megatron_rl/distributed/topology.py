@@ -1,4 +1,4 @@
-"""Ranks and groups, frozen. The one importer of Megatron-Core's parallel_state."""
+"""Ranks and process groups, frozen. No other module imports Megatron-Core's parallel_state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random  # is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """This process's place among all. Sizes are degrees; ranks count from 0 within their group.
+    """Holds this process's ranks and groups. Sizes are degrees of parallelism; ranks count from 0 in their group.
 
-    data_group: the replicas of this shard, context ranks not among them (``data_size`` counts replicas, not processes).
-    expert_group: the ranks that hold one layer's experts between them, the expert's tensor ranks first.
+    data_group: the replicas of this shard, without context ranks (``data_size`` counts replicas, not processes).
+    expert_group: the ranks that together hold one layer's experts, the expert's tensor ranks first.
 
     Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3 their stage 1.
     """
@@ -61,44 +61,47 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """The rank that writes files and draws the progress bar."""
+        """Return whether this rank writes files and draws the progress bar."""
         return self.rank == 0
 
     @property
     def reports_loss(self) -> bool:
-        """The ranks of a replica whose losses add up to its loss: last stage, first tensor rank, each context rank its
-        tokens."""
+        """Return whether this rank's losses count: it is in the last stage and the first tensor rank.
+
+        Each context rank reports those of its own tokens; over a replica they add up to its loss.
+        """
         return self.is_last_stage and self.tensor_rank == 0
 
     @property
     def degrees(self) -> str:
-        """For logs and tables: TP, PP and DP always, the others where they are above 1."""
+        """Return the degrees for logs and tables: TP, PP and DP always, the others where they are above 1."""
         named = [f"TP {self.tensor_size}", f"PP {self.pipeline_size}", f"DP {self.data_size}"]
         rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
         return ", ".join(named + [f"{name} {size}" for name, size in rarer if size > 1])
 
     @property
     def lockstep_replicas(self) -> int:
-        """How many neighbouring data-parallel replicas share experts, and with them every all-to-all of a forward
-        pass."""
+        """Return the number of neighbouring data-parallel replicas that share experts and every all-to-all."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     def data_rank_of(self, rank: int) -> int:
-        """Data-parallel rank of a global rank under Megatron's default order (tensor, context, expert, data,
-        pipeline)."""
+        """Return a global rank's data-parallel rank in Megatron's default order.
+
+        The order is tensor, context, expert, data, pipeline.
+        """
         return (rank // (self.tensor_size * self.context_size)) % self.data_size
 
     def pipeline_rank_of(self, rank: int) -> int:
         return rank // (self.tensor_size * self.context_size * self.data_size)
 
     def who(self, rank: int) -> str:
-        """A global rank and its place, for messages: "rank 3 (data-parallel 1, pipeline stage 0, tensor rank 1)"."""
-        place = [f"data-parallel {self.data_rank_of(rank)}", f"pipeline stage {self.pipeline_rank_of(rank)}"]
+        """Return a rank's name for messages: "rank 3 (data-parallel 1, pipeline stage 0, tensor rank 1)"."""
+        coordinates = [f"data-parallel {self.data_rank_of(rank)}", f"pipeline stage {self.pipeline_rank_of(rank)}"]
         if self.tensor_size > 1:
-            place.append(f"tensor rank {rank % self.tensor_size}")
+            coordinates.append(f"tensor rank {rank % self.tensor_size}")
         if self.context_size > 1:
-            place.append(f"context rank {rank // self.tensor_size % self.context_size}")
-        return f"rank {rank} ({', '.join(place)})"
+            coordinates.append(f"context rank {rank // self.tensor_size % self.context_size}")
+        return f"rank {rank} ({', '.join(coordinates)})"
 
 
 def initialize(
@@ -113,11 +116,14 @@ def initialize(
     seed: int = 0,
     init_method: str | None = None,
 ) -> Topology:
-    """Joins the world (where that has not happened) and builds Megatron's groups. Every group has ``deadline_s`` as
-    time-out.
+    """Join the world (where that has not happened) and build Megatron's groups.
 
-    expert_tensor: None for ``tensor``. Raises ConfigError where the degrees do not divide the world or one another.
+    expert_tensor: degree of the experts' tensor parallelism, None for that of ``tensor``.
+    deadline_s: seconds, the time-out of every group.
+
+    Raises ConfigError where the degrees do not divide the world or one another.
     """
+    # The world: without a launcher this process is alone in it.
     if not dist.is_initialized():
         if "RANK" not in os.environ and init_method is None:
             os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
@@ -147,7 +153,7 @@ def initialize(
         expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=deadline_s / 60,
     )
-    # On a CPU there are no CUDA generators: a tracker whose forks do nothing. Dropout is refused elsewhere.
+    # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused elsewhere.
     if HOST.is_cuda:
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
     else:
@@ -160,33 +166,35 @@ def initialize(
 
 
 def _record() -> dict[str, object]:
-    """All that parallel_state remembers of the grid of ranks (0.16.1 and 0.19.2: module globals that begin with an
-    underscore)."""
+    """Return all that parallel_state remembers of the grid of ranks.
+
+    In 0.16.1 and 0.19.2 it is kept in module globals that begin with an underscore.
+    """
     code = (types.FunctionType, types.ModuleType, type)
     return {
-        k: v
-        for k, v in vars(parallel_state).items()
-        if k.startswith("_") and not k.startswith("__") and not isinstance(v, code)
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and not name.startswith("__") and not isinstance(value, code)
     }
 
 
 def _no_grid() -> dict[str, object]:
-    """What parallel_state remembers before anything is initialized: None throughout, and empty dictionaries (0.16.1 and
-    0.19.2)."""
+    """Return parallel_state's record before a grid exists: None and empty dictionaries (0.16.1 and 0.19.2)."""
     return {name: {} if isinstance(value, dict) else None for name, value in _record().items()}
 
 
 class Grid:
-    """A grid of the same ranks with other degrees, beside the one that parallel_state holds. Within ``active`` it is
-    parallel_state's."""
+    """Keeps a grid of the same ranks with other degrees, beside the one that parallel_state holds."""
 
     def __init__(self) -> None:
         self._own = _no_grid()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Not a collective. ``initialize`` within it builds the grid; everything of Megatron-Core that runs within it
-        is of that grid."""
+        """Give parallel_state this grid within the body. Not a collective.
+
+        ``initialize`` in the body builds the grid; all of Megatron-Core that runs in the body uses it.
+        """
         outer = _record()
         vars(parallel_state).update(self._own)
         try:
@@ -197,7 +205,7 @@ class Grid:
 
 
 def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int) -> None:
-    """ConfigError where the dense grid or the experts' grid does not fill the world, or the two do not nest."""
+    """Raise ConfigError where the dense or the experts' grid does not fill the world, or the two do not nest."""
     dense, sparse = tensor * context, expert * expert_tensor
     if world % (dense * pipeline):
         names = f"parallel.tensor={tensor} x parallel.context={context} x parallel.pipeline={pipeline}"
@@ -220,7 +228,7 @@ def check_degrees(world: int, tensor: int, context: int, pipeline: int, expert: 
 
 
 def current() -> Topology:
-    """The topology that Megatron's parallel_state holds now."""
+    """Return the topology that Megatron's parallel_state holds now."""
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -247,8 +255,10 @@ def current() -> Topology:
 
 
 def destroy(*, leave_world: bool = False) -> None:
-    """Takes Megatron's groups down, freeing each: ``destroy_model_parallel`` alone leaks 84 descriptors and 51 threads
-    a time."""
+    """Destroy Megatron's groups, each by itself, and with ``leave_world`` the world's too.
+
+    ``destroy_model_parallel`` alone leaks 84 descriptors and 51 threads per call.
+    """
     world = dist.distributed_c10d._get_default_group()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not world:

@@ -1,4 +1,4 @@
-"""Which Megatron-Core releases the seam was read and run on, and a clear error on any other. Standard library only."""
+"""The Megatron-Core releases that the seam was read and run on. This module imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MEGATRON_LEAST, MEGATRON_BELOW = "0.16.1", "0.20"
 
 
 def release(version: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" → (2, 13, 0). The `packaging` library may be what is missing."""
+    """Return a version's numbers ("2.13.0+cpu" → (2, 13, 0)) without `packaging`, which may be missing here."""
     matched = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in matched.group().split(".")) if matched else ()
 
@@ -21,15 +21,17 @@ def older(version: str, bound: str) -> bool:
 
 
 def check_megatron_core() -> None:
-    """ImportError where the installed megatron-core is outside the supported range; one that is missing says so when
-    imported."""
+    """Raise ImportError where the installed megatron-core is outside the supported range.
+
+    A missing one passes: its own import raises.
+    """
     try:
-        found = importlib.metadata.version("megatron-core")
+        installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return
-    if older(found, MEGATRON_LEAST) or not older(found, MEGATRON_BELOW):
+    if older(installed, MEGATRON_LEAST) or not older(installed, MEGATRON_BELOW):
         raise ImportError(
-            f"megatron-core {found} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, "
+            f"megatron-core {installed} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, "
             f"{MEGATRON_BELOW}: outside it the schedule may divide or reduce what the loss does not expect; pip "
             f"install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
         )

@@ -1,20 +1,20 @@
-"""Who stopped, and where: every rank says what stage it is in, and a failure anywhere ends the run everywhere with a
-named cause.
+"""The watchdog: every rank reports its stage, and a failure on any rank ends the run on all with a named cause.
 
 Rank 0 keeps the watch: a thread with one connection to every rank's watch thread. It is not torch's TCPStore, since a
-closed connection tells of a killed process at once and without a heartbeat that a busy interpreter would miss (a host
-that is gone is told by TCP keepalive, about 25 s), and since a broken store prints C++ stacks before the named error.
+closed connection tells of a killed process at once and without a heartbeat that a busy interpreter would miss (TCP
+keepalive tells of a lost host after about 25 s), and since a broken store prints C++ stacks before the named error.
 
 1. A rank that raises tells its error and its stage before its process groups close.
-2. A rank whose connection closes without a word was killed. Where that is rank 0, every rank sees it for itself.
-3. A rank whose collective fails or runs into ``run.deadline_s`` (gloo's, pipeline p2p's, NCCL's) asks. If nobody raised
-   or died within SETTLE_S, every rank is asked where its main thread stands: guilty is who is not waiting for others,
-   else who is behind.
+2. A rank whose connection closes without a word was killed. If it is rank 0, every rank sees it for itself.
+3. A rank whose collective fails or runs into ``run.deadline_s`` (gloo's, pipeline p2p's, NCCL's) asks for the cause. If
+   no rank raised or died within SETTLE_S, every rank is asked for its main thread's position: the guilty rank is one
+   that is not waiting for others, else one that is behind.
 4. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a
    collective that nothing will end, or sleeps) is ended by its watch thread with ``os._exit``: Python cannot interrupt
    a thread that is in C.
 
-What came before ``open_watchdog`` (the groups, loading weights) is not watched. Not run: NCCL, and more than one host.
+The run before ``open_watchdog`` (building groups, loading weights) is not watched. Neither NCCL nor a second host has
+been tried.
 """
 
 from __future__ import annotations
@@ -59,24 +59,17 @@ END_S = 5.0  # after the cause, the main thread has this long to end by itself
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
 WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
-KNOWN_EVERYWHERE = (
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    LockstepError,
-    NonFiniteGradient,
-    RewardError,
-)  # they name the cause already
+# These errors name their cause already.
+KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, RewardError)
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """True for what a collective raises when another rank does not take part. gloo's are plain RuntimeErrors."""
+    """Return whether a collective raised ``error`` for want of another rank; gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError | PeerError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def where_is(thread: int) -> tuple[str, bool]:
-    """Where a thread of this process stands, as "file:line function" outside torch, and whether it waits for other
-    ranks there."""
+    """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its end", False
@@ -89,8 +82,10 @@ def where_is(thread: int) -> tuple[str, bool]:
 
 
 class Watchdog:
-    """This rank's side. ``stage`` says what the main thread does; a Watch without a line (a world of one) only notes
-    it."""
+    """Watches this rank: ``stage`` notes its main thread's work, and a thread keeps the connection to rank 0.
+
+    In a world of one there is no connection.
+    """
 
     def __init__(self, rank: int, who: str, keeper_who: str):
         self.rank, self.who = rank, who
@@ -104,7 +99,7 @@ class Watchdog:
         self._left = threading.Event()
 
     def connect(self, connection: socket.socket, token: str, deadline_s: float) -> None:
-        """Returns when every rank has connected."""
+        """Join rank 0's watch and return when every rank has connected; raise PeerError after ``deadline_s``."""
         self._line = JsonConnection(connection)
         self._line.send(**{"is": "hello", "rank": self.rank, "who": self.who, "token": token})
         threading.Thread(target=self._run, name="watch", daemon=True).start()
@@ -113,7 +108,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Within it the main thread is in ``name``; an error leaves it there, so that its report says where it was."""
+        """Name the main thread's stage within the body; an error does not reset the name, so that its report has it."""
         outer = self._stage
         self._enter(name)
         yield
@@ -126,26 +121,27 @@ class Watchdog:
             self._line.send(**{"is": "stage", "stage": name, "number": self._number})
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others what this rank met; raises PeerError, with it as the cause, where it is another rank's
-        doing."""
+        """Tell the other ranks this rank's error; raise PeerError from it where another rank is to blame."""
         self._left.set()
         if self._line is None:
             return
-        others = self._cause is not None and self._cause.rank != self.rank and isinstance(error, Exception)
-        if not isinstance(error, KNOWN_EVERYWHERE) and (others or is_peer_failure(error)):
-            said = f"{type(error).__name__}: {error}"[:500]
-            self._line.send(**{"is": "lost", "error": said})
+        others_fault = self._cause is not None and self._cause.rank != self.rank and isinstance(error, Exception)
+        if not isinstance(error, KNOWN_EVERYWHERE) and (others_fault or is_peer_failure(error)):
+            summary = f"{type(error).__name__}: {error}"[:500]
+            self._line.send(**{"is": "lost", "error": summary})
             if self._known.wait(ASK_S):
                 raise PeerError(self._cause.text) from error
-            keeper = f"{self._keeper.who}, which keeps the watch, did not say why in {ASK_S:g} s"
-            raise PeerError(f"a collective failed on {self.who}, in {self._stage!r}, and {keeper}: {said}") from error
+            silence = f"{self._keeper.who}, which keeps the watch, did not say why in {ASK_S:g} s"
+            raise PeerError(
+                f"a collective failed on {self.who}, in {self._stage!r}, and {silence}: {summary}"
+            ) from error
         error.add_note(
             f"{self.who} raised it; it had been in {self._stage!r} for {time.monotonic() - self._since:.1f} s"
         )
         self._line.send(**{"is": "raised", "error": f"{type(error).__name__}: {error}"[:2000]})
 
     def leave(self) -> None:
-        """Ends the watching of this rank: what happens after it is nobody's concern."""
+        """End the watch of this rank: nothing that happens afterwards is reported."""
         self._left.set()
         if self._line is not None:
             self._line.send(**{"is": "bye"})
@@ -159,9 +155,8 @@ class Watchdog:
             if messages is None:
                 self._learn(self._keeper.gone())
             for message in messages or []:
-                if (
-                    message["is"] == "bye" and self._cause is None
-                ):  # rank 0 is done; after a cause this rank must still end
+                # rank 0 is done; after a cause this rank must still end
+                if message["is"] == "bye" and self._cause is None:
                     return
                 self._hear(message)
             if self._cause is not None and end_at is None:
@@ -175,8 +170,8 @@ class Watchdog:
             case "keeper":
                 self._keeper.stage, self._keeper.since = message["stage"], time.monotonic()
             case "where":
-                at, waits = where_is(self._main)
-                self._line.send(**{"is": "answer", "at": at, "waits": waits, "left": self._left.is_set()})
+                position, waits = where_is(self._main)
+                self._line.send(**{"is": "answer", "at": position, "waits": waits, "left": self._left.is_set()})
             case "cause":
                 self._learn(Cause(rank=message["rank"], text=message["text"]))
 
@@ -185,9 +180,10 @@ class Watchdog:
         self._known.set()
 
     def _end(self) -> None:
-        at, _ = where_is(self._main)
+        position, _ = where_is(self._main)
         print(
-            f"megatron_rl: {self._cause.text}\n{self.who} had not ended {END_S:g} s later, at {at}, and is ended here",
+            f"megatron_rl: {self._cause.text}\n{self.who} had not ended {END_S:g} s later, at {position}, and is "
+            "ended here",
             file=sys.__stderr__,
             flush=True,
         )
@@ -195,38 +191,38 @@ class Watchdog:
 
 
 def _addresses() -> list[str]:
-    """This host's, as other hosts may reach it: the one by which the launcher made rank 0 known, then those of its
-    name."""
-    found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
+    """Return addresses at which other hosts may reach this one: the launcher's for rank 0, then those of its name."""
+    addresses = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
     with contextlib.suppress(OSError):
-        found += [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    return list(dict.fromkeys(found))
+        addresses += [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return list(dict.fromkeys(addresses))
 
 
 def _connect(addresses: list[str], port: int, who: str, deadline_s: float) -> socket.socket:
-    met = []
+    failures = []
     for address in addresses:
         try:
             return socket.create_connection((address, port), timeout=min(deadline_s, 10.0))
         except OSError as error:
-            met.append(f"{address}:{port} ({error})")
+            failures.append(f"{address}:{port} ({error})")
     raise PeerError(
-        f"{who} cannot reach the watch of rank 0 at {', '.join(met)}; the hosts must reach one another's ports"
+        f"{who} cannot reach the watch of rank 0 at {', '.join(failures)}; the hosts must reach one another's ports"
     )
 
 
 @contextlib.contextmanager
 def open_watchdog(topology: Topology, deadline_s: float) -> Iterator[Watchdog]:
-    """Watches what runs within it. A collective over the world.
+    """Watch the body of the ``with`` statement. A collective over the world.
 
-    An error within ends every rank's: where it is another rank's doing it leaves here as a PeerError that names rank,
-    place and stage.
+    An error in the body of any rank ends every rank's. Where another rank is to blame, it leaves as a PeerError that
+    names that rank, its position and its stage.
     """
     who = topology.who(topology.rank)
-    keeper: WatchdogServer | None = None
+    server: WatchdogServer | None = None
     listener, offer = None, None
     hosts = gather_json([who, f"{socket.gethostname()} {uuid.getnode()}"]) if topology.world_size > 1 else [[who, ""]]
-    watch = Watchdog(topology.rank, who, hosts[0][0])
+    watchdog = Watchdog(topology.rank, who, hosts[0][0])
+    # Rank 0 offers its addresses, port and token; every rank connects.
     if topology.world_size > 1:
         one_host = len({host for _, host in hosts}) == 1
         if topology.rank == 0:
@@ -234,16 +230,17 @@ def open_watchdog(topology: Topology, deadline_s: float) -> Iterator[Watchdog]:
             offer = [["127.0.0.1"] if one_host else _addresses(), listener.getsockname()[1], secrets.token_hex(16)]
         addresses, port, token = gather_json(offer)[0]
         if listener is not None:
-            keeper = WatchdogServer(listener, token, topology.world_size)
-        watch.connect(_connect(addresses, port, who, deadline_s), token, deadline_s)
-    failed = True
+            server = WatchdogServer(listener, token, topology.world_size)
+        watchdog.connect(_connect(addresses, port, who, deadline_s), token, deadline_s)
+    # A failure is reported before the watch ends.
+    has_failed = True
     try:
-        yield watch
-        failed = False
+        yield watchdog
+        has_failed = False
     except BaseException as error:
-        watch.failed(error)
+        watchdog.failed(error)
         raise
     finally:
-        watch.leave()
-        if keeper is not None:
-            keeper.close(failed=failed)
+        watchdog.leave()
+        if server is not None:
+            server.close(failed=has_failed)

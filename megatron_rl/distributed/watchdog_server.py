@@ -1,9 +1,9 @@
-"""Rank 0's side of the watch: hears every rank, finds the first cause of a failure, tells all. distributed/watchdog.py
-has the whole story.
+"""Rank 0's side of the watch: it hears every rank, finds the first cause of a failure and tells all ranks.
 
-On the wire: a JSON object per line. rank → keeper: hello, stage, raised, lost (a collective failed here), answer, bye.
-keeper → rank: welcome (all are here), keeper (rank 0's stage, for the day that it dies), where (does your main thread
-stand), cause, bye.
+distributed/watchdog.py has the rules. A message is one line with a JSON object:
+rank → server: hello, stage, raised, lost (a collective failed on this rank), answer, bye.
+server → rank: welcome (all ranks have joined), keeper (rank 0's stage, in case it dies), where (asks for the main
+thread's position), cause, bye.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SETTLE_S = 2.0  # after a failed collective, the rank that raised or died has this long to be known as the cause
-ANSWER_S = 3.0  # the watch threads have this long to say where their main threads stand
+ANSWER_S = 3.0  # the watch threads have this long to report their main threads' positions
 BETWEEN = "between stages"
 
 # A forked child would hold a connection open beyond its parent's death.
@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=lambda: [connection.close() for connection in
 
 
 class JsonConnection:
-    """One connection: a JSON object per line, either way. Sends may come from several threads."""
+    """Sends and receives JSON objects, one per line, over a socket; several threads may send."""
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
@@ -44,12 +44,12 @@ class JsonConnection:
                 connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
 
     def send(self, **message: object) -> None:
-        """A broken connection is found by the reader."""
+        """Send one message, and leave a broken connection for ``receive`` to find."""
         with contextlib.suppress(OSError), self._lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict] | None:
-        """What has arrived, [] where no whole line has; None where the other side is gone."""
+        """Return the messages that have arrived, [] where no whole line has; None where the other side is gone."""
         try:
             arrived = self.socket.recv(65536)
         except TimeoutError:
@@ -67,7 +67,7 @@ class JsonConnection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """rank: the guilty one; None where nothing points at one."""
+    """Names the guilty rank (None where nothing points at one) and describes its failure in ``text``."""
 
     rank: int | None
     text: str
@@ -75,10 +75,12 @@ class Cause:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankState:
-    """What the keeper knows of a rank. ``number``: outermost stages it has entered. ``since``: when, by the keeper's
-    monotonic clock.
+    """Holds the server's knowledge of one rank.
 
-    answer: where its main thread stands ("at", "waits", "left": it failed too), once it was asked and said so.
+    number: the count of outermost stages that it has entered.
+    since: seconds on the server's monotonic clock, the entry into ``stage``.
+    lost: the error of its failed collective; ended: it said good-bye, or its connection closed.
+    answer: its main thread's position ("at", "waits", "left": it failed too), once it has answered.
     """
 
     rank: int
@@ -94,7 +96,7 @@ class RankState:
         return f"in {self.stage!r} for {time.monotonic() - self.since:.1f} s"
 
     def gone(self) -> Cause:
-        """Its connection closed before it said good-bye."""
+        """Return the cause for a rank whose connection closed before it said good-bye."""
         last = f"it last said it was in {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
         return Cause(rank=self.rank, text=f"{self.who} is gone: its process ended without a word (killed?); {last}")
 
@@ -103,33 +105,32 @@ class RankState:
 
 
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
-    """A collective failed, and nobody raised or died: who kept the others waiting?
+    """Return the cause of a failed collective where no rank raised or died: a rank that kept the others waiting.
 
-    In this order: whose watch thread does not answer; who is busy outside every collective; who is behind by stages;
-    nobody known.
+    The first that exists of: a rank whose watch thread does not answer; one that is busy outside every collective; one
+    that is behind by stages; else no known rank.
     """
-    met = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
+    error_note = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
     running = [peer for _, peer in sorted(peers.items()) if peer.lost is None and not peer.ended]
-    last = max((peer.number for peer in peers.values()), default=0)
+    last_stage = max((peer.number for peer in peers.values()), default=0)
     silent = [peer for peer in running if peer.answer is None]
     busy = [peer for peer in running if peer.answer and not peer.answer["waits"] and not peer.answer["left"]]
-    behind = [peer for peer in running if peer.number < last]
+    behind = [peer for peer in running if peer.number < last_stage]
     guilty = min(silent or busy or behind, key=lambda peer: peer.number, default=None)
     if guilty is None:
         places = "; ".join(f"rank {rank} {peer.place()}" for rank, peer in sorted(peers.items()))
-        return Cause(rank=None, text=f"a collective failed and no rank is known to be the cause: {places}{met}")
+        return Cause(rank=None, text=f"a collective failed and no rank is known to be the cause: {places}{error_note}")
     if silent:
         fault = "does not answer (its process is stopped, or its host cannot be reached)"
     else:
-        fault = "keeps the others waiting" if busy else f"is {last - guilty.number} stages behind"
-    more = [peer.rank for peer in silent or busy or behind if peer is not guilty]
-    so_do = f"; so do ranks {more}" if more else ""
-    return Cause(rank=guilty.rank, text=f"{guilty.who} {fault}: it has been {guilty.place()}{so_do}{met}")
+        fault = "keeps the others waiting" if busy else f"is {last_stage - guilty.number} stages behind"
+    others = [peer.rank for peer in silent or busy or behind if peer is not guilty]
+    others_note = f"; so do ranks {others}" if others else ""
+    return Cause(rank=guilty.rank, text=f"{guilty.who} {fault}: it has been {guilty.place()}{others_note}{error_note}")
 
 
 class WatchdogServer:
-    """Rank 0's side: hears every rank, finds the first cause, tells all. Everything but ``close`` runs in its
-    thread."""
+    """Hears every rank, finds the first cause and tells all. All but ``close`` runs in its thread."""
 
     def __init__(self, listener: socket.socket, token: str, world_size: int):
         self.world_size = world_size
@@ -148,7 +149,7 @@ class WatchdogServer:
         self._thread.start()
 
     def close(self, *, failed: bool) -> None:
-        """After a failure, waits until its cause has been told."""
+        """End the thread; after a failure, first wait until the cause has been told."""
         deadline = time.monotonic() + ANSWER_S
         while failed and self.cause is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -182,7 +183,7 @@ class WatchdogServer:
                 self._lines[rank] = line
                 self.peers[rank] = RankState(rank=rank, who=message["who"])
                 if len(self.peers) == self.world_size:
-                    self._tell(**{"is": "welcome"})  # before it no rank goes on, so that all hear of what follows
+                    self._tell(**{"is": "welcome"})  # until it no rank goes on, so that all hear the later messages
             else:
                 self._drop(line, None)
                 return

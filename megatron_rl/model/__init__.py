@@ -1,1 +1,1 @@
-"""The policy: a Megatron-Core GPTModel of a Hugging Face config, its attention core and its log-probs."""
+"""The policy: a Megatron-Core GPTModel built from a Hugging Face config, its core attention and its log-probs."""

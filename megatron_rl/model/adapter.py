@@ -1,22 +1,21 @@
-"""Low-rank adapters beside Megatron-Core's linear layers: y = W x + (alpha / rank) · B A x (LoRA, Hu et al. 2021,
-arXiv:2106.09685, eq. 3).
+"""LoRA adapters of linear layers: y = W x + (alpha / rank) · B A x (Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
-W and everything else of the model is frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging Face
+W and the rest of the model are frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging Face
 projection, though Megatron-Core fuses q, k, v and gate, up: so a pair means the same under every layout, and to PEFT. A
-forward hook on the linear adds what the pairs give.
+forward hook on the linear adds the pairs' outputs.
 
-With p tensor ranks, each with its shard of W:
+With p tensor ranks, each with its shard of W, a linear layer is:
 
-- split by rows (linear_qkv, linear_fc1): A whole on every rank, B its own rows. Every rank computes A x; on the way
-  back the gradient of A x, ``rank`` numbers per token and pair, is summed over ranks, so that A's gradient is whole on
-  each of them, and x's too. Under sequence parallelism x is a rank's own tokens: A x is gathered, its gradient
-  reduce-scattered, and A's, of its own tokens, summed by finalize.
-- split by columns (linear_proj, linear_fc2): A its own columns, B whole. A x is summed over ranks (under sequence
-  parallelism reduce-scattered); B's gradient is whole on every rank (under sequence parallelism of its own tokens,
-  summed by finalize).
+- split by rows (linear_qkv, linear_fc1): A is whole on every rank, B has a rank's own rows. Every rank computes A x; in
+  backward the gradient of A x, ``rank`` numbers per token and pair, is summed over ranks, so that the gradients of A
+  and of x are whole on each of them. Under sequence parallelism x holds a rank's own tokens: A x is gathered, its
+  gradient is reduce-scattered, and A's gradient, of its own tokens, is summed by finalize.
+- split by columns (linear_proj, linear_fc2): A has a rank's own columns, B is whole. A x is summed over ranks (under
+  sequence parallelism reduce-scattered); B's gradient is whole on every rank (under sequence parallelism it is of the
+  rank's own tokens, and summed by finalize).
 
-What finalize sums carries the mark ``sequence_parallel``, and what is split ``tensor_model_parallel``: without the
-latter the gradient norm counts tensor rank 0's part alone, and what is whole it counts once (0.16.1
+A parameter that finalize sums carries the mark ``sequence_parallel``, and a split one ``tensor_model_parallel``:
+without the latter the gradient norm counts tensor rank 0's part alone; a whole parameter is counted once (0.16.1
 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
 """
 
@@ -58,14 +57,13 @@ from megatron.core.tensor_parallel.mappings import (  # isort: skip
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
-MERGED_ROWS = 1024  # of a weight at a time, in float32
+MERGED_ROWS = 1024  # rows of a weight that are merged at a time, in float32
 
 
 class Adapter(torch.nn.Module):
-    """The pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``; they hold no meaning
-    until they are filled.
+    """Holds the pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``.
 
-    enabled: False inside ``adapters_off``.
+    The pairs are zeros until they are filled. enabled: False inside ``adapters_off``.
     """
 
     def __init__(self, linear: torch.nn.Module, weight: Entry, shape: ModelShape, topology: Topology) -> None:
@@ -76,7 +74,7 @@ class Adapter(torch.nn.Module):
         self.groups = shape.num_kv_heads // topology.tensor_size if weight.layout is Layout.QKV else 1
         self.sequence_parallel, self.tp_group = linear.sequence_parallel, linear.tp_group
         self.projections = tuple(name.removesuffix(".weight").rpartition(".")[2] for name in weight.hf)
-        self.split: dict[str, int] = {}  # of a parameter's name the dimension that tensor ranks share
+        self.split: dict[str, int] = {}  # parameter's name → the dimension that tensor ranks split
         for entry in pair_entries(weight):
             name = entry.megatron.rpartition(".")[2]
             size = shard_size(entry, shape, topology.tensor_size)
@@ -89,12 +87,14 @@ class Adapter(torch.nn.Module):
             self.register_parameter(name, parameter)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(A, B) of each projection, in the order in which the linear layer fuses them."""
+        """Return (A, B) of each projection, in the order in which the linear layer fuses them."""
         return [(self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")) for name in self.projections]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the linear's output: x [S, 1, in] as the linear takes it → [S', 1, out] as it gives it, this
-        rank's part."""
+        """Return the adapter's term of this rank's output of the linear.
+
+        x: [S, 1, in], the linear's input. The term is [S', 1, out], as the linear's output.
+        """
         pairs = self.pairs()
         narrow = F.linear(x, torch.cat([a for a, _ in pairs])) * self.scale
         if self.in_rows and self.sequence_parallel:
@@ -105,31 +105,31 @@ class Adapter(torch.nn.Module):
             narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tp_group)
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tp_group)
-        parts = [F.linear(each, b) for each, (_, b) in zip(narrow.chunk(len(pairs), -1), pairs, strict=True)]
+        parts = [F.linear(product, b) for product, (_, b) in zip(narrow.chunk(len(pairs), -1), pairs, strict=True)]
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], -1).flatten(-2)
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """W + (alpha / rank) · B A of this rank's shard, a tensor of its own; product and sum in float32, rounded to
-        W's dtype once.
+        """Return W + (alpha / rank) · B A of this rank's shard in a new tensor.
 
-        Takes the result and two float32 blocks of MERGED_ROWS rows.
+        Product and sum are computed in float32 and rounded to W's dtype once. The memory is that of the result and of
+        two float32 blocks of MERGED_ROWS rows.
         """
-        found = weight.detach().clone()
-        grouped, start = found.unflatten(0, (self.groups, -1)), 0
+        merged = weight.detach().clone()
+        grouped, start = merged.unflatten(0, (self.groups, -1)), 0
         for a, b in self.pairs():
-            ours = b.unflatten(0, (self.groups, -1))
-            rows = ours.shape[1]
-            for into, part in zip(grouped[:, start : start + rows], ours, strict=True):
-                for to, its in zip(into.split(MERGED_ROWS), part.split(MERGED_ROWS), strict=True):
-                    to.copy_(torch.addmm(to.float(), its.float(), a.float(), alpha=self.scale))
+            grouped_b = b.unflatten(0, (self.groups, -1))
+            rows = grouped_b.shape[1]
+            for group, group_b in zip(grouped[:, start : start + rows], grouped_b, strict=True):
+                for block, block_b in zip(group.split(MERGED_ROWS), group_b.split(MERGED_ROWS), strict=True):
+                    block.copy_(torch.addmm(block.float(), block_b.float(), a.float(), alpha=self.scale))
             start += rows
-        return found
+        return merged
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """For Megatron-Core's ``dist_checkpointing``: under global shapes, so that another layout loads them."""
+        """Return the pairs under global shapes for ``dist_checkpointing``, so that another layout loads them."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -141,7 +141,7 @@ class Adapter(torch.nn.Module):
 
 
 def _adds(adapter: Adapter):
-    """A forward hook of the adapter's linear, which answers (output, bias)."""
+    """Return a forward hook that adds the adapter's term to its linear's (output, bias)."""
 
     def hook(_linear: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor | None]):
         return (output[0] + adapter(inputs[0]), output[1]) if adapter.enabled else None
@@ -152,10 +152,10 @@ def _adds(adapter: Adapter):
 def put_adapters(
     chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig, topology: Topology, seed: int
 ) -> ModelShape:
-    """Freezes this rank's chunks and puts adapters beside their linear layers; the shape of what they are now.
+    """Freeze this rank's chunks, put adapters beside their linear layers and return the shape with adapters.
 
     A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every
-    layout starts with the same; B starts at zero. Raises ConfigError where the layers have no place for them. Not a
+    layout starts with the same; B starts at zero. Raises ConfigError where the layers cannot take adapters. Not a
     collective.
     """
     shape = shape.with_adapters(lora)
@@ -176,8 +176,11 @@ def put_adapters(
 
 
 def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
-    """Megatron-Core's recomputation gives no gradient to what is inside it unless an input of it asks for one (0.16.1
-    ``tensor_parallel/random.py`` CheckpointFunction), and a frozen embedding's output does not."""
+    """Make a frozen embedding's output require a gradient, for the recomputation of the layers after it.
+
+    Megatron-Core's recomputation gives no gradient to parameters inside it unless one of its inputs requires a gradient
+    (0.16.1 ``tensor_parallel/random.py`` CheckpointFunction), and a frozen embedding's output does not.
+    """
     if torch.is_grad_enabled():
         output.requires_grad_()
 
@@ -198,13 +201,13 @@ def _check_place(shape: ModelShape) -> None:
 
 
 class _Start:
-    """What untrained adapters hold, as a WeightReader; A is drawn whole on the host, whatever part is asked for."""
+    """Reads the values of untrained adapters; A is drawn whole on the host, whichever slice is read."""
 
     def __init__(self, shape: ModelShape, seed: int) -> None:
         self.shape, self.seed = shape, seed
 
     def has(self, name: str) -> bool:
-        return True  # of every adapter
+        return True  # every adapter can be drawn
 
     def size(self, name: str) -> tuple[int, ...]:
         return hf_size(self.shape, name)
@@ -222,8 +225,9 @@ class _Start:
 def fill_adapters(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
-    """Overwrites this rank's adapters by a reader's tensors (PEFT's names without ``base_model.model.``). Not a
-    collective.
+    """Overwrite this rank's adapters by a reader's tensors. Not a collective.
+
+    reader: reads tensors by PEFT's names without ``base_model.model.``.
 
     Raises ConfigError where a tensor has another shape.
     """
@@ -245,40 +249,39 @@ def fill_adapters(
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
-    """This rank's, layer by layer; empty where every weight is trained."""
+    """Return this rank's adapters, layer by layer; none where every weight is trained."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
 
 
 @contextlib.contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within it the model, and what is exported of it, is the frozen one that training began from. Not a collective.
+    """Turn the adapters off within the body: it computes with and exports the frozen model. Not a collective.
 
-    Under ``overlap_param_gather`` the gather of parameters must have ended before (``Schedule.gather_parameters``):
-    inside it no forward pass would wait for it. Raises ValueError where there are no adapters.
+    Under ``overlap_param_gather`` the gather of parameters must have ended before (``Schedule.gather_parameters``): in
+    the body no forward pass would wait for it. Raises ValueError where the model has no adapters.
     """
-    found = adapters_of(chunks)
-    if not found:
+    adapters = adapters_of(chunks)
+    if not adapters:
         raise ValueError(
             "adapters_off() leaves the frozen model, and every weight of this one is trained; set lora.rank"
         )
-    before = [adapter.enabled for adapter in found]
+    before = [adapter.enabled for adapter in adapters]
     try:
-        for adapter in found:
+        for adapter in adapters:
             adapter.enabled = False
         yield
     finally:
-        for adapter, enabled in zip(found, before, strict=True):
+        for adapter, enabled in zip(adapters, before, strict=True):
             adapter.enabled = enabled
 
 
 class MergedParameters(Mapping[str, torch.Tensor]):
-    """A chunk's parameters by name as if there were no adapters: a weight that has one is merged when it is asked for,
-    and not kept."""
+    """Maps names to a chunk's parameters, a weight with its adapter merged in on request (and not kept)."""
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
         inside = {f"{name}.{own}" for name, module in adapters.items() for own, _ in module.named_parameters()}
-        self.parameters = {name: x for name, x in chunk.named_parameters() if name not in inside}
+        self.parameters = {name: parameter for name, parameter in chunk.named_parameters() if name not in inside}
         self.adapters = {f"{name.removesuffix(adapter_name(''))}.weight": module for name, module in adapters.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:

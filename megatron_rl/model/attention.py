@@ -1,10 +1,10 @@
-"""Packed sequences for Megatron-Core, whole or split over context-parallel ranks, and a core attention over torch's
-SDPA that takes them.
+"""Packed sequences for Megatron-Core, and a core attention over torch's SDPA that takes them.
 
-Megatron-Core's own ``DotProductAttention`` refuses packed (THD) input and leaves context parallelism to Transformer
-Engine (read, 0.16.1 ``transformer/dot_product_attention.py``). Here queries stay where they are and keys and values are
-gathered: each sequence is cut in 2·CP chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the
-same on every rank (Megatron-Core's THD rotary embedding cuts alike, ``models/common/embeddings/rope_utils.py``).
+The sequences are whole or split over context-parallel ranks. Megatron-Core's own ``DotProductAttention`` refuses packed
+(THD) input and leaves context parallelism to Transformer Engine (read, 0.16.1
+``transformer/dot_product_attention.py``). Here queries stay on their rank and keys and values are gathered: each
+sequence is cut in 2·CP chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on every rank
+(Megatron-Core's THD rotary embedding cuts alike, ``models/common/embeddings/rope_utils.py``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextShard:
-    """This rank's place among the context-parallel ranks that share each sequence. ``group``: None where it holds them
-    whole."""
+    """Describes this rank among the context-parallel ranks that share each sequence.
+
+    group: None where this rank holds the sequences whole.
+    """
 
     rank: int = 0
     size: int = 1
@@ -36,9 +38,9 @@ WHOLE = ContextShard()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bucket:
-    """Queries of like length, from B sequences, and the keys that they may see.
+    """Holds queries of like length, from B sequences, and the keys that they may see.
 
-    queries: int64 [B, Q] positions among this rank's tokens; a pad repeats its own sequence's last.
+    queries: int64 [B, Q] positions among this rank's tokens; a pad repeats its row's last.
     keys:    int64 [B, K] positions among all ranks' gathered tokens, None where they are the queries' own.
     mask:    bool [B, 1, Q, K], True where a query sees a key; None for the plain causal triangle of queries on
              themselves.
@@ -51,15 +53,14 @@ class Bucket:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's packed-sequence parameters with the lengths on the host, so that attention asks the device
-    nothing.
+    """Adds host-side lengths to Megatron-Core's packed-sequence parameters, so that attention asks the device nothing.
 
-    lengths: padded length of each whole sequence, in order; they sum to the micro-batch's tokens over all context
-    ranks.
-    position_ids: int64 [T], each of this rank's tokens' place in its own sequence, for the rotary embedding.
-    buckets: what attends to what, in few calls with little padding.
-    scatter: int64 [T], where each of this rank's tokens stands in the concatenated bucket outputs.
-    context: the ranks that share the sequences.
+    lengths: padded tokens of each whole sequence, in order; they sum to the micro-batch's tokens over all context
+             ranks.
+    position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the rotary embedding.
+    buckets: queries with the keys that they see, for few attention calls with little padding.
+    scatter: int64 [T], the row of each of this rank's tokens in the concatenated bucket outputs.
+    context: this rank among those that share the sequences.
     """
 
     lengths: tuple[int, ...] = ()
@@ -70,8 +71,9 @@ class PackedSequences(PackedSeqParams):
 
 
 def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
-    """int64 [T / size]: which of the micro-batch's T positions context rank r holds, in its order: chunks r and 2·size
-    − 1 − r of each sequence's 2·size.
+    """Return int64 [T / size], the positions that a context rank holds of the micro-batch's T, in its own order.
+
+    Rank r holds chunks r and 2·size − 1 − r of each sequence's 2·size chunks.
 
     Raises ValueError where a length does not split in 2·size chunks.
 
@@ -99,17 +101,18 @@ def pack(
     *,
     for_transformer_engine: bool = False,
 ) -> PackedSequences:
-    """Packed-sequence parameters for sequences laid one after the other.
+    """Return packed-sequence parameters for sequences laid one after the other.
 
-    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read. Without them Megatron-Core applies
-    rotary angles token by token (model/rotary.py); with them it asks the device for the lengths, twice in every layer.
+    for_transformer_engine: adds the bounds (cu_seqlens) that its kernels read. Without them Megatron-Core applies
+        rotary angles token by token (model/rotary.py); with them it asks the device for the lengths, twice in every
+        layer.
 
     Example: lengths (2, 3) make cu_seqlens [0, 2, 5] and one bucket [[0, 1, 1], [2, 3, 4]].
     """
     buckets, scatter = (
         _whole_buckets(lengths) if context.size == 1 else _split_buckets(lengths, context.rank, context.size)
     )
-    places = np.concatenate([np.arange(n) for n in lengths])[context_positions(lengths, context.rank, context.size)]
+    positions = np.concatenate([np.arange(n) for n in lengths])[context_positions(lengths, context.rank, context.size)]
     fields = {}
     if for_transformer_engine:
         bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
@@ -121,8 +124,8 @@ def pack(
     return PackedSequences(
         qkv_format="thd",
         lengths=lengths,
-        position_ids=send(torch.from_numpy(places), device),
-        buckets=tuple(_on(x, device) for x in buckets),
+        position_ids=send(torch.from_numpy(positions), device),
+        buckets=tuple(_on(bucket, device) for bucket in buckets),
         scatter=send(scatter, device),
         context=context,
         **fields,
@@ -137,7 +140,7 @@ def _on(bucket: Bucket, device: torch.device) -> Bucket:
 
 
 def _alike(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Groups sequences so that a group's shortest is at least 3/4 of its longest."""
+    """Group sequence numbers so that a group's shortest is at least 3/4 of its longest."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if groups and lengths[i] * 4 >= lengths[groups[-1][0]] * 3:
@@ -148,8 +151,10 @@ def _alike(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def _rows(starts: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions start … start + size of each row, [B, widest], a pad repeating the last; and bool [B, widest], True for
-    no pad."""
+    """Return [B, widest] positions, ``sizes`` of them from ``starts`` on, and a bool [B, widest], False for a pad.
+
+    A pad repeats its row's last position.
+    """
     column = torch.arange(int(sizes.max()))[None]
     return starts[:, None] + torch.minimum(column, sizes[:, None] - 1), column < sizes[:, None]
 
@@ -167,10 +172,12 @@ def _whole_buckets(lengths: tuple[int, ...]) -> tuple[list[Bucket], torch.Tensor
 
 
 def _split_buckets(lengths: tuple[int, ...], rank: int, ranks: int) -> tuple[list[Bucket], torch.Tensor]:
-    """Each of this rank's two chunks of a sequence against that sequence up to the chunk's own end, wherever its keys
-    are held."""
+    """Return the buckets of this rank's two chunks of each sequence, and the scatter.
+
+    A chunk's keys are its sequence up to the chunk's own end, whichever ranks hold them.
+    """
     order = np.concatenate([context_positions(lengths, peer, ranks) for peer in range(ranks)])
-    gathered_at = torch.from_numpy(np.argsort(order))  # the place of each position in what the gather brings
+    gathered_rows = torch.from_numpy(np.argsort(order))  # the row of each position among the gathered tokens
     size = torch.tensor(lengths)
     start, chunk = size.cumsum(0) - size, size // (2 * ranks)
     local_start = start // ranks
@@ -179,19 +186,17 @@ def _split_buckets(lengths: tuple[int, ...], rank: int, ranks: int) -> tuple[lis
         for half, number in enumerate((rank, 2 * ranks - 1 - rank)):
             queries, inside = _rows(local_start[group] + half * chunk[group], chunk[group])
             keys, _ = _rows(start[group], (number + 1) * chunk[group])
-            place = (
-                number * chunk[group][:, None] + torch.arange(queries.shape[1])[None]
-            )  # a pad's query sees all: nobody reads it
-            mask = torch.arange(keys.shape[1])[None, None] <= place[:, :, None]
+            # a pad's query sees every key: its output is never read
+            query_positions = number * chunk[group][:, None] + torch.arange(queries.shape[1])[None]
+            mask = torch.arange(keys.shape[1])[None, None] <= query_positions[:, :, None]
             scatter[queries[inside]] = offset + torch.arange(queries.numel()).view_as(queries)[inside]
-            buckets.append(Bucket(queries=queries, keys=gathered_at[keys], mask=mask[:, None]))
+            buckets.append(Bucket(queries=queries, keys=gathered_rows[keys], mask=mask[:, None]))
             offset += queries.numel()
     return buckets, scatter
 
 
 class _GatherContext(torch.autograd.Function):
-    """[T, …] of each context rank → [CP·T, …], in rank order; the gradients that every rank's queries give to one's
-    keys add."""
+    """Gathers [T, …] of each context rank to [CP·T, …], in rank order; backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -208,10 +213,9 @@ class _GatherContext(torch.autograd.Function):
 
 
 class TorchAttention(torch.nn.Module):
-    """Causal core attention over ``scaled_dot_product_attention`` for packed input: q [T, h, d], k and v [T, g, d] →
-    [T, h·d].
+    """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
-    No token sees another sequence's. Takes the arguments with which Megatron-Core builds a core attention.
+    No token sees another sequence's tokens. Takes the arguments with which Megatron-Core builds a core attention.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
@@ -234,16 +238,16 @@ class TorchAttention(torch.nn.Module):
         return packed.index_select(0, packed_seq_params.scatter)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-        """[B·Q, h·d] of one bucket's queries, pads included."""
+        """Return [B·Q, h·d], the attention of one bucket's queries, pads included."""
 
         def rows(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             return x.index_select(0, positions.flatten()).view(*positions.shape, *x.shape[1:]).transpose(1, 2)
 
-        at = bucket.queries if bucket.keys is None else bucket.keys
+        key_positions = bucket.queries if bucket.keys is None else bucket.keys
         out = F.scaled_dot_product_attention(
             rows(query, bucket.queries),
-            rows(key, at),
-            rows(value, at),
+            rows(key, key_positions),
+            rows(value, key_positions),
             attn_mask=bucket.mask,
             is_causal=bucket.mask is None,
             scale=self.softmax_scale,

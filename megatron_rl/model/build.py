@@ -1,7 +1,7 @@
 """GPTModel from a Hugging Face config: shapes from the config, parallelism from the topology, the rest from the user.
 
-Fields of Megatron-Core's TransformerConfig that the token-sum seam owns, or that the Hugging Face config settles, are
-refused.
+The user may not set a field of Megatron-Core's TransformerConfig that the token-sum seam owns or that the Hugging Face
+config settles.
 """
 
 from __future__ import annotations
@@ -133,22 +133,21 @@ REFUSED_TRANSFORMER_FIELDS = {
             "moe_mlp_glu_interleave_size",
         )
         if name in _FIELDS
-    },  # 0.16.1 and 0.19.2 do not have the same ones
+    },  # 0.16.1 and 0.19.2 each have some of these fields
 }
 
 
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
-    """Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
-    given = resolve_fields(
+    """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
+    extra = resolve_fields(
         config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS
     )
-    # 0, false and null say that there is none of it (algorithm/signal.py refuses the rest); Megatron-Core says so by
-    # its default alone
-    given = {name: value for name, value in given.items() if name not in UNCOUNTED_FIELDS or value}
+    # 0, false and null (algorithm/signal.py refuses the rest) go: to Megatron-Core only its default means off
+    extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
     for name in ("attention_dropout", "hidden_dropout"):
-        if given.get(name, 0.0) != 0.0 and not HOST.is_cuda:
+        if extra.get(name, 0.0) != 0.0 and not HOST.is_cuda:
             raise ConfigError(
-                f"megatron.transformer.{name}={given[name]} needs CUDA generators; set it to 0 on a host with no GPU"
+                f"megatron.transformer.{name}={extra[name]} needs CUDA generators; set it to 0 on a host with no GPU"
             )
     dtype = DTYPES[config.model.dtype]
     fields: dict[str, Any] = dict(
@@ -191,15 +190,15 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         batch_p2p_comm=topology.virtual_size == 1,
         **_mixture_fields(shape),
     )
-    fields.update(given)
+    fields.update(extra)
     try:
         return TransformerConfig(**fields)
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={given}: {error}") from error
+        raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
 
 
 def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
-    """TransformerConfig's fields of a mixture of experts; none for a dense model."""
+    """Return TransformerConfig's fields of a mixture of experts; none for a dense model."""
     if not shape.num_experts:
         return {}
     return dict(
@@ -218,18 +217,20 @@ def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
 def build_model(
     config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False
 ) -> tuple[list[GPTModel], ModelShape]:
-    """This rank's chunks of the model (one, or ``parallel.virtual_pipeline`` under the interleaved schedule).
+    """Build this rank's chunks of the model (one, or ``parallel.virtual_pipeline`` under the interleaved schedule).
 
-    Weights are not yet loaded: they hold no meaning until weights/export loads them.
+    Return them with the model's shape. The weights hold no meaning until weights/export loads them.
     """
-    kind = choose_layer_spec(config.model.layer_spec, config.model.dtype)
+    # Settings that all chunks share.
+    layer_spec = choose_layer_spec(config.model.layer_spec, config.model.dtype)
     stages = topology.pipeline_size * topology.virtual_size
-    shape = model_shape(hf_config, config, topology, layer_spec=kind)
+    shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
-    spec = block_spec(transformer, kind, shape.num_layers // stages)
+    spec = block_spec(transformer, layer_spec, shape.num_layers // stages)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
+    # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
         model = GPTModel(
@@ -245,7 +246,7 @@ def build_model(
             vp_stage=chunk if topology.virtual_size > 1 else None,
         )
         model.model_type = ModelType.encoder_or_decoder
-        if kind == "torch":
+        if layer_spec == "torch":
             model.rotary_pos_emb = PackedRotary(frequencies)
         else:
             model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
@@ -259,19 +260,19 @@ def build_model(
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks a weight as split inside its initialisation, which we
-    skip. Without the mark the gradient norm counts tensor rank 0's shards alone, and clipping scales by a wrong
-    norm."""
+    """Mark the weights that are split over tensor ranks.
+
+    Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks them inside its initialisation, which is skipped here.
+    Without the mark the gradient norm counts tensor rank 0's shards alone, and clipping scales by a wrong norm.
+    """
     dimensions = {
         tensor_parallel.ColumnParallelLinear: 0,
         tensor_parallel.VocabParallelEmbedding: 0,
         tensor_parallel.RowParallelLinear: 1,
     }
     for module in model.modules():
-        for (
-            kind,
-            dimension,
-        ) in dimensions.items():  # a tied output layer on the embedding's stage has no weight of its own
+        for kind, dimension in dimensions.items():
+            # a tied output layer on the embedding's stage has no weight of its own
             if (
                 isinstance(module, kind)
                 and module.weight is not None
@@ -281,12 +282,12 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def _mark_experts(model: GPTModel) -> None:
-    """Has the experts' gradients reduced over the ranks that hold the same expert, not over the dense weights'
-    data-parallel ranks.
+    """Mark experts' parameters, to have their gradients reduced over the ranks that hold the same expert.
 
-    Megatron-Core 0.16.1 (``tensor_parallel/layers.py``) marks them so only under expert parallelism: with experts on
-    one expert-parallel rank, split over fewer tensor ranks than the rest, each copy would keep the gradient of its own
-    tokens. 0.19.2 does what is done here.
+    Dense weights' gradients are reduced over the data-parallel ranks. Megatron-Core 0.16.1
+    (``tensor_parallel/layers.py``) marks experts only under expert parallelism: with experts on one expert-parallel
+    rank, split over fewer tensor ranks than the rest, each copy would keep the gradient of its own tokens. 0.19.2 marks
+    them as here.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -9,7 +9,7 @@ from megatron_rl.weights.model_shape import ModelShape
 
 
 def adapter_parameters(shape: ModelShape) -> int:
-    """Return the numbers of one layer's adapters; 0 where every weight is trained."""
+    """Return the number of parameters in one layer's adapters; 0 where every weight is trained."""
     entries = [pair for weight in target_entries(shape) for pair in pair_entries(weight)]
     return sum(math.prod(hf_size(shape, entry.hf[0])) for entry in entries)
 
@@ -17,7 +17,7 @@ def adapter_parameters(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, mean_context: float) -> float:
     """Return forward and backward FLOPs of one token: 6 per parameter it passes, 4 per frozen one, and attention's.
 
-    mean_context: tokens that a token attends to, in the mean.
+    mean_context: tokens, the mean number that a token attends to.
     """
     linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     if shape.lora_rank:

@@ -1,5 +1,4 @@
-"""A second model of the policy's shape that is only read from: the reference policy under
-``reference.placement=device``."""
+"""A second, frozen model of the policy's shape: the reference policy under ``reference.placement=device``."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 
 def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[DistributedDataParallel]:
-    """This rank's chunks, in evaluation mode, to be run under ``torch.no_grad``; a collective. Their weights hold no
-    meaning yet.
+    """Build this rank's frozen chunks in evaluation mode, to be run under ``torch.no_grad``. A collective.
 
-    Wrapped as the schedule wants chunks: over frozen parameters DistributedDataParallel (0.16.1) makes no buffer, no
-    bucket and no hook, whatever the policy's ``megatron.ddp`` asks for. Once wrapped they say that they require a
-    gradient where the policy's do: without a graph it costs nothing, and ``torch.matmul`` (2.13) runs over a weight
-    that requires none as one product per token wherever the activations' strides cannot be folded, with other rounding.
+    Their weights hold no meaning yet. The chunks are wrapped as the schedule needs them: over frozen parameters
+    DistributedDataParallel (0.16.1) makes no buffer, no bucket and no hook, whatever the policy's ``megatron.ddp``
+    asks for. Once wrapped, their parameters require a gradient where the policy's do: without a graph that costs
+    nothing, and for a weight that requires none ``torch.matmul`` (2.13) computes one product per token wherever the
+    activations' strides cannot be folded, with other rounding.
     """
     models, shape = build_model(config, hf_config, topology)
     if config.lora.rank is not None:

@@ -1,7 +1,7 @@
-"""The head, taken out of GPTModel's forward: the model hands out what its output layer would take, and log-probs or
-values are made of it.
+"""The head, taken out of GPTModel's forward: the model returns its output layer's input, the hidden states.
 
-So logits exist for loss positions alone, a chunk at a time (model/logprob.py), and never for a prompt's tokens.
+Log-probs or values are made of them later, so logits exist for loss positions alone, a chunk at a time
+(model/logprob.py), and never for a prompt's tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 
 def hand_out_hidden(model: GPTModel) -> None:
-    """Makes the output layer of a last stage answer with its input, whole: [T, 1, H] on every tensor rank.
+    """Make the output layer of a last stage return its input, whole: [T, 1, H] on every tensor rank.
 
-    The layer stays a module with its weight, so that names, hooks and tied embeddings are what they were.
+    The layer stays a module with its weight, so that names, hooks and tied embeddings stay the same.
     """
     layer = model.output_layer
 
     def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None):
-        if layer.sequence_parallel:  # the gradients of all tensor ranks' columns are summed on the way back
+        if layer.sequence_parallel:  # backward sums the gradients of all tensor ranks' columns
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=layer.tp_group
             )
@@ -32,12 +32,11 @@ def hand_out_hidden(model: GPTModel) -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """In the place of the output layer: a weight [1, H], whole on every tensor rank, and the same hidden states handed
-    out.
+    """Replaces the output layer: has a weight [1, H], whole on every tensor rank, and returns the hidden states.
 
     Every tensor rank computes the same values and the same loss, so each has the whole gradient of the weight and of
-    the hidden states: nothing is summed over tensor ranks, and under sequence parallelism each takes its own part of
-    the latter back.
+    the hidden states: nothing is summed over tensor ranks, and under sequence parallelism backward keeps a rank's own
+    part of the latter.
     """
 
     def __init__(self, layer) -> None:
@@ -54,17 +53,17 @@ class ValueHead(torch.nn.Module):
 
 
 def put_value_head(model: GPTModel) -> None:
-    """Makes a critic's last stage of a policy's."""
+    """Turn a policy's last stage into a critic's."""
     model.output_layer = ValueHead(model.output_layer)
 
 
 def values_of(hidden: torch.Tensor, model: GPTModel) -> torch.Tensor:
-    """[N] float32 values of hidden states [N, H]."""
+    """Return float32 [N], the values of hidden states [N, H]."""
     return (hidden @ model.output_layer.weight.t())[:, 0].float()
 
 
 def head_weight(model: GPTModel) -> torch.Tensor:
-    """[V/TP, H] this tensor rank's rows of the output matrix: the embedding's where the two are tied on this stage."""
+    """Return [V/TP, H], this tensor rank's rows of the output matrix: the embedding's where tied on this stage."""
     return (
         model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights

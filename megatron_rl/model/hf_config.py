@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config as a model's sizes, and refuses by name what this version cannot express."""
+"""A Hugging Face config read as a model's sizes; features that cannot be expressed are refused by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
-# What a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
-# dot_product_attention.py) or
-# the model built here has no place for; models as in transformers 5.19.
+# Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
+# dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
 MISSING = {
     "gemma": _GEMMA,
     "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), "
@@ -32,7 +31,7 @@ MISSING = {
 
 
 def _check_expressible(hf_config: Any) -> None:
-    """ConfigError where a family's config asks for what the model built here would not do."""
+    """Raise ConfigError where a family's config asks for a feature that the model built here lacks."""
     family = hf_config.model_type
     if family not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if family in MISSING else ""
@@ -78,11 +77,11 @@ def _check_expressible(hf_config: Any) -> None:
 
 
 def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, topology: Topology) -> None:
-    """ConfigError where a degree of parallelism does not divide what it splits."""
+    """Raise ConfigError where a degree of parallelism does not divide the size that it splits."""
     name, experts = hf_config.name_or_path or hf_config.model_type, hf_config.model_type in MIXTURES
     split = [
-        ("parallel.tensor", topology.tensor_size, x, hf_config.to_dict()[x])
-        for x in ("num_attention_heads", "num_key_value_heads")
+        ("parallel.tensor", topology.tensor_size, field, hf_config.to_dict()[field])
+        for field in ("num_attention_heads", "num_key_value_heads")
     ]
     if experts:
         split += [
@@ -95,9 +94,9 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
     split += [
         ("parallel.pipeline x parallel.virtual_pipeline", stages, "num_hidden_layers", hf_config.num_hidden_layers)
     ]
-    for key, degree, what, count in split:
-        if count % degree:
-            raise ConfigError(f"{key}={degree} does not divide {what}={count} of {name}; use a divisor")
+    for key, degree, size_name, size in split:
+        if size % degree:
+            raise ConfigError(f"{key}={degree} does not divide {size_name}={size} of {name}; use a divisor")
     if not experts and topology.expert_size > 1:
         raise ConfigError(
             f"parallel.expert={topology.expert_size} splits experts and {name} has none; set parallel.expert=1"
@@ -114,10 +113,12 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
 
 
 def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spec: str) -> ModelShape:
-    """Reads a Hugging Face config (see FAMILIES); ConfigError names what cannot be expressed or divided.
+    """Return the sizes of a Hugging Face config (see FAMILIES), checked against the degrees of parallelism.
 
     A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (algorithm/signal.py),
     and in transformers too it is added only where ``output_router_logits`` asks for it.
+
+    Raises ConfigError with the name of a feature that cannot be expressed or of a size that cannot be divided.
     """
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size)
     _check_divisible(hf_config, shape.ffn_hidden_size, _ffn_name(shape.family), config, topology)
@@ -125,21 +126,22 @@ def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spe
 
 
 def _ffn_name(family: str) -> str:
-    """The config's field for the width of the MLP, or of one expert."""
+    """Return the name of the config's field for the width of the MLP, or of one expert."""
     return "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
 
 
 def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> ModelShape:
-    """The shape whatever the topology; ConfigError names what Megatron-Core, or the model built here, cannot express.
+    """Return the shape, whatever the topology.
 
     vocab_multiple: the padded vocabulary is the next multiple of it.
+
+    Raises ConfigError with the name of a feature that Megatron-Core, or the model built here, cannot express.
     """
     _check_expressible(hf_config)
     family, heads, vocab = hf_config.model_type, hf_config.num_attention_heads, hf_config.vocab_size
     mixture = family in MIXTURES
-    head_dim = (
-        hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads
-    )  # absent in qwen2's config, None in some llamas'
+    # head_dim is absent in qwen2's config, None in some llamas'
+    head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads
     return ModelShape(
         family=family,
         num_layers=hf_config.num_hidden_layers,
@@ -162,8 +164,10 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
 
 
 def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
-    """Rotary inverse frequencies [head_dim / 2], float32, as transformers computes them (default, linear, llama3
-    scaling)."""
+    """Return rotary inverse frequencies, float32 [head_dim / 2], as transformers computes them.
+
+    Raises ConfigError for any scaling but default, linear and llama3.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = hf_config.rope_parameters

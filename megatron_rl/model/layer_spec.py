@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: Transformer Engine's where they can be built, else torch's."""
+"""The modules of a transformer layer: Transformer Engine's where they can be built, else torch's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's torch norm refuses sequence parallelism; the mark on the weight is all that finalize needs to add its
-    gradient.
+    """Computes the norm in float32 and casts it back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
 
-    Computed in float32 and cast back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
+    Megatron's torch norm refuses sequence parallelism; finalize needs no more than the mark on the weight to sum its
+    gradient.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -36,11 +36,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def choose_layer_spec(asked: str, dtype: str) -> str:
-    """Resolves ``model.layer_spec``: "transformer_engine" or "torch"; ConfigError where the one asked for cannot be
-    built.
+    """Return "transformer_engine" or "torch" for ``model.layer_spec``.
 
     ``auto`` takes torch for float32: Transformer Engine's attention has kernels for packed sequences in half precision
-    only.
+    only. Raises ConfigError where the spec asked for cannot be built.
     """
     if asked == "torch" or (asked == "auto" and dtype == "float32"):
         return "torch"
@@ -55,10 +54,10 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
 
 
 def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> TransformerBlockSubmodules:
-    """Submodules of this stage's block of ``num_layers`` layers, all dense or all mixtures of experts.
+    """Return the submodules of this stage's block of ``num_layers`` layers, all dense or all mixtures of experts.
 
-    Transformer Engine's experts are grouped linears, its norm before a mixture stands alone; neither has been run (no
-    GPU here).
+    Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone; neither has been run
+    (no GPU).
     """
     mixture = dict(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if kind == "transformer_engine":

@@ -5,7 +5,7 @@ H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] −
 Two all-reduces of floats per token (the maximum, then three sums); float32 throughout; tokens are taken in chunks.
 
 ``vocab_parallel_logprob`` takes the logits: extra memory O(T · V/TP), of which the chunks bound all but logits and
-gradient. ``linear_logprob`` takes what the output layer takes and makes the logits chunk by chunk, in forward and again
+gradient. ``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again
 in backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three.
 """
 
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_TOKENS = 1024  # of vocab_parallel_logprob
 LINEAR_CHUNK_TOKENS = 512  # of linear_logprob; fewer spend more on adding up the weight's gradient, [V/TP, H] per chunk
-UNDERFLOW = -1e4  # e^x is 0 from there on, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
+UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
@@ -34,6 +34,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
         local = targets - vocab_start
         mine = (local >= 0) & (local < num_valid)
         column = torch.where(mine, local, 0)
+        # This rank's statistics relative to the maximum, chunk by chunk; then the sums over tensor ranks.
         for start in range(0, tokens, CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
             x = _scaled(logits[rows], temperature, num_valid)
@@ -70,12 +71,12 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
 
 def _scaled(logits: torch.Tensor, temperature: float, num_valid: int) -> torch.Tensor:
-    """Float32 logits over the temperature, without the columns that only pad the vocabulary."""
+    """Return float32 logits over the temperature, without the columns that only pad the vocabulary."""
     return logits[:, :num_valid].float() / temperature
 
 
 def _columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
-    """(first column, number of true ones) of this tensor rank's ``width`` columns of the padded vocabulary."""
+    """Return the first of this tensor rank's ``width`` padded columns, and the number of columns that are no pads."""
     start = tensor_rank * width
     num_valid = max(0, min(width, vocab_size - start))
     if num_valid == 0:
@@ -96,10 +97,10 @@ def vocab_parallel_logprob(
     group: dist.ProcessGroup | None = None,
     train_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and the entropy of each row, both float32 [T], in nats, at ``temperature``.
+    """Return each target's log-probability and each row's entropy, both float32 [T], in nats, at ``temperature``.
 
-    logits:     [T, V/TP] this tensor rank's columns, of the padded vocabulary.
-    targets:    [T] int64, global token ids below ``vocab_size``.
+    logits:     [T, V/TP], this tensor rank's columns of the padded vocabulary.
+    targets:    int64 [T], global token ids below ``vocab_size``.
     vocab_size: true size; columns past it are pads, take no probability and get no gradient.
     train_entropy: whether the entropy carries gradient; as a mere metric it costs the backward nothing.
     """
@@ -109,7 +110,7 @@ def vocab_parallel_logprob(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    """What linear_logprob's forward and backward share besides tensors."""
+    """Holds the settings, apart from tensors, that linear_logprob's forward and backward share."""
 
     temperature: float
     start: int  # this rank's first column
@@ -123,12 +124,14 @@ class _Head:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
 
     def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[chunk, num_valid], used by every chunk: fresh memory costs the CPU a page fault per 4 KiB, as much as the
-        exponential."""
+        """Return memory [chunk, num_valid] that every chunk reuses.
+
+        Fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential.
+        """
         return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
 
     def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N] the target's column here, 0 where it is another rank's; [N] whether it is here."""
+        """Return [N] columns of the targets on this rank (0 for another rank's), and [N] True for this rank's own."""
         local = targets - self.start
         mine = (local >= 0) & (local < self.num_valid)
         return torch.where(mine, local, 0), mine
@@ -136,8 +139,10 @@ class _Head:
     def scaled_logits(
         self, hidden: torch.Tensor, weight: torch.Tensor, product: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """One chunk's logits over the temperature, in ``x``. The product is rounded to hidden's dtype, as the output
-        layer's is."""
+        """Return one chunk's logits over the temperature, in ``x``.
+
+        The product is rounded to hidden's dtype, as the output layer's is.
+        """
         logits = torch.mm(hidden, weight[: self.num_valid].t(), out=product[: hidden.shape[0]])
         x = logits if product is x else x[: hidden.shape[0]].copy_(logits)
         return x if self.temperature == 1.0 else x.div_(self.temperature)
@@ -150,11 +155,11 @@ class _LinearLogProb(torch.autograd.Function):
         tokens = hidden.shape[0]
         column, mine = head.own(targets)
         peak = hidden.new_empty(tokens, dtype=precise)
-        stats = hidden.new_empty(
-            (3, tokens), dtype=precise
-        )  # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
+        # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
+        stats = hidden.new_empty((3, tokens), dtype=precise)
         x_buffer, e_buffer = head.buffer(hidden, precise), head.buffer(hidden, precise)
         product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+        # This rank's statistics, chunk by chunk; then those of all tensor ranks.
         for rows in head.slices(tokens):
             x = head.scaled_logits(hidden[rows], weight, product, x_buffer)
             stats[2, rows] = x.gather(1, column[rows, None])[:, 0].masked_fill_(~mine[rows], 0)
@@ -190,6 +195,7 @@ class _LinearLogProb(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
         true_weight = weight[: head.num_valid]
         at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature
+        # The gradient of each chunk's logits, and its products with the weight and with the hidden states.
         for rows in head.slices(hidden.shape[0]):
             x = head.scaled_logits(hidden[rows], weight, product, x_buffer).sub_(log_z[rows, None])
             e = torch.exp(x, out=e_buffer[: x.shape[0]])
@@ -210,8 +216,7 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 def _combine(peak: torch.Tensor, stats: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Statistics relative to this rank's maximum become, in place, those of all tensor ranks relative to the
-    greatest."""
+    """Turn statistics relative to this rank's maximum, in place, into those of all ranks relative to the greatest."""
     own_peak = peak.clone()
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
     shift = own_peak - peak
@@ -222,7 +227,7 @@ def _combine(peak: torch.Tensor, stats: torch.Tensor, group: dist.ProcessGroup) 
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total += gradientᵀ hidden. In bfloat16 each chunk's product is rounded, the sum over chunks is not."""
+    """Add gradientᵀ hidden to ``total``. In bfloat16 each chunk's product is rounded, the sum over chunks is not."""
     if total.dtype == hidden.dtype:
         total.addmm_(gradient.t(), hidden)
     else:
@@ -242,22 +247,21 @@ def linear_logprob(
     reduce_hidden_grad: bool = True,
     chunk_tokens: int = LINEAR_CHUNK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``vocab_parallel_logprob`` of ``hidden @ weight.T`` without ever holding those logits: (log-probs, entropies),
-    each [N].
+    """Return ``vocab_parallel_logprob`` of ``hidden @ weight.T``, each [N], without ever holding all those logits.
 
-    hidden:     [N, H] what the output layer takes; under sequence parallelism already gathered. All N rows are the same
+    hidden:     [N, H], the output layer's input; under sequence parallelism already gathered. All N rows are the same
                 on all tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is
                 float64 too).
-    weight:     [V/TP, H] this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
+    weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
                 over the chunks in float32 and cast at the end.
-    targets:    [N] int64, global token ids below ``vocab_size``.
+    targets:    int64 [N], global token ids below ``vocab_size``.
     vocab_size: true size; rows of ``weight`` past it are pads, take no probability and get a gradient of exactly zero.
     train_entropy: whether the entropy carries gradient.
     reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's
                 gather of a sequence-parallel hidden sums it by reduce-scatter.
-    chunk_tokens: rows of logits that exist at a time. Peak extra memory is two float32 [chunk_tokens, V/TP] (and one
-                more in hidden's dtype where that is not float32), beside the gradients themselves.
+    chunk_tokens: tokens, the rows of logits that exist at a time. Peak extra memory is two float32 [chunk_tokens, V/TP]
+                (and one more in hidden's dtype where that is not float32), beside the gradients themselves.
 
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0,
     where all tensor ranks, having the same N, skip them together.

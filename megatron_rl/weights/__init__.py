@@ -1,1 +1,1 @@
-"""Megatron-Core's parameters under Hugging Face's names, both ways."""
+"""Conversion between Megatron-Core's parameters and tensors under Hugging Face's names."""

@@ -1,16 +1,16 @@
-"""Whether tensors arrived to the bit: a checksum of raw bytes, computed where the tensor is, the same on a CPU and a
-GPU.
+"""A checksum of tensors' raw bytes, to tell whether tensors arrived bit for bit; alike on a CPU and a GPU.
 
 The bytes are read as int64 words in a grid of ROW_WORDS columns, zeros after the last. Each row is summed and each
 column, modulo 2⁶⁴; the checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums, row sums and the number of bytes,
-with splitmix64 as mix. Sums run at the memory's speed and take no memory of the tensor's size; a word's value shows in
-its row and its column and thereby its place does.
+with splitmix64 as mix. The sums run on the tensor's device at its memory's speed, without memory of the tensor's size;
+a word's value shows in the sums of its row and its column, and so does its position.
 
-It sees every change of one word, every swap of two words that differ, and any other change but one whose differences
-cancel in each row and in each column (four words at the corners of a rectangle, say), or a collision of mix (2⁻⁶⁴). It
-is no defence against an adversary.
+The checksum sees every change of one word, every swap of two words that differ, and any other change but one whose
+differences cancel in each row and in each column (four words at the corners of a rectangle, say), or a collision of
+mix (2⁻⁶⁴). It is no defence against an adversary.
 
-Imports torch alone: an engine's process, which has no Megatron-Core, computes it too. Needs a little-endian host.
+This module imports torch alone: an engine's process, which has no Megatron-Core, computes the checksum too. It needs a
+little-endian host.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SLAB_BYTES = {"cpu": 2**22, "cuda": 2**25}  # multiples of ROW_BYTES; no checksu
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """0 ≤ checksum < 2⁶⁴ of a tensor's bytes in the order of its elements, whatever its strides; not of its dtype or
-    shape.
+    """Return the checksum, 0 ≤ checksum < 2⁶⁴, of a tensor's bytes in the order of its elements.
 
-    Waits for the device. Takes at most a slab or two of memory, and that only of a tensor that is not contiguous.
+    Strides, dtype and shape do not enter it. Waits for the device. Takes at most a slab or two of memory, and only for
+    a tensor that is not contiguous.
     """
     return int(_digest(tensor)) & (2**64 - 1)
 
 
 class Checksum:
-    """Of tensors in order, each with name, dtype and shape. Nothing waits for a device before ``value``.
+    """Sums up tensors in order, each with name, dtype and shape. Only ``value`` waits for a device.
 
     Example: ``seen = Checksum(); seen.update("model.norm.weight", x); seen.value()`` is 16 hexadecimal digits.
     """
@@ -46,29 +46,28 @@ class Checksum:
 
     @property
     def count(self) -> int:
-        """Tensors so far."""
+        """Return the number of tensors so far."""
         return len(self._parts)
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes one tensor more; its memory may be used again afterwards."""
+        """Take one tensor more; its memory may be used again afterwards."""
         self._parts.append((repr((name, str(tensor.dtype), tuple(tensor.shape))).encode(), _digest(tensor)))
 
     def extend(self, other: Checksum) -> None:
-        """Takes what ``other`` has taken, in that order, without reading it again: a bucket's tensors into those of all
-        buckets."""
+        """Take the tensors of ``other`` (a bucket's, say) in their order, without reading them again."""
         self._parts.extend(other._parts)
 
     def value(self) -> str:
-        """May be asked for at any time, and more may follow."""
-        found = hashlib.blake2b(digest_size=8)
+        """Return the checksum of the tensors so far as 16 hexadecimal digits; more tensors may follow."""
+        total = hashlib.blake2b(digest_size=8)
         for header, digest in self._parts:
-            found.update(len(header).to_bytes(8, "little") + header + (int(digest) & (2**64 - 1)).to_bytes(8, "little"))
-        return found.hexdigest()
+            total.update(len(header).to_bytes(8, "little") + header + (int(digest) & (2**64 - 1)).to_bytes(8, "little"))
+        return total.hexdigest()
 
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum as a 0-dimensional int64 tensor on the tensor's device."""
+    """Return the checksum as a 0-dimensional int64 tensor on the tensor's device."""
     num_bytes = tensor.numel() * tensor.element_size()
     # one vector from the start: small tensors kept between a slab's temporaries would leave glibc's heap full of holes
     vector = torch.zeros(ROW_WORDS + -(-num_bytes // ROW_BYTES) + 1, dtype=torch.int64, device=tensor.device)
@@ -92,7 +91,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """splitmix64 (Steele, Lea, Flood 2014) of each value and its index, in wrapping int64."""
+    """Return splitmix64 (Steele, Lea, Flood 2014) of each value and its index, in wrapping int64."""
     z = torch.arange(1, len(values) + 1, device=values.device).mul_(_signed(0x9E3779B97F4A7C15)).add_(values)
     z = (z ^ _shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     z = (z ^ _shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
@@ -100,7 +99,7 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right with zeros from the left: torch's >> repeats the sign."""
+    """Shift to the right with zeros from the left, for torch's >> repeats the sign."""
     return (values >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -109,8 +108,7 @@ def _signed(word: int) -> int:
 
 
 def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
-    """The bytes in order, uint8, each slab of slab_bytes but the last, and at an address that words can be read
-    from."""
+    """Yield the bytes in order, uint8, in slabs of slab_bytes but for the last, each aligned for words."""
     if tensor.is_contiguous():
         flat = _bytes_of(tensor)
         if flat.storage_offset() % 8 == 0:
@@ -131,7 +129,7 @@ def _slabs(tensor: torch.Tensor, slab_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def _pieces(tensor: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """The bytes in order, uint8; nothing above ``most_bytes`` is copied at once."""
+    """Yield the bytes in order, uint8, copying at most ``most_bytes`` at once."""
     if tensor.is_contiguous():
         yield _bytes_of(tensor)
     elif tensor.numel() * tensor.element_size() <= most_bytes:

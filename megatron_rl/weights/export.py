@@ -1,5 +1,4 @@
-"""Weights in from Hugging Face files, each rank its own shard; and out under Hugging Face names, from any TP, PP and
-EP."""
+"""Weights from Hugging Face files into each rank's shard, and out under Hugging Face names from any TP, PP and EP."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class WeightReader(Protocol):
 
 
 class MemoryReader:
-    """The same slices, of tensors already in memory (random weights, tests)."""
+    """Reads slices of tensors that are in memory already (random weights, tests)."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.tensors = tensors
@@ -69,14 +68,14 @@ class MemoryReader:
 
 
 class HuggingFaceReader:
-    """Slices of the safetensors files of a Hugging Face directory, sharded or not; never a whole file."""
+    """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file."""
 
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
         index = self.path / INDEX
         single = self.path / "model.safetensors"
         if index.exists():
-            self.files = {k: self.path / v for k, v in json.loads(index.read_text())["weight_map"].items()}
+            self.files = {name: self.path / part for name, part in json.loads(index.read_text())["weight_map"].items()}
         elif single.exists():
             with safe_open(single, framework="pt") as file:
                 self.files = dict.fromkeys(file.keys(), single)
@@ -104,15 +103,15 @@ class HuggingFaceReader:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        kind = self._slice(name).get_dtype()
-        if kind not in DTYPE_OF_NAME:
+        dtype_name = self._slice(name).get_dtype()
+        if dtype_name not in DTYPE_OF_NAME:
             raise ConfigError(
-                f"{name} in {self.path} is {kind}; only {', '.join(DTYPE_OF_NAME)} are read: it may be quantised"
+                f"{name} in {self.path} is {dtype_name}; only {', '.join(DTYPE_OF_NAME)} are read: it may be quantised"
             )
-        return DTYPE_OF_NAME[kind]
+        return DTYPE_OF_NAME[dtype_name]
 
     def close(self) -> None:
-        """Unmaps the files, so that what was read of them is no longer resident; the next read maps them again."""
+        """Unmap the files, so that the bytes read are no longer resident; the next read maps them again."""
         self.open_files.clear()
 
     def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
@@ -124,7 +123,7 @@ class HuggingFaceReader:
 def load_weights(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
-    """Fills this rank's chunks. Raises where a tensor is missing, has another shape, or a parameter is left over."""
+    """Fill this rank's chunks. Raise where a tensor is missing, has another shape, or a parameter is left over."""
     for number, chunk in enumerate(chunks):
         _load_chunk(chunk, number * topology.pipeline_size + topology.pipeline_rank, shape, topology, reader)
 
@@ -133,8 +132,10 @@ def _load_chunk(
     chunk: torch.nn.Module, stage: int, shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
     parameters = dict(chunk.named_parameters())
-    for held in stage_entries(shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size):
-        entry = held.held_by(topology.expert_rank, shape, topology.expert_size)
+    for stage_entry in stage_entries(
+        shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size
+    ):
+        entry = stage_entry.held_by(topology.expert_rank, shape, topology.expert_size)
         for name in entry.hf:
             if reader.size(name) != hf_size(shape, name):
                 raise ConfigError(
@@ -157,12 +158,13 @@ def _load_chunk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Entries of one stage that are gathered together, and what that takes; sizes are of one rank's shards.
+    """Holds entries of one stage that are gathered together, and the sizes of their shards.
 
-    ranks: tensor ranks (of an expert, expert tensor ranks) that one entry is split over; holders: those times the
-    expert-parallel ranks.
-    gathered_elements: all holders' shards, 0 where nothing has to travel. copied_elements: the largest Hugging Face
-    tensor whose elements do not lie in order among them.
+    sizes: the shape of one rank's shard of each entry.
+    ranks: tensor ranks (for an expert, expert tensor ranks) that one entry is split over.
+    holders: ``ranks`` times the expert-parallel ranks.
+    gathered_elements: those of all holders' shards, 0 where nothing has to travel.
+    copied_elements: those of the largest Hugging Face tensor whose elements do not lie in order among the shards.
 
     Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered and 4096 copied.
     """
@@ -184,8 +186,7 @@ class Bucket:
         return self.gathered_elements + self.copied_elements
 
     def takes(self, other: Bucket) -> bool:
-        """Whether the two can travel together. A table of the vocabulary goes alone: then its shards are the tensor,
-        uncopied."""
+        """Return whether both can travel together. A vocabulary's table travels alone, to be exported uncopied."""
         alone = any(entry.layout is Layout.ROWS for entry in self.entries + other.entries)
         return self.stage == other.stage and self.of_experts == other.of_experts and not alone
 
@@ -220,10 +221,10 @@ def _bucket_of(stage: int, entry: Entry, shape: ModelShape, topology: Topology) 
 def cut_buckets(
     shape: ModelShape, topology: Topology, most_elements: int, entries: StageEntries = stage_entries
 ) -> list[Bucket]:
-    """Every entry of every stage in one bucket, in the order of the stages; from the config alone, so alike on all
-    ranks.
+    """Return buckets that hold every entry of every stage once, in the order of the stages.
 
-    A bucket takes neighbours as long as it stays within ``most_elements``; an entry above that has one of its own.
+    They follow from the config alone, so all ranks have the same. A bucket takes neighbours as long as it stays within
+    ``most_elements``; an entry above that has a bucket of its own.
     """
     stages = topology.pipeline_size * topology.virtual_size
     buckets: list[Bucket] = []
@@ -248,12 +249,11 @@ def export_weights(
     bucket_bytes: int = BUCKET_BYTES,
     entries: StageEntries = stage_entries,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under its Hugging Face name, whole, on every rank, in one order that ``bucket_bytes`` does not
-    change.
+    """Yield every tensor under its Hugging Face name, whole, on every rank.
 
     A collective over the model-parallel group and the experts': bucket after bucket is handed over the pipeline and
     gathered over the ranks that hold its shards. The iterator must be run to its end on all ranks, with the same
-    bucket_bytes.
+    bucket_bytes, which does not change the order of the tensors.
 
     A tensor is valid until the next is asked for: copy it out before (and do not write to it). It is a view of the
     export's memory, which the next tensor overwrites, or of the parameter itself where nothing is gathered.
@@ -263,8 +263,8 @@ def export_weights(
     bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one tensor laid out from
             them, allocated once. Only a parameter that needs more by itself (a vocabulary's table: its size; another:
             its size and that of its largest Hugging Face tensor) takes more: it has a bucket of its own. A mapping that
-            makes a tensor when it is asked for one takes that beside it.
-    entries: what is exported: the model's parameters, or its adapters (``mapping.adapter_entries``).
+            makes each tensor on request takes that tensor's memory too.
+    entries: the entries to export: the model's parameters, or its adapters (``mapping.adapter_entries``).
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1; 1 is an entry at a time")
@@ -272,13 +272,13 @@ def export_weights(
     buckets = cut_buckets(shape, topology, bucket_bytes // example.element_size(), entries)
     memory = torch.empty(max(bucket.elements for bucket in buckets), dtype=example.dtype, device=example.device)
     for bucket in buckets:
-        shards = _gather(bucket, chunks, memory, topology)
+        gathered = _gather(bucket, chunks, memory, topology)
         spare = memory[bucket.gathered_elements :]
-        for entry, of_all in zip(bucket.entries, shards, strict=True):
+        for entry, of_holders in zip(bucket.entries, gathered, strict=True):
             # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel
             # rank e's
-            for expert_rank, of_rank in enumerate(of_all.split(bucket.ranks)):
-                for name, part in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, of_rank):
+            for expert_rank, shards in enumerate(of_holders.split(bucket.ranks)):
+                for name, part in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, shards):
                     if not part.is_contiguous():
                         part = spare[: part.numel()].view(part.shape).copy_(part)
                     yield name, part.view(hf_size(shape, name))
@@ -287,16 +287,19 @@ def export_weights(
 def _gather(
     bucket: Bucket, chunks: Sequence[Mapping[str, torch.Tensor]], memory: torch.Tensor, topology: Topology
 ) -> Iterator[torch.Tensor]:
-    """Entry by entry the shards of all holders [holders, *shard], in ``memory``; a parameter itself where it is whole
-    and at hand."""
+    """Return an iterator over the entries: the shards of each one's holders, [holders, *shard], in ``memory``.
+
+    Where nothing has to travel, each parameter is handed out itself.
+    """
     chunk, owner = divmod(bucket.stage, topology.pipeline_size)
     if not bucket.gathered_elements:
         return (chunks[chunk][entry.megatron].detach()[None] for entry in bucket.entries)
     group = topology.expert_group if bucket.of_experts else topology.tensor_group
     rows = memory[: bucket.gathered_elements].view(bucket.holders, -1)
-    places = rows.split([math.prod(size) for size in bucket.sizes], dim=1)
-    shards = [place.view(bucket.holders, *size) for place, size in zip(places, bucket.sizes, strict=True)]
-    mine = dist.get_rank(group)
+    columns = rows.split([math.prod(size) for size in bucket.sizes], dim=1)
+    shards = [column.view(bucket.holders, *size) for column, size in zip(columns, bucket.sizes, strict=True)]
+    own_row = dist.get_rank(group)
+    # The stage's pipeline rank copies its shards into its own row, and hands the row to the other pipeline ranks.
     if owner == topology.pipeline_rank:
         for entry, size, shard in zip(bucket.entries, bucket.sizes, shards, strict=True):
             parameter = chunks[chunk][entry.megatron]
@@ -304,29 +307,30 @@ def _gather(
                 f"{entry.megatron} is {parameter.dtype} {tuple(parameter.shape)}, and all ranks await {memory.dtype} "
                 f"{size}"
             )
-            shard[mine].copy_(parameter)
+            shard[own_row].copy_(parameter)
     if topology.pipeline_size > 1:  # before the gather, so that one shard crosses the pipeline and not all of them
-        dist.broadcast(rows[mine], dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group)
+        dist.broadcast(
+            rows[own_row], dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group
+        )
     # A broadcast per holder moves the bytes of an all-gather; gloo's all-gather holds a second buffer of the whole
-    # output
-    # (measured, torch 2.13: 130 MB more for one of 128 MB, broadcasts 0.2 MB).
+    # output (measured, torch 2.13: 130 MB more for an output of 128 MB, broadcasts 0.2 MB).
     if bucket.holders > 1:
-        sent = [
+        broadcasts = [
             dist.broadcast(row, rank, group=group, async_op=True)
             for row, rank in zip(rows, dist.get_process_group_ranks(group), strict=True)
         ]
-        for work in sent:
+        for work in broadcasts:
             work.wait()
     return iter(shards)
 
 
 def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, tokenizer, path: pathlib.Path) -> None:
-    """Writes a Hugging Face directory (config, tokenizer, model.safetensors) that appears whole or not at all."""
+    """Write a Hugging Face directory (config, tokenizer, model.safetensors) that appears whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # of tensors that are valid one at a time
-    save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # each is valid until the next one
+    save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
     hf_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(path, ignore_errors=True)

@@ -1,10 +1,9 @@
-"""Experts fused in memory ↔ one tensor per expert in files: transformers 5 does the former, checkpoints hold the
-latter.
+"""Experts fused in memory ↔ one tensor per expert in files: transformers 5 fuses them, checkpoints do not.
 
 In memory ``…mlp.experts.gate_up_proj`` is [experts, 2 · ffn, hidden] (gate's rows, then up's) and
 ``…mlp.experts.down_proj`` [experts, hidden, ffn]; transformers converts while it loads and saves (5.19
-``conversion_mapping.py``, "mixtral" and "qwen2_moe"). Its own ``revert_weight_conversion`` hands out copies; here they
-are views, so that an engine fills its parameters through them.
+``conversion_mapping.py``, "mixtral" and "qwen2_moe"). Its own ``revert_weight_conversion`` makes copies; here the
+tensors are views, so that an engine fills its parameters through them.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from megatron_rl.weights.mapping import EXPERT_NAMES
 
 
 def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
-    """A model's tensors (weights or gradients, by in-memory name) under the names of a checkpoint's files, as views.
+    """Return views of a model's tensors (weights or gradients) under the names of a checkpoint's files.
 
+    tensors: by their names in memory.
     family: the config's ``model_type``. Any other than a mixture of ``EXPERT_NAMES`` has the same names in both places.
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
@@ -27,7 +27,7 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     if family not in EXPERT_NAMES:
         return dict(tensors)
     names = EXPERT_NAMES[family]
-    found: dict[str, torch.Tensor] = {}
+    renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, mixture, rest = name.partition(".mlp.")
         within = f"{layer}.{names.block}"
@@ -35,10 +35,10 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
             case "experts.gate_up_proj":
                 for expert, both in enumerate(tensor):
                     for part, rows in zip((names.gate, names.up), both.chunk(2), strict=True):
-                        found[f"{within}.experts.{expert}.{part}.weight"] = rows
+                        renamed[f"{within}.experts.{expert}.{part}.weight"] = rows
             case "experts.down_proj":
                 for expert, columns in enumerate(tensor):
-                    found[f"{within}.experts.{expert}.{names.down}.weight"] = columns
+                    renamed[f"{within}.experts.{expert}.{names.down}.weight"] = columns
             case _:
-                found[f"{within}.{rest}" if mixture else name] = tensor
-    return found
+                renamed[f"{within}.{rest}" if mixture else name] = tensor
+    return renamed

@@ -1,6 +1,6 @@
 """Megatron-Core names ↔ Hugging Face names: one table per family, for the torch layer spec and Transformer Engine's.
 
-An entry is a Megatron parameter of one layer, the Hugging Face tensors that it is made of, and how they are laid out:
+An entry is a Megatron parameter of one layer, the Hugging Face tensors that it is made of, and their layout:
 
 - ``REPLICATED``: the same on every tensor rank (norms).
 - ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary are zeros.
@@ -8,8 +8,8 @@ An entry is a Megatron parameter of one layer, the Hugging Face tensors that it 
 - ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over
                   ranks (read, megatron-core 0.16.1 ``transformer/attention.py``
                   SelfAttention.get_query_key_value_tensors).
-- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); of one tensor alone:
-  its rows.
+- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
+                  tensor, each rank's rows of it.
 
 Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory
 (weights/fused.py).
@@ -38,11 +38,11 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One Megatron parameter and its Hugging Face tensors, in the order of the layout.
+    """Describes one Megatron parameter and its Hugging Face tensors, in the order of the layout.
 
-    expert: of an expert's parameter its number among this rank's experts; ``{expert}`` in its Hugging Face names stands
-            for the number among all, which ``held_by`` fills in. Such a parameter is split over expert tensor ranks,
-            any other over tensor ranks.
+    expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}`` in its Hugging Face
+            names stands for the number among all, which ``held_by`` fills in. Such a parameter is split over expert
+            tensor ranks, any other over tensor ranks.
     """
 
     megatron: str
@@ -51,8 +51,10 @@ class Entry:
     expert: int | None = None
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
-        """The entry as one expert-parallel rank holds it: rank e has experts e·E/size to (e + 1)·E/size
-        (``moe/moe_layer.py``)."""
+        """Return the entry as one expert-parallel rank holds it.
+
+        Rank e has experts e·E/size to (e + 1)·E/size (``moe/moe_layer.py``).
+        """
         if self.expert is None:
             return self
         number = expert_rank * (shape.num_experts // expert_size) + self.expert
@@ -61,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``."""
+    """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``."""
 
     block: str
     gate: str
@@ -77,15 +79,16 @@ EXPERT_NAMES = {
 EMBEDDING = Entry(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
 HEAD = Entry(megatron="output_layer.weight", hf=("lm_head.weight",), layout=Layout.ROWS)
 TIED_HEAD = Entry(megatron="output_layer.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
-VALUE_HEAD = Entry(
-    megatron="output_layer.weight", hf=("score.weight",), layout=Layout.REPLICATED
-)  # transformers' reward models
+# transformers' reward models have this tensor
+VALUE_HEAD = Entry(megatron="output_layer.weight", hf=("score.weight",), layout=Layout.REPLICATED)
 FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",), layout=Layout.REPLICATED)
 
 
 def layer_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """The table of one decoder layer; Megatron names are relative to ``decoder.layers.<local>.``, HF's to
-    ``model.layers.<layer>.``."""
+    """Return the table of one decoder layer.
+
+    Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
+    """
     fused = shape.layer_spec == "transformer_engine"
     attention_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
     # a router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1
@@ -94,7 +97,9 @@ def layer_entries(shape: ModelShape) -> tuple[Entry, ...]:
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     entries = [
         Entry(megatron=attention_norm, hf=("input_layernorm.weight",), layout=Layout.REPLICATED),
-        Entry(megatron="self_attention.linear_qkv.weight", hf=tuple(f"{x}.weight" for x in qkv), layout=Layout.QKV),
+        Entry(
+            megatron="self_attention.linear_qkv.weight", hf=tuple(f"{part}.weight" for part in qkv), layout=Layout.QKV
+        ),
         Entry(megatron="self_attention.linear_proj.weight", hf=("self_attn.o_proj.weight",), layout=Layout.COLUMNS),
         Entry(megatron=mlp_norm, hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
     ]
@@ -107,14 +112,16 @@ def layer_entries(shape: ModelShape) -> tuple[Entry, ...]:
         entries.append(Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS))
     if shape.qkv_bias:
         entries.append(
-            Entry(megatron="self_attention.linear_qkv.bias", hf=tuple(f"{x}.bias" for x in qkv), layout=Layout.QKV)
+            Entry(
+                megatron="self_attention.linear_qkv.bias", hf=tuple(f"{part}.bias" for part in qkv), layout=Layout.QKV
+            )
         )
     if shape.qk_norm:
-        for x in "qk":
+        for part in "qk":
             entries.append(
                 Entry(
-                    megatron=f"self_attention.{x}_layernorm.weight",
-                    hf=(f"self_attn.{x}_norm.weight",),
+                    megatron=f"self_attention.{part}_layernorm.weight",
+                    hf=(f"self_attn.{part}_norm.weight",),
                     layout=Layout.REPLICATED,
                 )
             )
@@ -122,10 +129,10 @@ def layer_entries(shape: ModelShape) -> tuple[Entry, ...]:
 
 
 def expert_entries(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
-    """The table of one of this rank's experts, names as in ``layer_entries``.
+    """Return the table of one of this rank's experts, with names as in ``layer_entries``.
 
-    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's one
-    grouped linear of all, with a weight per expert (TEGroupedMLP; read, not run: there is no GPU in the tests).
+    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's makes
+    one grouped linear of all, with a weight per expert (TEGroupedMLP; read, not run: the tests have no GPU).
     """
     names = EXPERT_NAMES[shape.family]
     within = f"{names.block}.experts.{{expert}}"
@@ -142,10 +149,11 @@ def expert_entries(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
 
 
 def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
-    """The parameters of one model chunk under full names, in an order that every rank derives alike.
+    """Yield the parameters of one model chunk under full names, in an order that every rank derives alike.
 
-    Of a layer's experts, an entry is the i-th of every expert-parallel rank. stage counts chunks in the order of the
-    layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
+    stage: counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
+
+    An expert's entry stands for the i-th expert of every expert-parallel rank.
 
     A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice
     (``export`` skips it).
@@ -176,22 +184,21 @@ def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: i
 
 
 def target_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Of ``layer_entries`` the weights that ``lora.targets`` names."""
+    """Return the entries of one layer's weights that ``lora.targets`` names."""
     wanted = {f"{name}.weight" for name in shape.lora_targets}
     return tuple(entry for entry in layer_entries(shape) if entry.megatron.partition(".")[2] in wanted)
 
 
 def adapter_name(linear: str) -> str:
-    """Where the adapters of a linear layer lie: a module beside it. Example: mlp.linear_fc1 →
-    mlp.linear_fc1_adapter."""
+    """Return the name of a linear layer's adapters, a module beside it: mlp.linear_fc1 → mlp.linear_fc1_adapter."""
     return f"{linear}_adapter"
 
 
 def pair_entries(weight: Entry) -> Iterator[Entry]:
-    """A and B of each Hugging Face tensor that a target's weight is made of, under PEFT's names.
+    """Yield the entries of A and B for each Hugging Face tensor of a target's weight, under PEFT's names.
 
-    Of a layer that is split by rows A is whole on every tensor rank and B split by rows, in the order of its own
-    tensor; of one that is split by columns A is split by columns and B whole.
+    For a layer that is split by rows, A is whole on every tensor rank and B is split by rows, in the order of its own
+    tensor; for one that is split by columns, A is split by columns and B is whole.
     """
     linear = adapter_name(weight.megatron.removesuffix(".weight"))
     in_rows = weight.layout is not Layout.COLUMNS
@@ -206,7 +213,7 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
 
 
 def adapter_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
-    """``stage_entries`` of the adapters; Hugging Face names are PEFT's without its ``base_model.model.``."""
+    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``."""
     per_stage = shape.num_layers // num_stages
     for local in range(per_stage):
         layer = stage * per_stage + local
@@ -217,8 +224,7 @@ def adapter_entries(shape: ModelShape, stage: int, num_stages: int, expert_size:
 
 
 def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
-    """Shape of a Hugging Face tensor, from the config alone: what a file must hold, and what every rank knows without
-    asking."""
+    """Return the shape that a Hugging Face tensor has in a file, from the config alone, so without communication."""
     if ".lora_" in name:
         projection, _, side = name.removesuffix(".weight").rpartition(".lora_")
         rows, columns = hf_size(shape, f"{projection}.weight")
@@ -231,7 +237,7 @@ def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
         shape.hidden_size,
         shape.ffn_hidden_size,
     )
-    known: dict[str, tuple[int, ...]] = {
+    sizes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab_size, hidden),
         "lm_head.weight": (shape.vocab_size, hidden),
         "score.weight": (1, hidden),
@@ -250,17 +256,17 @@ def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
     }
     if shape.num_experts:
         names = EXPERT_NAMES[shape.family]
-        known |= {
+        sizes |= {
             f"{names.block}.gate.weight": (shape.num_experts, hidden),
             f"expert.{names.gate}.weight": (ffn, hidden),
             f"expert.{names.up}.weight": (ffn, hidden),
             f"expert.{names.down}.weight": (hidden, ffn),
         }
-    return known.get(kind, (hidden,))  # the rest are norms over the hidden state
+    return sizes.get(kind, (hidden,))  # the rest are norms over the hidden state
 
 
 def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
-    """Shape of one tensor rank's shard of a Megatron parameter."""
+    """Return the shape of one tensor rank's shard of a Megatron parameter."""
     first = hf_size(shape, entry.hf[0])
     match entry.layout:
         case Layout.REPLICATED:
@@ -278,7 +284,7 @@ ReadRows = Callable[[str, int, int, int], torch.Tensor]
 
 
 def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
-    """This tensor rank's shard of a Megatron parameter, reading only its own slices of the Hugging Face tensors."""
+    """Return this tensor rank's shard of a Megatron parameter, read from its own slices of Hugging Face tensors."""
 
     def part(name: str, dimension: int) -> torch.Tensor:
         share = hf_size(shape, name)[dimension] // ranks
@@ -305,12 +311,12 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
 
 
 def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensor ranks' shards [ranks, *shard] of a Megatron parameter → its Hugging Face tensors; the inverse of
-    ``load_shard``.
+    """Yield (name, part) of the Hugging Face tensors of a Megatron parameter; the inverse of ``load_shard``.
+
+    shards: [ranks, *shard], those of all tensor ranks; may be rows of a wider buffer, but for ``ROWS``.
 
     Nothing is copied: each part is a view that has a tensor's elements in order, under more dimensions where ranks or
-    groups cut it (``part.reshape(hf_size(shape, name))`` is the tensor). The shards may be rows of a wider buffer, but
-    for ``ROWS``.
+    groups cut it (``part.reshape(hf_size(shape, name))`` is the tensor).
     """
     match entry.layout:
         case Layout.REPLICATED:
@@ -328,7 +334,6 @@ def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[
 
 
 def merge_shards(entry: Entry, shape: ModelShape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """``hf_parts`` of separate shards, each laid out as its Hugging Face tensor; a copy where the layout asks for
-    one."""
+    """Return the Hugging Face tensors of separate shards, each in its own shape; copied where the layout needs it."""
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(shards)
     return [(name, part.reshape(hf_size(shape, name))) for name, part in hf_parts(entry, shape, stacked)]

@@ -1,4 +1,4 @@
-"""The sizes of a model, as its Hugging Face config and its adapters give them."""
+"""The sizes of a model, from its Hugging Face config and its adapters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron_rl.config import LoraConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the rest of the house asks of the Hugging Face config. Sizes in elements, ``context_tokens`` in tokens.
+    """Holds a model's sizes by its Hugging Face config. Sizes are in elements, ``context_tokens`` in tokens.
 
-    ffn_hidden_size: the width of the MLP; of one expert, where there are experts.
+    ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
     num_experts, experts_per_token: 0 for a dense model.
     router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up
     to 1.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
-    value_head: one number per token in place of the vocabulary's; embeddings are never tied then.
-    lora_rank, lora_alpha, lora_targets: of its adapters (model/adapter.py); 0 and none where every weight is trained.
+    value_head: True for one number per token in place of the vocabulary's logits; embeddings are then never tied.
+    lora_rank, lora_alpha, lora_targets: the adapters' (model/adapter.py); 0 and none where every weight is trained.
     """
 
     family: str
@@ -46,24 +46,23 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of one layer that a token passes: of a mixture's experts ``experts_per_token``."""
+        """Return the weights of one layer's matrices that a token passes (``experts_per_token`` of a mixture)."""
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         mlps = self.experts_per_token if self.num_experts else 1
         return attention + 3 * self.hidden_size * self.ffn_hidden_size * mlps + self.hidden_size * self.num_experts
 
     @property
     def square_share(self) -> float:
-        """Attention's cost of one squared token of a causal sequence, over a token's cost in the matrices of its
-        layer."""
+        """Return attention's cost per squared token of a causal sequence, over a layer's matrices' per token."""
         return self.num_heads * self.head_dim / self.layer_parameters
 
     @property
     def head_layers(self) -> float:
-        """The LM head's cost in layers, were every token to pass it."""
+        """Return the LM head's cost in layers, were every token to pass it."""
         return self.vocab_size * self.hidden_size / self.layer_parameters
 
     def with_adapters(self, lora: LoraConfig) -> ModelShape:
-        """The same model with ``lora``'s adapters; itself where ``lora.rank`` is null."""
+        """Return the same model with ``lora``'s adapters; itself where ``lora.rank`` is null."""
         if lora.rank is None:
             return self
         return dataclasses.replace(self, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_targets=tuple(lora.targets))

@@ -1,5 +1,4 @@
-"""Adapters as PEFT's directory (adapter_config.json, adapter_model.safetensors): PeftModel.from_pretrained reads it as
-it is."""
+"""Adapters as a directory of PEFT (adapter_config.json, adapter_model.safetensors) for PeftModel.from_pretrained."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from safetensors.torch import save_file
 from megatron_rl.weights.mapping import target_entries
 from megatron_rl.weights.model_shape import ModelShape
 
-PREFIX = "base_model.model."  # PEFT's, of the model that its own wraps
+PREFIX = "base_model.model."  # PEFT's, of the model that PeftModel wraps
 
 
 def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
-    """PEFT's LoraConfig (0.21). hf_path: where the frozen model lies."""
+    """Return PEFT's LoraConfig (0.21). ``hf_path``: the directory of the frozen model."""
     modules = [name.removesuffix(".weight").rpartition(".")[2] for entry in target_entries(shape) for name in entry.hf]
     return {
         "peft_type": "LORA",
@@ -39,13 +38,15 @@ def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
 
 
 def save_peft(tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object], path: pathlib.Path) -> None:
-    """Writes a directory that appears whole or not at all. tensors: by PEFT's names without PREFIX, valid one at a
-    time."""
+    """Write a PEFT directory that appears whole or not at all.
+
+    tensors: by PEFT's names without PREFIX, each valid until the next one.
+    """
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    kept = {PREFIX + name: tensor.to("cpu", copy=True) for name, tensor in tensors}
-    save_file(kept, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    copies = {PREFIX + name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+    save_file(copies, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(path, ignore_errors=True)
     os.replace(partial, path)

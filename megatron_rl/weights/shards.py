@@ -1,7 +1,7 @@
-"""safetensors files written a tensor at a time, in shards under an index, as ``save_pretrained`` lays them out.
+"""Safetensors files written a tensor at a time, in shards under an index, as ``save_pretrained`` lays them out.
 
 The format (safetensors 0.4 and later): 8 bytes little-endian with the header's length, a JSON header with dtype, shape
-and place of each tensor, then the tensors' bytes. All names, shapes and dtypes are known from the config before the
+and offsets of each tensor, then the tensors' bytes. All names, shapes and dtypes are known from the config before the
 first tensor is, so the header comes first and tensors follow; safetensors' own ``save_file`` wants a whole file's
 tensors at once.
 """
@@ -25,8 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A tensor to come. Example: ``Planned(name="model.norm.weight", shape=(64,), dtype=torch.bfloat16)``: 128
-    bytes."""
+    """Describes a tensor to come: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` is 128 bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,29 +37,30 @@ class Planned:
 
 
 class ShardWriter:
-    """Writes ``planned`` tensors, handed in in that order, to ``folder``: model.safetensors, or shards of at most
-    ``shard_bytes`` each (a larger tensor has a shard of its own) and their index.
+    """Writes tensors to ``folder`` in the order of ``planned``: model.safetensors, or shards and their index.
+
+    shard_bytes: the most bytes of a shard; a larger tensor has a shard of its own.
 
     Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
     """
 
     def __init__(self, folder: pathlib.Path, planned: Sequence[Planned], shard_bytes: int):
         self.folder = folder
-        for each in planned:
-            if each.dtype not in DTYPE_NAMES:
+        for tensor in planned:
+            if tensor.dtype not in DTYPE_NAMES:
                 raise ConfigError(
-                    f"{each.name} is {each.dtype}; only {', '.join(map(str, DTYPE_NAMES))} are written: choose one "
+                    f"{tensor.name} is {tensor.dtype}; only {', '.join(map(str, DTYPE_NAMES))} are written: choose one "
                     "with --dtype"
                 )
         self._shards: list[list[Planned]] = [[]]
-        room = shard_bytes
-        for each in planned:
-            if self._shards[-1] and each.num_bytes > room:
+        free_bytes = shard_bytes
+        for tensor in planned:
+            if self._shards[-1] and tensor.num_bytes > free_bytes:
                 self._shards.append([])
-                room = shard_bytes
-            self._shards[-1].append(each)
-            room -= each.num_bytes
-        self._waiting = [(number, each) for number, shard in enumerate(self._shards) for each in shard]
+                free_bytes = shard_bytes
+            self._shards[-1].append(tensor)
+            free_bytes -= tensor.num_bytes
+        self._waiting = [(number, tensor) for number, shard in enumerate(self._shards) for tensor in shard]
         self._waiting.reverse()
         self._open: tuple[int, BinaryIO] | None = None
 
@@ -75,10 +75,14 @@ class ShardWriter:
             self._open[1].close()
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for each in self._shards[number]:
-            place = [offset, offset + each.num_bytes]
-            header[each.name] = {"dtype": DTYPE_NAMES[each.dtype], "shape": list(each.shape), "data_offsets": place}
-            offset = place[1]
+        for tensor in self._shards[number]:
+            ends = [offset, offset + tensor.num_bytes]
+            header[tensor.name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": ends,
+            }
+            offset = ends[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the tensors start aligned
         file = (self.folder / self.file_name(number)).open("wb")
@@ -87,20 +91,20 @@ class ShardWriter:
         return file
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        number, each = self._waiting.pop()
-        found = Planned(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-        assert found == each, f"{found} came where {each} was planned"
+        number, planned = self._waiting.pop()
+        arrived = Planned(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        assert arrived == planned, f"{arrived} came where {planned} was planned"
         self._start(number).write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
 
     def finish(self) -> list[str]:
-        """Closes the last file and writes the index where there are several; returns the files' names."""
+        """Close the last file, write the index where there are several files, and return the files' names."""
         assert not self._waiting, f"{len(self._waiting)} planned tensors never came, {self._waiting[-1]} is the first"
         self.abandon()
         names = [self.file_name(i) for i in range(len(self._shards))]
         if len(names) > 1:
-            total = sum(each.num_bytes for shard in self._shards for each in shard)
-            places = {each.name: names[i] for i, shard in enumerate(self._shards) for each in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            total = sum(tensor.num_bytes for shard in self._shards for tensor in shard)
+            files = {tensor.name: names[i] for i, shard in enumerate(self._shards) for tensor in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             names.append(INDEX)
         return names
