@@ -1,2 +1,1 @@
-"""Megatron-Core's model, schedule and optimizer behind one object: log-probs, forward and backward, an optimizer
-step."""
+"""Megatron-Core's model, schedule and optimizer behind one object: log-probs, gradients, an optimizer step."""

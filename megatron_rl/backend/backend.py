@@ -1,4 +1,6 @@
-"""MegatronBackend: forward, forward_backward, optim_step, export. The library's front door; train.py is one user of it.
+"""MegatronBackend, the library's front door: forward, forward_backward, optim_step and export.
+
+train.py is one of its users. Another one, of which examples/library/one_step.py is the whole program:
 
     backend = MegatronBackend(config, total_steps=100)
     batch = backend.gather(samples, groups, order)          # facts to everyone
@@ -7,8 +9,6 @@
     for mini_batch in plan.mini_batches:
         backend.forward_backward(batch, mini_batch, inputs) # as often as you like: gradients add
         result = backend.optim_step(mini_batch.kind)        # one reduction, one step
-
-examples/library/one_step.py is this, whole.
 """
 
 from __future__ import annotations
@@ -44,32 +44,34 @@ from megatron_rl.weights.peft import adapter_config, save_peft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProbs:
-    """Old log-probs, flat over the batch's response tokens (float32, 0 where not passed), and sums of their gap to the
-    engine's."""
+    """Holds old log-probs of a batch and their gap to the engine's.
+
+    flat: float32 [T] over the batch's response tokens, 0 where a token was not passed.
+    sums: over the loss tokens passed, their count, the gap's absolute value, its k3 estimate, and its maximum.
+    """
 
     flat: np.ndarray
     sums: Mapping[str, float]
 
 
 class MegatronBackend(TrainableModel):
-    """The policy on this rank: model, schedule, optimizer. Every method is a collective unless it says otherwise."""
+    """Trains and reads the policy on this rank. Every method is a collective unless it says otherwise."""
 
     sum_names = ("loss", "tokens", "entropy", "kl", "clipped", "ratio")
 
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
     ) -> None:
-        """See TrainableModel."""
+        """Build the policy; the arguments are those of TrainableModel."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
-        loss = (
-            dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss
-        )  # measured all the same
+        # the KL is measured all the same
+        loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss
         self.objective = Objective(loss, self._sum_over_context)
         self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
         self._frozen_checksum: str | None = None
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
-        """Adds what each context rank's tokens gave; no gradient passes."""
+        """Add up the sums of all context ranks; no gradient passes through."""
         if self.topology.context_size > 1:
             dist.all_reduce(sums, group=self.topology.context_group)
         return sums
@@ -92,8 +94,10 @@ class MegatronBackend(TrainableModel):
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, plan: BatchPlan) -> LogProbs:
-        """Log-probs of the plan's samples under the current weights, on every rank. Rows must have been loaded for this
-        plan."""
+        """Return the log-probs of the plan's samples under the current weights, on every rank.
+
+        The batch must hold this plan's rows (``fetch_rows``).
+        """
 
         def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
             logprobs, _ = self._logprobs(hidden, microbatch.targets)
@@ -102,8 +106,8 @@ class MegatronBackend(TrainableModel):
         flat, kept = self._read(batch, plan, read)
         gaps = torch.zeros(3, dtype=torch.float64, device=HOST.device)
         highest = torch.zeros(1, dtype=torch.float64, device=HOST.device)
-        for each in kept:
-            gap = each["gap"].double()
+        for measured in kept:
+            gap = measured["gap"].double()
             gaps += torch.stack([gap.abs().sum(), ((-gap).exp() + gap - 1).sum(), torch.ones_like(gap).sum()])
             highest = torch.cat([highest, gap.abs()]).max()[None]  # a micro-batch may hold no loss token at all
         if plan.mini_batches[0].kind is StepKind.REAL:
@@ -114,17 +118,16 @@ class MegatronBackend(TrainableModel):
         return LogProbs(flat=flat, sums=sums)
 
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
-        """``forward`` over the samples chosen [S] bool, under a plan of its own."""
+        """Run ``forward`` over the samples ``chosen`` ([S] bool), under a plan of its own."""
         plan = self.plan("logprob", batch, chosen, drops=True)
         return self.forward(self.fetch_rows(batch, plan), plan)
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
-        """Return the engine's own log-probs of the whole batch, float32 [T] flat over response tokens, on every
-        rank."""
+        """Return the engine's own log-probs, float32 [T] flat over the batch's response tokens, on every rank."""
         return batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.logprobs)
 
     def gather_loss_mask(self, batch: Batch) -> np.ndarray:
-        """Return [T] bool, flat over response tokens, on every rank: where a token carries loss."""
+        """Return which tokens carry loss, bool [T] flat over the batch's response tokens, on every rank."""
         return (
             batch_exchange.gather_flat(batch.facts, batch.local, self.topology.rank, lambda sample: sample.loss_mask)
             > 0
@@ -133,7 +136,7 @@ class MegatronBackend(TrainableModel):
     def forward_backward(
         self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
     ) -> None:
-        """Adds the mini-batch's gradient to what has been accumulated. Several calls may precede one ``optim_step``.
+        """Add the mini-batch's gradient to the accumulated one; several calls may precede one ``optim_step``.
 
         Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no
         gradient.
@@ -155,19 +158,20 @@ class MegatronBackend(TrainableModel):
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank; must be run to its end on all ranks. Adapters
-        are merged in.
+        """Yield every weight whole under its Hugging Face name, with adapters merged in, on every rank.
 
-        A tensor is valid until the next is asked for: copy it out before. bucket_bytes bounds the memory:
-        ``weights.export``; with adapters a shard of one parameter more.
+        All ranks must run it to its end. A tensor is valid until the next is asked for: copy it out before.
+        bucket_bytes: bounds the memory (``weights.export``); adapters take one parameter's shard more.
         """
         self.schedule.gather_parameters()
         parameters = [MergedParameters(chunk.module) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-        """``export`` of the adapters alone, under PEFT's names without its ``base_model.model.``. ValueError where
-        there are none."""
+        """Yield the adapters alone, as ``export`` does, under PEFT's names without its ``base_model.model.``.
+
+        Raises ValueError where the model has none.
+        """
         if not self.shape.lora_rank:
             raise ValueError("export_adapters() has nothing to export: every weight is trained; set lora.rank")
         self.schedule.gather_parameters()
@@ -177,32 +181,36 @@ class MegatronBackend(TrainableModel):
         )
 
     def frozen_checksum(self) -> str | None:
-        """Of the weights beside the adapters, as they are exported; None where every weight is trained. They are read
-        once."""
+        """Return the checksum of the weights beside the adapters, as exported; None where every weight is trained.
+
+        The weights are read by the first call alone.
+        """
         if self.shape.lora_rank and self._frozen_checksum is None:
-            seen, whole = {}, Checksum()
+            checksums, total = {}, Checksum()
             with adapters_off(self.chunks):
                 for name, tensor in self.export():
-                    seen[name] = Checksum()
-                    seen[name].update(name, tensor)
-            for name in sorted(seen):  # a mixture's experts come in another order at another parallel.expert
-                whole.extend(seen[name])
-            self._frozen_checksum = whole.value()
+                    checksums[name] = Checksum()
+                    checksums[name].update(name, tensor)
+            for name in sorted(checksums):  # a mixture's experts come in another order at another parallel.expert
+                total.extend(checksums[name])
+            self._frozen_checksum = total.value()
         return self._frozen_checksum
 
     def keep_reference(self) -> None:
-        """The weights of now become the reference policy, where ``reference.placement`` says."""
+        """Make the current weights the reference policy, under ``reference.placement``."""
         self.reference.keep()
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Within it ``forward``, ``logprobs`` and ``export`` are the reference policy's; the optimizer is untouched."""
+        """Have ``forward``, ``logprobs`` and ``export`` read the reference within the block; the optimizer stays."""
         with self.reference.reading():
             yield
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
-        """Writes the policy as a Hugging Face directory; the main rank writes, all take part. Of adapters, which are
-        merged there, also PEFT's own directory, ``<path>_adapter``."""
+        """Write the policy as a Hugging Face directory; the main rank writes, all take part.
+
+        Adapters are merged into it, and written to PEFT's own directory as well, ``<path>_adapter``.
+        """
         if self.topology.is_main:
             save_hugging_face(self.export(), self.hf_config, tokenizer, path)
         else:
@@ -211,15 +219,17 @@ class MegatronBackend(TrainableModel):
             self.save_adapters(path.with_name(f"{path.name}_adapter"))
 
     def save_adapters(self, path: pathlib.Path) -> None:
-        """Writes the adapters as PEFT's directory; the main rank writes, all take part. ValueError where there are
-        none."""
+        """Write the adapters as PEFT's directory; the main rank writes, all take part.
+
+        Raises ValueError where the model has none.
+        """
         if self.topology.is_main:
             save_peft(self.export_adapters(), adapter_config(self.shape, self.config.model.hf_path), path)
         else:
             _run_through(self.export_adapters())
 
     def close(self, *, leave_world: bool = True) -> None:
-        """Takes all groups down, a critic's too. The process may build another backend after it."""
+        """Take all groups down, a critic's too; the process may build another backend afterwards."""
         self.retire()
         topology.destroy(leave_world=leave_world)
 

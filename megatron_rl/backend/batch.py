@@ -1,4 +1,4 @@
-"""A batch of samples: facts of all on every rank, rows where they are needed."""
+"""A batch of samples: the facts of all on every rank, the rows where they are needed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_rl.types import BatchFacts, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Samples of all ranks.
+    """Holds the samples of all ranks.
 
-    facts: of every sample, on every rank.
+    facts: the facts of every sample, on every rank.
     local: the rows that this rank produced.
     rows:  by sample index, the rows that this rank's micro-batches of a plan need (``TrainableModel.fetch_rows``).
     """

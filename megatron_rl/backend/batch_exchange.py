@@ -21,10 +21,12 @@ from megatron_rl.types import BatchFacts, BatchPlan, Sample, Score
 
 
 def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> BatchFacts:
-    """Facts of every rank's samples, sorted by ``order`` (the sample's place in the batch, unique over ranks).
+    """Gather the facts of every rank's samples, sorted by ``order``; a collective.
 
     groups: the prompt of each local sample, as a position in the batch's list of prompts.
+    order: the place of each local sample in the batch, unique over ranks.
     """
+    # one row per sample, with its rank and its number on that rank
     columns = []
     for i, s in enumerate(samples):
         fault = _routed_fault(s)
@@ -33,6 +35,7 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
         columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault, s.weight_version])
     rows = [(*column, rank, i) for rank, part in enumerate(gather_json(columns)) for i, column in enumerate(part)]
     rows.sort(key=lambda row: row[0])
+    # every rank checks all rows, so that all raise together
     if len({row[0] for row in rows}) != len(rows):
         raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
     for row in rows:
@@ -62,8 +65,7 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
 
 
 def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
-    """Per global rank, the samples (sorted) whose rows it must hold: its replica's, on the first and the last stage
-    only."""
+    """Return for each global rank the sorted samples whose rows it needs: its replica's, on first and last stages."""
     per_replica = []
     for rank in range(topology.data_size):
         parts = [m.rank_samples(rank) for m in plan.mini_batches]
@@ -77,7 +79,7 @@ def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
 
 
 def _routed_fault(sample: Sample) -> str | None:
-    """What is wrong with a sample's routed experts; None where they fit it, or where it has none."""
+    """Return the fault in a sample's routed experts; None where they fit it, or where it has none."""
     routed, tokens = sample.routed_experts, len(sample.token_ids)
     if routed is None or (
         routed.dtype == np.int16 and routed.ndim == 3 and len(routed) == tokens and 0 not in routed.shape
@@ -90,7 +92,7 @@ def _routed_fault(sample: Sample) -> str | None:
 
 
 def _row_words(facts: BatchFacts) -> np.ndarray:
-    """[S] int64: how many int32 words each row takes on the wire."""
+    """Return the number of int32 words that each row takes on the wire, int64 [S]."""
     words = facts.total_tokens + 2 * facts.response_tokens
     if facts.routed_shapes is not None:
         words = words + (facts.total_tokens * facts.routed_shapes.prod(axis=1) + 1) // 2
@@ -130,7 +132,7 @@ def _decode(row: np.ndarray, index: int, facts: BatchFacts) -> Sample:
 def exchange_rows(
     facts: BatchFacts, local: Sequence[Sample], needed: list[np.ndarray], topology: Topology
 ) -> Mapping[int, Sample]:
-    """Every row that this rank needs, by sample index. A collective over the world; rows already here are not sent."""
+    """Return every needed row by sample index, sending none that is here already; a collective over the world."""
     rank = topology.rank
     outgoing = [
         wanted[facts.owners[wanted] == rank] if peer != rank else wanted[:0] for peer, wanted in enumerate(needed)
@@ -142,23 +144,22 @@ def exchange_rows(
     sizes = _row_words(facts)
     send_sizes = [int(sizes[x].sum()) for x in outgoing]
     receive_sizes = [int(sizes[x].sum()) for x in incoming]
-    rows = [_encode(local[facts.owner_rows[i]]) for part in outgoing for i in part]
-    send = torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)).to(HOST.device)
+    encoded = [_encode(local[facts.owner_rows[i]]) for part in outgoing for i in part]
+    send = torch.from_numpy(np.concatenate(encoded) if encoded else np.empty(0, dtype=np.int32)).to(HOST.device)
     receive = torch.empty(sum(receive_sizes), dtype=torch.int32, device=HOST.device)
     if topology.world_size > 1:
         dist.all_to_all_single(receive, send, receive_sizes, send_sizes)
-    held = {int(i): local[facts.owner_rows[i]] for i in needed[rank] if facts.owners[i] == rank}
+    rows = {int(i): local[facts.owner_rows[i]] for i in needed[rank] if facts.owners[i] == rank}
     indices = [int(i) for part in incoming for i in part]
     parts = np.split(receive.cpu().numpy(), np.cumsum(sizes[indices])[:-1]) if indices else []
-    held.update({i: _decode(part, i, facts) for i, part in zip(indices, parts, strict=True)})
-    return held
+    rows.update({i: _decode(part, i, facts) for i, part in zip(indices, parts, strict=True)})
+    return rows
 
 
 def gather_flat(
     facts: BatchFacts, local: Sequence[Sample], rank: int, of: Callable[[Sample], np.ndarray]
 ) -> np.ndarray:
-    """The owners' numbers of each response token, on every rank: float32, flat over the batch
-    (facts.response_offsets)."""
+    """Return the owners' numbers of each response token, float32 flat by facts.response_offsets; a collective."""
     offsets = facts.response_offsets
     flat = torch.zeros(int(offsets[-1]), dtype=torch.float32)
     for i in np.flatnonzero(facts.owners == rank):
@@ -169,7 +170,7 @@ def gather_flat(
 
 
 def gather_scores(scores: Sequence[Score], places: Sequence[int], num_functions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every sample's score, sorted by place: (total [S], by_function [S, F]) float64, NaN where there is none."""
+    """Return every sample's score, sorted by place: (total [S], by_function [S, F]) float64, NaN where it has none."""
 
     def plain(value: float | None) -> float | str | None:
         return value if value is None or np.isfinite(value) else str(value)  # strict JSON has no inf

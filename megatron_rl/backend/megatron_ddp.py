@@ -1,5 +1,4 @@
-"""Fields of Megatron-Core's DistributedDataParallel and optimizer that a user may set, and those that are the
-seam's."""
+"""Fields of Megatron-Core's DistributedDataParallel and optimizer: those of the user and those of the seam."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ REFUSED_DDP_FIELDS = {
 
 
 def distributed_fields(config: Config) -> dict:
-    """Return the fields of DistributedDataParallelConfig: ours, and those of ``megatron.ddp``.
+    """Return the fields of DistributedDataParallelConfig: this package's own, and those of ``megatron.ddp``.
 
     Raises ConfigError for a field of ``megatron.ddp`` or ``megatron.optimizer`` that may not be set.
     """
-    given = config.megatron
-    resolve_fields(given.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
-    fields = resolve_fields(given.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
-    if given.ddp.get("overlap_param_gather") and not config.optimizer.distributed:
+    settings = config.megatron
+    resolve_fields(settings.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+    fields = resolve_fields(settings.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
+    if settings.ddp.get("overlap_param_gather") and not config.optimizer.distributed:
         raise ConfigError(
             "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it "
             "gathers"

@@ -1,7 +1,7 @@
-"""Gradients and optimizer state off the device, while another process (an engine on the same GPU) needs its memory.
+"""Takes gradients and optimizer state off the device while another process (an engine on the GPU) needs its memory.
 
 A storage is released by ``untyped_storage().resize_(0)`` and comes back by ``resize_`` to its size: the tensors stay
-the objects they were, and so do all views that Megatron-Core keeps of them (``main_grad``, buckets, ``main_param``, the
+the same objects, and so do all views that Megatron-Core keeps of them (``main_grad``, buckets, ``main_param``, the
 shards of AdamW's groups). Megatron-Core 0.16.1 does the same to its gradient buffers
 (``distributed/param_and_grad_buffer.py`` offload_to_cpu). A tensor whose storage is released must not be read: it
 points at nothing, and torch does not say so.
@@ -24,7 +24,7 @@ HOST_BLOCK_BYTES = 2**26  # a power of two: torch rounds every pinned allocation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedBytes:
-    """What this rank's device got back, in bytes; a storage that several tensors share counts once."""
+    """Counts the bytes that this rank's device got back; a storage that several tensors share counts once."""
 
     gradients: int
     optimizer: int
@@ -35,14 +35,14 @@ class OffloadedBytes:
 
 
 class HostBlocks:
-    """Host memory with one address per byte, in blocks that are allocated once (pinned on a CUDA host) and kept."""
+    """Holds host memory, one address per byte, in blocks that are allocated once (pinned on a CUDA host) and kept."""
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
         self.blocks: list[torch.Tensor] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """Raises MemoryError where the host has less."""
+        """Allocate blocks up to ``num_bytes`` in all. Raises MemoryError where the host has less."""
         while len(self.blocks) * self.block_bytes < num_bytes:
             try:
                 block = torch.empty(self.block_bytes, dtype=torch.uint8, device="cpu", pin_memory=HOST.is_cuda)
@@ -56,7 +56,7 @@ class HostBlocks:
             self.blocks.append(block)
 
     def spans(self, start: int, num_bytes: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The bytes [start, start + num_bytes) in order: where each piece lies among them, and the piece."""
+        """Yield the bytes [start, start + num_bytes) in order: each piece's slice among them, and the piece."""
         done = 0
         while done < num_bytes:
             block, offset = divmod(start + done, self.block_bytes)
@@ -69,29 +69,26 @@ class HostBlocks:
 class _Moved:
     storage: torch.UntypedStorage
     num_bytes: int
-    start: int
-    """Its first byte's address in the host's blocks."""
+    start: int  # the first byte's address in the host's blocks
 
 
 class Offload:
-    """What of this rank's memory is off the device now, and the host memory that its contents wait in. Not a
-    collective."""
+    """Releases storages of this rank's device and keeps their contents on the host. Not a collective."""
 
     def __init__(self, *, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.host = HostBlocks(block_bytes)
-        self.released: OffloadedBytes | None = None
-        """None while everything is on the device."""
+        self.released: OffloadedBytes | None = None  # None while everything is on the device
         self._zeroed: list[tuple[torch.UntypedStorage, int]] = []
         self._moved: list[_Moved] = []
 
     def release(
         self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]
     ) -> OffloadedBytes:
-        """Releases the storages of ``zeros``, which hold nothing but zeros, and of ``state``, whose contents move to
-        the host.
+        """Release the storages of tensors; does nothing where they are released already.
 
-        A storage that a tensor of ``kept`` lives in stays, whatever else lives there. Where all is released already,
-        nothing happens.
+        zeros: tensors that hold nothing but zeros.
+        state: tensors whose contents move to the host.
+        kept: tensors whose storages stay, whatever else lives in them.
         """
         if self.released is not None:
             return self.released
@@ -102,28 +99,27 @@ class Offload:
             moved.append(_Moved(storage=storage, num_bytes=storage.nbytes(), start=end))
             end += storage.nbytes()
         self.host.reserve(end)
-        for each in moved:
-            on_device = _bytes_of(each.storage)
-            for place, piece in self.host.spans(each.start, each.num_bytes):
-                piece.copy_(on_device[place], non_blocking=True)
+        for move in moved:
+            on_device = _bytes_of(move.storage)
+            for span, piece in self.host.spans(move.start, move.num_bytes):
+                piece.copy_(on_device[span], non_blocking=True)
         HOST.synchronize()
         self._moved, self._zeroed = moved, [(storage, storage.nbytes()) for storage in zeroed]
         self.released = OffloadedBytes(gradients=sum(size for _, size in self._zeroed), optimizer=end)
-        for storage in [*zeroed, *(each.storage for each in moved)]:
+        for storage in [*zeroed, *(move.storage for move in moved)]:
             storage.resize_(0)
         if HOST.is_cuda:
-            torch.cuda.empty_cache()  # torch keeps what is freed, where no other process can have it
+            torch.cuda.empty_cache()  # torch keeps freed memory from other processes
         return self.released
 
     def restore(self) -> None:
-        """Brings everything back. Where the device runs out of memory on the way, a later call goes on with the
-        rest."""
+        """Bring everything back; where the device runs out of memory on the way, a later call goes on with the rest."""
         while self._moved:
-            each = self._moved[-1]
-            each.storage.resize_(each.num_bytes)
-            on_device = _bytes_of(each.storage)
-            for place, piece in self.host.spans(each.start, each.num_bytes):
-                on_device[place].copy_(piece, non_blocking=True)
+            move = self._moved[-1]
+            move.storage.resize_(move.num_bytes)
+            on_device = _bytes_of(move.storage)
+            for span, piece in self.host.spans(move.start, move.num_bytes):
+                on_device[span].copy_(piece, non_blocking=True)
             self._moved.pop()
         while self._zeroed:
             storage, num_bytes = self._zeroed[-1]
@@ -135,9 +131,11 @@ class Offload:
 
 
 def _storages(tensors: Iterable[torch.Tensor], staying: set[int]) -> list[torch.UntypedStorage]:
-    """The device's storages under these tensors, each once, in order. Not of scalars: AdamW's step counts, which the
-    host reads."""
-    found = {}
+    """Return the device's storages under these tensors, each once, in order.
+
+    Scalars are left out: AdamW's step counts, which the host reads.
+    """
+    by_address = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if (
@@ -146,8 +144,8 @@ def _storages(tensors: Iterable[torch.Tensor], staying: set[int]) -> list[torch.
             and storage.nbytes()
             and storage.data_ptr() not in staying
         ):
-            found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+            by_address.setdefault(storage.data_ptr(), storage)
+    return list(by_address.values())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

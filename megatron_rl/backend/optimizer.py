@@ -1,9 +1,8 @@
-"""One optimizer step, real or ghost. The one caller of Megatron-Core's optimizer, and of the one gradient reduction.
+"""Runs an optimizer step, real or ghost: the one caller of Megatron-Core's optimizer and of the gradient reduction.
 
-A ghost step ``dense`` is what the dense run does with an all-zero gradient, to the bit, without forward, backward,
-reduction or
-norm: moments decay, momentum and weight decay move the weights, step count and schedule advance. ``freeze`` moves
-nothing.
+A ghost step ``dense`` equals the dense run's step with an all-zero gradient, to the bit, without forward, backward,
+reduction or norm: moments decay, momentum and weight decay move the weights, step count and schedule advance. A ghost
+step ``freeze`` moves nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +49,12 @@ REFUSED_OPTIMIZER_FIELDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """``grad_norm``: global, before clipping; 0.0 for a ghost. ``applied``: False for freeze and for a skipped
-    non-finite step."""
+    """Reports one optimizer step.
+
+    grad_norm: the global norm before clipping; 0.0 for a ghost.
+    learning_rate: the rate of this step.
+    applied: False for ``freeze`` and for a skipped non-finite step.
+    """
 
     grad_norm: float
     learning_rate: float
@@ -59,8 +62,7 @@ class StepOutcome:
 
 
 def choose_kernel(asked: str) -> str:
-    """Points Megatron-Core at the Adam that ``optimizer.kernel`` names and says which it is: Transformer Engine, Apex,
-    torch."""
+    """Point Megatron-Core at the Adam that ``optimizer.kernel`` names; return transformer_engine, apex or torch."""
     candidates = ("transformer_engine", "apex", "torch") if asked == "auto" else (asked,)
     for name in candidates:
         adam = _adam_class(name)
@@ -84,18 +86,13 @@ def _adam_class(name: str) -> type | None:
             from transformer_engine.pytorch.optimizers import FusedAdam
         else:
             from apex.optimizers import FusedAdam
-    except (
-        ImportError,
-        FileNotFoundError,
-        AttributeError,
-    ):  # the latter two: half-installed ones, which the doctor names
+    except (ImportError, FileNotFoundError, AttributeError):  # the latter two: half installed; the doctor names it
         return None
     return FusedAdam
 
 
 class Optimizer:
-    """AdamW over this rank's chunks with its learning-rate schedule. ``total_steps`` is where the schedule's decay
-    ends."""
+    """Runs AdamW over this rank's chunks with a learning-rate schedule whose decay ends at ``total_steps``."""
 
     def __init__(
         self,
@@ -134,27 +131,29 @@ class Optimizer:
 
     @property
     def megatron(self):
-        """Megatron-Core's optimizer, whose tensors may be read. Raises ValueError while they are offloaded."""
+        """Return Megatron-Core's optimizer, whose tensors may be read. Raises ValueError while they are offloaded."""
         self.refuse_offloaded("reading or stepping the optimizer")
         return self._megatron
 
     @property
     def learning_rate(self) -> float:
-        """What the next step will use."""
+        """Return the learning rate of the next step."""
         return float(self._megatron.param_groups[0]["lr"])
 
     def offload(self) -> OffloadedBytes:
-        """Gradients (zeros between steps) and AdamW's moments and masters leave the device until ``restore``.
+        """Take gradients (zeros between steps) and AdamW's moments and masters off the device until ``restore``.
+
         Parameters stay, and with them the shards of float32 parameters, which are views of DDP's parameter buffer. Not
-        a collective."""
+        a collective.
+        """
         if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
             raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")
         buffers = [x for chunk in self.chunks for x in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         gathered = [x.param_data for x in buffers if x.param_data is not None]
-        inner = [x.optimizer for x in self._megatron.chained_optimizers if not x.is_stub_optimizer]
-        masters = [p for each in inner for group in each.param_groups for p in group["params"]]
+        adams = [x.optimizer for x in self._megatron.chained_optimizers if not x.is_stub_optimizer]
+        masters = [p for adam in adams for group in adam.param_groups for p in group["params"]]
         state = [
-            x for each in inner for kept in each.state.values() for x in kept.values() if isinstance(x, torch.Tensor)
+            x for adam in adams for kept in adam.state.values() for x in kept.values() if isinstance(x, torch.Tensor)
         ]
         return self._offload.release(
             zeros=[x.grad_data for x in buffers],
@@ -163,11 +162,11 @@ class Optimizer:
         )
 
     def restore(self) -> None:
-        """Undoes ``offload``: the same tensors with the same contents, gradients of zero. Not a collective."""
+        """Undo ``offload``: the same tensors with the same contents, gradients of zero. Not a collective."""
         self._offload.restore()
 
     def refuse_offloaded(self, what: str) -> None:
-        """ValueError while gradients and optimizer state are off the device: their tensors point at nothing."""
+        """Raise ValueError while gradients and optimizer state are off the device: their tensors point at nothing."""
         if self._offload.released is not None:
             raise ValueError(
                 f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which "
@@ -181,8 +180,7 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self, kind: StepKind) -> StepOutcome:
-        """Reduces, clips and applies what was accumulated (REAL), or steps without a gradient (GHOST); zeroes the
-        gradients after."""
+        """Reduce, clip and apply the accumulated gradient (REAL), or step without one (GHOST); zero the gradients."""
         self.refuse_offloaded("optim_step()")
         learning_rate = self.learning_rate
         if kind is StepKind.GHOST:
@@ -216,8 +214,7 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         self.scheduler.step(1)
         # ``param_gather_dispatched`` is cleared in finish_grad_sync alone, which a ghost does not call: without a
-        # gather here the
-        # next forward would use replicas that silently differ.
+        # gather here the next forward would use replicas that silently differ.
         self._end_parameter_gather()
         self.zero_grad()
 
@@ -227,8 +224,10 @@ class Optimizer:
                 chunk.start_param_sync(force_sync=True)
 
     def _reduce_gradients(self) -> None:
-        """The one reduction of a step: data parallel, then sequence-parallel and q/k norms, then tied embeddings.
-        Divides nothing."""
+        """Reduce the gradients once, in order: data parallel, sequence-parallel and q/k norms, tied embeddings.
+
+        Divides nothing.
+        """
         self.refuse_offloaded("the reduction of gradients")
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce:
@@ -253,10 +252,10 @@ class Optimizer:
 
 
 def megatron_config(config: Config, lr: float, weight_decay: float) -> OptimizerConfig:
-    """Megatron-Core's OptimizerConfig: ours, then ``megatron.optimizer``'s fields."""
+    """Build Megatron-Core's OptimizerConfig: own fields first, overruled by those of ``megatron.optimizer``."""
     settings = config.optimizer
     bf16 = config.model.dtype == "bfloat16"
-    given = resolve_fields(config.megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+    extra = resolve_fields(config.megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = dict(
         optimizer="adam",
         lr=lr,
@@ -271,4 +270,4 @@ def megatron_config(config: Config, lr: float, weight_decay: float) -> Optimizer
         use_distributed_optimizer=settings.distributed,
         overlap_param_gather=bool(config.megatron.ddp.get("overlap_param_gather", False)),
     )
-    return OptimizerConfig(**{**fields, **given})
+    return OptimizerConfig(**{**fields, **extra})

@@ -1,5 +1,4 @@
-"""MicroBatch → tensors: sequences laid one after the other (THD), each padded to the plan's multiple, with what the
-loss needs.
+"""Packs a MicroBatch into tensors: sequences end to end (THD), each padded to the plan's multiple, and loss fields.
 
 Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose predicting position
 is among them.
@@ -22,13 +21,19 @@ from megatron_rl.types import BatchFacts, MicroBatch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch:
-    """Device tensors of this rank's T tokens of one micro-batch, N of them with loss. Token tensors are None on a
-    middle stage.
+    """Holds device tensors of this rank's T tokens of one micro-batch, N of them with loss.
 
-    positions [T] the tokens' places in the whole micro-batch (host) · tokens [1, T] · loss_positions [N] into T, the
-    position whose logits predict the loss token · targets [N] · flat [N] the token's place in the batch's flat response
-    array (host) · sequences [N] · rollout_logprobs [N] · what the inputs say: advantages, weights, old_logprobs,
-    reference_logprobs [N] and kl_coefficient of a policy, weights, returns, old_values [N] of a critic.
+    Token tensors are None on a middle stage. The fields of a policy's or a critic's inputs are None without them.
+
+    positions: [T] on the host, each token's place in the whole micro-batch.
+    tokens: [1, T], the token ids.
+    loss_positions: [N] into T, the position whose logits predict the loss token.
+    targets: [N], the loss tokens' ids.
+    flat: [N] on the host, the loss token's place in the batch's flat response array.
+    sequences: [N], the number of the loss token's sequence in the micro-batch.
+    rollout_logprobs: [N], the engine's log-probs.
+    advantages, weights, old_logprobs, reference_logprobs: [N], and kl_coefficient: a policy's inputs.
+    weights, returns, old_values: [N], a critic's inputs.
     """
 
     packed: PackedSequences
@@ -50,8 +55,10 @@ class PackedMicroBatch:
 
 
 class FlatInputs(Protocol):
-    """LossInputs or ValueInputs: arrays [N] by field, of the loss tokens of ``samples`` [N] at ``flat`` [N]; a float
-    holds for all."""
+    """Gives the loss inputs of N loss tokens by field, as arrays [N]; a float holds for all of them.
+
+    LossInputs and ValueInputs have this form. ``at`` takes each token's sample [N] and its flat position [N].
+    """
 
     def at(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
 
@@ -70,26 +77,26 @@ def pack_microbatch(
     context: ContextShard = WHOLE,
     for_transformer_engine: bool = False,
 ) -> PackedMicroBatch:
-    """This rank's part of one micro-batch. ``needs_tokens``: first stage; ``needs_loss``: last stage."""
+    """Pack this rank's part of one micro-batch; the first stage needs its tokens, the last stage its loss fields."""
     samples = microbatch.samples
     true_lengths = facts.total_tokens[samples]
     lengths = -(-true_lengths // pad_multiple) * pad_multiple
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    held = context_positions(tuple(lengths.tolist()), context.rank, context.size)
+    own_positions = context_positions(tuple(lengths.tolist()), context.rank, context.size)
     packed = pack(tuple(lengths.tolist()), device, context, for_transformer_engine=for_transformer_engine)
     fields: dict[str, object] = {"tokens": None}
     if needs_tokens:
         tokens = np.full(starts[-1], pad_token, dtype=np.int64)
         for start, i in zip(starts[:-1], samples.tolist(), strict=True):
             tokens[start : start + len(rows[i].token_ids)] = rows[i].token_ids
-        fields["tokens"] = send(torch.from_numpy(tokens[held])[None], device)
+        fields["tokens"] = send(torch.from_numpy(tokens[own_positions])[None], device)
     if needs_loss:
         local = np.full(starts[-1], -1)
-        local[held] = np.arange(len(held))
+        local[own_positions] = np.arange(len(own_positions))
         fields.update(_loss_fields(microbatch, facts, rows, inputs, starts, local, device))
     return PackedMicroBatch(
         packed=packed,
-        positions=held,
+        positions=own_positions,
         num_sequences=len(samples),
         **fields,
     )
@@ -104,9 +111,12 @@ def _loss_fields(
     local: np.ndarray,
     device: torch.device,
 ) -> dict[str, object]:
-    """local: int64, for each position of the whole micro-batch its place on this rank, −1 where another context rank
-    holds it."""
+    """Make the loss fields of the tokens that this rank predicts.
+
+    local: int64, for each position of the whole micro-batch its place on this rank; −1 on another context rank.
+    """
     offsets = facts.response_offsets
+    # per sequence, the loss tokens whose predicting position is on this rank
     positions, targets, flat, sequences, rollout = [], [], [], [], []
     for slot, i in enumerate(microbatch.samples.tolist()):
         row = rows[i]
@@ -119,6 +129,7 @@ def _loss_fields(
         flat.append(offsets[i] + chosen)
         sequences.append(np.full(len(chosen), slot))
         rollout.append(row.logprobs[chosen])
+    # one tensor per field, on the device
     flat_index = np.concatenate(flat)
     sequence_index = np.concatenate(sequences)
 
@@ -133,18 +144,19 @@ def _loss_fields(
         "flat": flat_index,
     }
     if inputs is not None:
-        given = inputs.at(microbatch.samples[sequence_index], flat_index)
-        fields |= {name: values if isinstance(values, float) else floats(values) for name, values in given.items()}
+        input_fields = inputs.at(microbatch.samples[sequence_index], flat_index)
+        fields |= {
+            name: values if isinstance(values, float) else floats(values) for name, values in input_fields.items()
+        }
     return fields
 
 
 class PackedAhead(Sequence[PackedMicroBatch]):
-    """A step's micro-batches, each packed and sent to the device while the one before it runs: by ``packer``'s one
-    thread, on ``stream``.
+    """Packs each micro-batch of a step, and sends it to the device, while the one before it runs.
 
-    Every micro-batch is kept until the whole step is given up, so that none of its memory is written again while the
-    device may still read it; ``stream`` first waits for all that was launched before. An error of packing arrives where
-    the micro-batch is asked for.
+    ``packer``'s one thread does so on ``stream``. Every micro-batch is kept until the whole step is given up, so that
+    none of its memory is written again while the device may still read it; ``stream`` first waits for all that was
+    launched before. An error of packing is raised by the call that asks for the micro-batch.
     """
 
     def __init__(

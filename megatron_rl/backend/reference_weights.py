@@ -1,12 +1,12 @@
-"""Where the reference policy's weights are: in host memory, swapped in to be read, or in a second model on the device.
+"""Keeps the reference policy's weights: in host memory, swapped in to be read, or in a second model on the device.
 
 Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the same to the bit,
 and nothing of either is in the optimizer or in a gradient buffer. With W the bytes of this rank's weights:
 
-- ``host``: W of host memory, and W more while the reference is read, in which the policy's weights wait; nothing of the
-  device. Beside adapters nothing else changes, so W is theirs alone.
-- ``device``: W of device memory for good, also while the rest of the trainer is offloaded; no copy when the reference
-  is read.
+- ``host`` takes W of host memory, W more for the policy's weights while the reference is read, and no device memory.
+  With adapters only they change, so W is theirs alone.
+- ``device`` takes W of device memory for good, also while the rest of the trainer is offloaded, and copies nothing when
+  the reference is read.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ NONE_YET = "there is no reference policy yet: call keep_reference() first"
 
 
 class HostCopy:
-    """``reference.placement=host``. tensors: a copy of each parameter that is trained, chunk by chunk; None before
-    ``keep``."""
+    """Keeps the reference in host memory (``reference.placement=host``).
+
+    tensors: a copy of each trained parameter, chunk by chunk; None before ``keep``.
+    """
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
         self.tensors: list[torch.Tensor] | None = None
 
     def keep(self) -> None:
-        """Takes the model's weights of now. Not a collective but for the parameter gather."""
+        """Copy the model's current weights. Not a collective but for the parameter gather."""
         self.model.schedule.gather_parameters()
         self.tensors = _on_host(trained(self.model.parameters()))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Within it the model's parameters have the reference's values; the optimizer's masters are untouched."""
+        """Give the model's parameters the reference's values within the block; the optimizer's masters stay."""
         if self.tensors is None:
             raise ValueError(NONE_YET)
         self.model.schedule.gather_parameters()
@@ -52,8 +54,10 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """``reference.placement=device``. tensors: the second model's parameters that are trained in the model, chunk by
-    chunk; None before ``keep``, which builds it."""
+    """Keeps the reference in a second model on the device (``reference.placement=device``), which ``keep`` builds.
+
+    tensors: the second model's parameters that are trained in the first, chunk by chunk; None before ``keep``.
+    """
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
@@ -67,7 +71,7 @@ class DeviceCopy:
         return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def keep(self) -> None:
-        """Takes the model's weights of now; a collective."""
+        """Copy the model's current weights; a collective."""
         model = self.model
         if self.chunks is None:
             self.chunks = build_frozen(model.config, model.hf_config, model.topology)
@@ -77,7 +81,7 @@ class DeviceCopy:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Within it the model's chunks are the second model's, which no gradient can be accumulated in."""
+        """Make the second model's chunks the model's within the block; no gradient can be accumulated in them."""
         if self.chunks is None:
             raise ValueError(NONE_YET)
         model = self.model
@@ -94,7 +98,7 @@ PLACEMENTS: dict[str, type[ReferenceWeights]] = {"host": HostCopy, "device": Dev
 
 
 def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """All, where there are no adapters."""
+    """Return the trained parameters: the adapters', or all where there are no adapters."""
     return [p for p in parameters if p.requires_grad]
 
 

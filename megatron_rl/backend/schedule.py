@@ -1,4 +1,4 @@
-"""StepPlan → gradients. The one caller of Megatron-Core's forward_backward, and the one place that knows its contract.
+"""Turns a StepPlan into gradients: the one file that calls Megatron-Core's forward_backward and knows its contract.
 
 The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss,
 ``distributed/finalize_model_grads.py``):
@@ -8,8 +8,8 @@ The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_ste
 - ``finalize_model_grads_func`` is None while a step accumulates and gradient hooks are held off, so that any number of
   calls may precede one optimizer step; backend/optimizer.py starts and finishes the one reduction.
 - A rank without micro-batches never enters: with M = 0 the schedule without pipeline would still run one.
-- A forward pass is what gathers parameters under ``overlap_param_gather``. In a step with a silent rank all ranks
-  gather first, at once and in one order; else a real rank would wait for a collective that the silent one never issues.
+- Under ``overlap_param_gather`` the forward pass gathers the parameters. In a step with a silent rank all ranks gather
+  first, at once and in one order; else a real rank would wait for a collective that the silent one never issues.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.pipeline_parallel import schedules  # isort: skip
 
 LossFunction = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
-"""(micro-batch, hidden states [N, H] at its loss positions, what the output layer takes) → (scalar loss sum, what to
-hand back)."""
+"""(micro-batch, hidden states [N, H] at its loss positions: the output layer's input) → (loss sum, dict to return)."""
 
 
 def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topology) -> None:
-    """Raises LockstepError on every rank, naming who differs and in what, where ranks are not about to run the same
-    thing."""
+    """Raise LockstepError on every rank where ranks are about to run different steps; a collective.
+
+    The error names the ranks that differ, and their difference: step index, step kind or plan.
+    """
     digest = torch.tensor(
         list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64
     )
@@ -57,9 +58,9 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
     views = gather_json([step, kind.value, fingerprint.hex()])
     differences = []
     for name, position in (("step index", 0), ("step kind", 1), ("plan", 2)):
-        said = [view[position] for view in views]
-        usual = max(set(said), key=lambda value: (said.count(value), -said.index(value)))
-        odd = [f"{topology.who(rank)} has {str(value)[:16]}" for rank, value in enumerate(said) if value != usual]
+        values = [view[position] for view in views]
+        usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
+        odd = [f"{topology.who(rank)} has {str(value)[:16]}" for rank, value in enumerate(values) if value != usual]
         if odd:
             differences.append(f"{name}: {', '.join(odd)}, the others {str(usual)[:16]}")
     raise LockstepError(
@@ -70,7 +71,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
 
 
 class _Laps:
-    """Device seconds of what ran within ``lap()``, read only when asked: on CUDA by events, which wait for nothing."""
+    """Times what runs on the device within ``lap()``; on CUDA by events, which wait for nothing until they are read."""
 
     def __init__(self) -> None:
         self.marks: list[tuple] = []
@@ -83,14 +84,14 @@ class _Laps:
 
 
 def _seconds(marks: Sequence[tuple]) -> np.ndarray:
-    """float64, of each lap; the device must have come past them."""
+    """Return the seconds of each lap, float64; the device must have come past them."""
     if HOST.is_cuda:
         return np.array([begun.elapsed_time(ended) / 1000 for begun, ended in marks])
     return np.array([ended - begun for begun, ended in marks], dtype=np.float64)
 
 
 HOST_CLOCK = time.perf_counter
-"""What times a lap on the CPU. A benchmark whose processes share cores puts ``time.thread_time`` here."""
+"""Times a lap on the CPU. A benchmark whose processes share cores puts ``time.thread_time`` here."""
 
 
 def _mark():
@@ -117,8 +118,11 @@ schedules.backward_step = _measured_backward_step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageLaps:
-    """What one ``run`` took on this rank: float64 [chunks, M] seconds of each micro-batch, forward (the loss with it)
-    and backward, and each one's Σ l and Σ l² [M]."""
+    """Holds the times of one ``run`` on this rank and the sizes of its M micro-batches; all arrays are float64.
+
+    forward_s, backward_s: [chunks, M], seconds of each micro-batch; the forward's hold the loss.
+    tokens, squares: [M], each micro-batch's Σ l and Σ l² over its sequences.
+    """
 
     forward_s: np.ndarray
     backward_s: np.ndarray
@@ -128,7 +132,7 @@ class StageLaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """Marks that may not have been passed yet. forwarded: of each forward lap, its chunk and its micro-batch."""
+    """Holds marks that the device may not have passed yet. forwarded: each forward lap's chunk and micro-batch."""
 
     forwarded: list[tuple[int, PackedMicroBatch]]
     forward: list[tuple]
@@ -136,11 +140,11 @@ class _Run:
 
     def laps(self, topology: Topology) -> StageLaps:
         packed = list(dict.fromkeys(microbatch for _, microbatch in self.forwarded))
-        of = {id(x): i for i, x in enumerate(packed)}
+        number_of = {id(x): i for i, x in enumerate(packed)}
         shape = (topology.virtual_size, len(packed))
         forward_s, backward_s = np.zeros(shape), np.zeros(shape)
-        places = [(chunk, of[id(microbatch)]) for chunk, microbatch in self.forwarded]
-        np.add.at(forward_s, tuple(np.array(places).T), _seconds(self.forward))
+        indices = [(chunk, number_of[id(microbatch)]) for chunk, microbatch in self.forwarded]
+        np.add.at(forward_s, tuple(np.array(indices).T), _seconds(self.forward))
         order = rank_order(topology.pipeline_rank, topology.pipeline_size, topology.virtual_size, len(packed))
         backwards = [(stage // topology.pipeline_size, microbatch) for stage, microbatch, backward in order if backward]
         backward_s[tuple(np.array(backwards).T)] = _seconds(self.backward)
@@ -169,7 +173,7 @@ class Schedule:
             chunk.config.grad_sync_func = None
 
     def gather_parameters(self) -> None:
-        """Ends any parameter gather still owed under ``overlap_param_gather``, on all ranks in one order."""
+        """End any parameter gather still owed under ``overlap_param_gather``, on all ranks in one order."""
         for chunk in self.chunks:
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -177,19 +181,21 @@ class Schedule:
     def run(
         self, mini_batch: StepPlan, microbatches: Sequence[PackedMicroBatch], loss: LossFunction, *, forward_only: bool
     ) -> list[dict]:
-        """What ``loss`` handed back per micro-batch, on the last stage; [] elsewhere, on a silent rank, and for a
-        ghost."""
+        """Run the micro-batches; return the dict that ``loss`` gave for each, on the last stage.
+
+        Returns [] on other stages, on a silent rank, and for a ghost.
+        """
         if mini_batch.kind is not StepKind.REAL:
             return []
         if mini_batch.silent_ranks:
             self.gather_parameters()
         if not microbatches:
             return []
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as contexts:
             for chunk in self.chunks:
-                held.enter_context(chunk.no_sync())
+                contexts.enter_context(chunk.no_sync())
             if forward_only:
-                held.enter_context(torch.no_grad())
+                contexts.enter_context(torch.no_grad())
             self._forwarded, self._forward.marks, _BACKWARD.marks = [], [], []
             kept = self.run_schedule(
                 forward_step_func=partial(self._forward_step, loss=loss),
@@ -207,34 +213,36 @@ class Schedule:
 
     def _forward_step(self, iterator, model, *, loss: LossFunction):
         microbatch: PackedMicroBatch = next(iterator)
-        place = next(i for i, chunk in enumerate(self.chunks) if chunk is model), microbatch
+        chunk_and_microbatch = next(i for i, chunk in enumerate(self.chunks) if chunk is model), microbatch
         with self._forward.lap():
             output = model(
                 microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed
             )
-        self._forwarded.append(place)
+        self._forwarded.append(chunk_and_microbatch)
 
         def loss_sum(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             with self._forward.lap():
                 total, kept = loss(microbatch, hidden[0].index_select(0, microbatch.loss_positions))
-            self._forwarded.append(place)
+            self._forwarded.append(chunk_and_microbatch)
             return total, torch.ones((), dtype=torch.int32, device=total.device), kept
 
         return output, loss_sum
 
     def forget_measured(self) -> None:
-        """Drops what was measured since the last ``take_laps``; asks the device nothing."""
+        """Drop the laps measured since the last ``take_laps``, without asking the device."""
         self._runs = []
 
     def take_laps(self) -> list[StageLaps]:
-        """Of each training ``run`` since the last call. To be called where the device has come past them (a step's end
-        reads the gradient norm)."""
+        """Return the laps of each training ``run`` since the last call.
+
+        Call it once the device has come past them (a step's end reads the gradient norm).
+        """
         runs, self._runs = self._runs, []
         return [run.laps(self.topology) for run in runs]
 
 
 def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:
-    """float64 [cost.NUM_SUMS]: this stage's micro-batches, all chunks of one taken together."""
+    """Return the cost's sums over this stage's micro-batches, chunks added up: float64 [cost.NUM_SUMS]."""
     if not runs:
         return np.zeros(NUM_SUMS)
     forward_s = np.concatenate([run.forward_s.sum(0) for run in runs])

@@ -1,8 +1,7 @@
-"""A model that is trained on this rank: its chunks, schedule and optimizer, the plan of its batches and the rows they
-need.
+"""A model that this rank trains: its chunks, schedule and optimizer, the plans of its batches and their rows.
 
-The policy (backend/backend.py) and the critic (critic/critic.py) are two: each adds what it reads from the hidden
-states, and its loss.
+The policy (backend/backend.py) and the critic (critic/critic.py) are such models. Each adds the numbers that it reads
+from the hidden states, and its loss.
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
 
 
 class TrainableModel:
-    """Every method is a collective unless it says otherwise.
+    """Trains a model on this rank. Every method is a collective unless it says otherwise.
 
-    sum_names: of the sums that every micro-batch's loss hands back (float64 [len(sum_names)]), ``StepResult.sums``'
-    keys.
-    reference: where a policy keeps the weights of its reference (backend/reference_weights.py); None for a critic.
+    sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every micro-batch's loss.
+    reference: keeps the weights of a policy's reference (backend/reference_weights.py); None for a critic.
     """
 
     sum_names: tuple[str, ...]
@@ -74,12 +72,13 @@ class TrainableModel:
         lora: LoraConfig | None = None,
         place: topology.Topology | None = None,
     ) -> None:
-        """hf_config, weights (by the names of checkpoint files): taken from ``model.hf_path`` unless given.
-        total_steps: where the learning rate's decay ends. value_head: one number per token in place of the vocabulary
-        (model/head.py). lora: adapters, beside weights that are frozen then (model/adapter.py); None, or a rank of
-        None: every weight is trained. place: a grid that is there already; None builds one by ``parallel``.
+        """Build the model and its optimizer. Raises ConfigError for settings that cannot work together.
 
-        Raises ConfigError for settings that cannot work together.
+        hf_config, weights (by the names of checkpoint files): None takes those of ``model.hf_path``.
+        total_steps: the optimizer steps after which the learning rate's decay ends.
+        value_head: whether it gives one number per token in place of the vocabulary (model/head.py).
+        lora: adapters, the other weights being frozen (model/adapter.py); None or a rank of None trains every weight.
+        place: an existing grid; None builds one by ``parallel``.
         """
         self.config = config
         refuse_uncounted_losses(config)
@@ -141,7 +140,7 @@ class TrainableModel:
     def reset_optimizer(
         self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False
     ) -> None:
-        """A fresh AdamW over the same weights: moments and schedule at zero (between a supervised warm-up and RL)."""
+        """Start AdamW anew over the same weights: moments and schedule at zero (between supervised warm-up and RL)."""
         self.optimizer.refuse_offloaded("reset_optimizer()")
         self.optimizer = Optimizer(
             self.chunks,
@@ -157,7 +156,7 @@ class TrainableModel:
     # ---- the batch -------------------------------------------------------------------------------------------------
 
     def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
-        """Makes a batch of every rank's samples; see batch_exchange.gather_facts."""
+        """Make a batch of every rank's samples; see batch_exchange.gather_facts."""
         facts = batch_exchange.gather_facts(samples, groups, order)
         longest = int(facts.total_tokens.max(initial=0))
         if longest > self.shape.context_tokens:
@@ -170,8 +169,7 @@ class TrainableModel:
     def plan(
         self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None
     ) -> BatchPlan:
-        """Not a collective. "logprob" and "values" take the batch whole; any other purpose splits it in
-        mini-batches."""
+        """Plan the batch: whole for "logprob" and "values", else split in mini-batches. Not a collective."""
         members = np.arange(batch.facts.num_samples) if samples is None else samples
         whole = purpose in ("logprob", "values")
         mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
@@ -191,8 +189,8 @@ class TrainableModel:
     def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
         """Return the batch with the rows that the plan's micro-batches need on this rank.
 
-        Ranks compare the plan first: all-to-alls of other sizes than the peer's end in gloo's ``terminate``, without a
-        Python error.
+        Ranks compare the plan first: all-to-alls whose sizes differ between peers end in gloo's ``terminate``, without
+        a Python error.
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
@@ -202,8 +200,8 @@ class TrainableModel:
         )
 
     def _pack(self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs | None) -> PackedAhead:
-        place = self.topology
-        context = ContextShard(rank=place.context_rank, size=place.context_size, group=place.context_group)
+        grid = self.topology
+        context = ContextShard(rank=grid.context_rank, size=grid.context_size, group=grid.context_group)
         pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
         pack = partial(
             pack_microbatch,
@@ -212,24 +210,23 @@ class TrainableModel:
             inputs=inputs,
             pad_multiple=self.rules.pad_multiple,
             pad_token=max(pad, 0),
-            needs_tokens=place.is_first_stage,
-            needs_loss=place.is_last_stage,
+            needs_tokens=grid.is_first_stage,
+            needs_loss=grid.is_last_stage,
             device=HOST.device,
             context=context,
             for_transformer_engine=self.shape.layer_spec == "transformer_engine",
         )
-        return PackedAhead(list(mini_batch.microbatches(place.data_rank)), pack, self._packer, self._copies)
+        return PackedAhead(list(mini_batch.microbatches(grid.data_rank)), pack, self._packer, self._copies)
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     def _read(
         self, batch: Batch, plan: BatchPlan, read: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]]
     ) -> tuple[np.ndarray, list[dict]]:
-        """(one number per response token, float32 [T] flat, on every rank, 0 where not read; all that ``read`` handed
-        back here).
+        """Run ``read`` over a plan of one mini-batch, whose rows the batch must hold.
 
-        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], what else to hand back). Rows
-        must have been loaded for this plan, which holds one mini-batch.
+        Returns (its numbers, float32 [T] flat over response tokens, on every rank, 0 where not read; local dicts).
+        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], a dict to hand back).
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
@@ -245,8 +242,8 @@ class TrainableModel:
         for chunk in self.chunks:
             chunk.train()
         reported = kept if self.topology.reports_loss else []
-        for each in reported:
-            flat[torch.from_numpy(each["flat"]).to(flat.device)] = each["numbers"]
+        for report in reported:
+            flat[torch.from_numpy(report["flat"]).to(flat.device)] = report["numbers"]
         if mini_batch.kind is StepKind.REAL:
             dist.all_reduce(flat)
         return flat.cpu().numpy(), reported
@@ -259,8 +256,10 @@ class TrainableModel:
         fingerprint: bytes,
         loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Adds the mini-batch's gradient to what is accumulated. loss: (micro-batch, hidden) → (scalar sum, float64
-        [len(sum_names)])."""
+        """Add the mini-batch's gradient to the accumulated one.
+
+        loss: (micro-batch, hidden states) → (scalar sum, float64 [len(sum_names)]).
+        """
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
         self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
@@ -274,14 +273,14 @@ class TrainableModel:
             self._sums += torch.stack([each["sums"] for each in kept]).sum(0).cpu()  # one copy to the host per step
 
     def zero_grad(self) -> None:
-        """Throws away what ``forward_backward`` has accumulated. ``optim_step`` ends with it; not a collective."""
+        """Discard the accumulated gradient; ``optim_step`` ends with this call. Not a collective."""
         self.optimizer.zero_grad()
         self.schedule.forget_measured()
         self._sums.zero_()
         self._accumulated = False
 
     def optim_step(self, kind: StepKind) -> StepResult:
-        """Reduce and finalize once the accumulated gradient, and step.
+        """Reduce and finalize the accumulated gradient once, and step.
 
         A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no schedule, no weight
         version. Raises ValueError for either of them where a gradient is accumulated, which would be lost.
@@ -325,18 +324,17 @@ class TrainableModel:
         return dict(zip(self.sum_names, reduced[: len(self.sum_names)].tolist(), strict=True))
 
     def _time_step(self, started: float) -> None:
-        """Remember how long an optimizer step took, on the rank that waited least for the others."""
+        """Record the seconds of an optimizer step, on the rank that waited least for the others."""
         HOST.synchronize()
         spent_s = torch.tensor([time.perf_counter() - started], dtype=torch.float64).to(HOST.device)
         dist.all_reduce(spent_s, op=dist.ReduceOp.MIN)
         self.optimizer_s.append(spent_s.item())
 
     def offload(self) -> OffloadedBytes:
-        """Gradients and optimizer state leave the device until ``restore``, for an engine that shares it; says how many
-        bytes.
+        """Take gradients and optimizer state off the device until ``restore``, for an engine; return the bytes.
 
-        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile. What trains, saves or loads
-        raises ValueError. Not a collective. Raises ValueError where a gradient is accumulated, which would be lost.
+        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile; training, saving and loading
+        raise ValueError. Not a collective. Raises ValueError where a gradient is accumulated, which would be lost.
         """
         if self._accumulated:
             raise ValueError(
@@ -346,24 +344,25 @@ class TrainableModel:
         return self.optimizer.offload()
 
     def restore(self) -> None:
-        """Undoes ``offload``, to the bit; nothing where there is nothing to undo. Not a collective."""
+        """Undo ``offload``, to the bit; does nothing where nothing is offloaded. Not a collective."""
         self.optimizer.restore()
 
     def _calibrate(self, measured: np.ndarray) -> None:
-        """Takes one step's measured micro-batches, of all ranks; they move later plans where ``plan.calibrate`` is
-        on."""
+        """Take the times of one step's micro-batches on all ranks; ``plan.calibrate`` has them move later plans."""
         self.fit.add(measured)
         if self.config.plan.calibrate:
             self.rules = dataclasses.replace(self.rules, cost=self.fit.model())
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """This rank's, chunk by chunk. Not a collective."""
+        """Return this rank's parameters, chunk by chunk. Not a collective."""
         return [p for chunk in self.chunks for p in chunk.module.parameters()]
 
     def gradient(self) -> dict[str, torch.Tensor]:
-        """The accumulated gradient under Hugging Face names (of adapters under PEFT's: ``….q_proj.lora_A.weight``),
-        whole, reduced. For tests and tools: it consumes the reduction, so ``optim_step`` must not follow; call
-        ``zero_grad()``."""
+        """Return the accumulated gradient by name, whole and reduced.
+
+        Names are Hugging Face's, an adapter's are PEFT's (``….q_proj.lora_A.weight``). For tests and tools: it consumes
+        the reduction, so ``optim_step`` must not follow; call ``zero_grad()``.
+        """
         if self.config.optimizer.distributed and self.topology.data_size * self.topology.context_size > 1:
             raise ValueError(
                 "gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only"
@@ -379,16 +378,16 @@ class TrainableModel:
         }
 
     def frozen_checksum(self) -> str | None:
-        """Of the weights beside adapters; None where every weight is trained."""
+        """Return the checksum of the weights beside adapters; None where every weight is trained."""
         return None
 
     @property
     def trained_entries(self) -> StageEntries:
-        """What is trained of the model: its adapters where there are any, else all of it."""
+        """Return the table of the trained weights: the adapters' where there are any, else the whole model's."""
         return adapter_entries if self.shape.lora_rank else stage_entries
 
     def retire(self) -> None:
-        """Ends its threads and hooks; its groups stay. Not a collective."""
+        """End the model's threads and hooks; its groups stay. Not a collective."""
         for chunk in self.chunks:
             # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
             chunk.grad_accs.clear()

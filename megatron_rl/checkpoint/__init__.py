@@ -1,1 +1,1 @@
-"""Checkpoints of a run: the whole of what decides its future, or nothing."""
+"""Checkpoints of a run: all the state that decides its future, or nothing."""

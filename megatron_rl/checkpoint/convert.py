@@ -1,8 +1,7 @@
-"""Hugging Face directories ↔ Megatron-LM checkpoints, a tensor at a time: no more than one layer of files is mapped,
-and one tensor held.
+"""Hugging Face directories ↔ Megatron-LM checkpoints: at most one layer's files are mapped and one tensor is held.
 
-Both directions walk weights/mapping.py's table in the same order. What they write appears whole or not at all: a folder
-is filled beside its place under another name and moved there at the end.
+Both directions walk weights/mapping.py's table in the same order. The folder that they write appears whole or not at
+all: it is filled under another name beside its own and renamed at the end.
 """
 
 from __future__ import annotations
@@ -38,26 +37,21 @@ from megatron_rl.weights.mapping import EMBEDDING, Layout, adapter_name, hf_size
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.shards import Planned, ShardWriter
 
-MODEL_KEYS = (
-    "embedding.",
-    "decoder.",
-    "output_layer.",
-    "mtp.",
-)  # of a GPTModel; the rest is an optimizer's, or another model's
+# a GPTModel's keys; the others are an optimizer's, or another model's
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 Progress = Callable[[int], None]
-"""Called after each tensor with its bytes as written."""
+"""Called after each tensor with the bytes written for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How an imported checkpoint is cut into chunks and files: as ranks of that topology would save it. Any topology
-    loads any cut.
+    """Cuts an imported checkpoint into chunks and files as ranks of this topology would save it.
 
-    Each tensor-parallel rank's shard is a chunk, which a rank of the same topology reads without its neighbours'; the
-    files are those of tensor · expert · pipeline ranks.
+    Any topology loads any cut. Each tensor-parallel rank's shard is a chunk, which a rank of the same topology reads
+    without its neighbours'; the files are those of tensor · expert · pipeline ranks.
     """
 
     tensor: int = 1
@@ -65,7 +59,7 @@ class Cut:
     expert: int = 1
 
     def check(self, shape: ModelShape) -> None:
-        """ConfigError where a degree does not divide what it splits."""
+        """Raise ConfigError where a degree does not divide the count that it splits."""
         heads = {
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
@@ -82,8 +76,7 @@ class Cut:
                 )
 
     def file_rank(self, stored: Stored, shape: ModelShape, tensor_rank: int) -> int:
-        """The number in the name of the file that a tensor rank's shard goes to: tensor rank first, then expert rank,
-        then stage."""
+        """Return the number of the file that a tensor rank's shard goes to: tensor, then expert, then stage."""
         last = self.pipeline - 1 if stored.entry is not EMBEDDING else 0
         stage = last if stored.layer is None else stored.layer * self.pipeline // shape.num_layers
         expert_rank = 0 if stored.expert is None else stored.expert * self.expert // shape.num_experts
@@ -92,7 +85,7 @@ class Cut:
 
 @contextlib.contextmanager
 def appearing(path: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
-    """A new folder that takes the place of ``path`` when the block ends, and vanishes where it raises."""
+    """Yield a new folder that takes the place of ``path`` when the block ends, and vanishes where it raises."""
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists; name another folder, or pass --overwrite")
     partial = path.with_name(f"{path.name}.partial")
@@ -107,20 +100,20 @@ def appearing(path: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
 
 
 def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Config, generation config, tokenizer, chat template, licence: what goes along unchanged. No weights, no code."""
+    """List the files to copy unchanged: configs, tokenizer, chat template, licence; neither weights nor code."""
     named = [x for x in sorted(folder.iterdir()) if x.is_file() and not x.name.endswith(".index.json")]
     return [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
 
 
 def unmapped_tensors(reader: HuggingFaceReader, shape: ModelShape) -> list[str]:
-    """Names in the files that no entry of the table uses. Old llama files' rotary frequencies are not counted: the
-    config has them.
+    """Return the names in the files that no entry of the table uses.
 
+    The rotary frequencies of old llama files are left out, since the config has them.
     Raises ConfigError where a tied model's files hold an output matrix that is not its embedding.
     """
     used = {name for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf}
-    left = sorted(x for x in reader.files if x not in used and not x.endswith("rotary_emb.inv_freq"))
-    if shape.tied_embeddings and "lm_head.weight" in left:
+    unused = sorted(x for x in reader.files if x not in used and not x.endswith("rotary_emb.inv_freq"))
+    if shape.tied_embeddings and "lm_head.weight" in unused:
         rows = shape.vocab_size
         for start in range(0, rows, 8192):
             stop = min(rows, start + 8192)
@@ -131,13 +124,13 @@ def unmapped_tensors(reader: HuggingFaceReader, shape: ModelShape) -> list[str]:
                     f"model.embed_tokens.weight (rows from {start}); set tie_word_embeddings to false in config.json, "
                     "or remove lm_head.weight"
                 )
-        left.remove("lm_head.weight")
+        unused.remove("lm_head.weight")
         reader.close()
-    return left
+    return unused
 
 
 def import_size(shape: ModelShape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
-    """Bytes of the tensors that ``import_weights`` will report."""
+    """Return the bytes of the tensors that ``import_weights`` will report."""
     entries = [stored.entry for layer in stored_layers(shape) for stored in layer]
     return sum(math.prod(whole_size(x, shape)) * (dtype or reader.dtype(x.hf[0])).itemsize for x in entries)
 
@@ -152,17 +145,19 @@ def import_weights(
     iteration: int | None,
     progress: Progress,
 ) -> int:
-    """Fills ``folder`` with a torch_dist checkpoint of the model's weights; returns the bytes of its tensors.
+    """Fill ``folder`` with a torch_dist checkpoint of the model's weights; return the bytes of its tensors.
 
-    shape: with ``padded_vocab_size`` a multiple of ``cut.tensor``. dtype: None for the files' own. Raises ConfigError
-    where a tensor is missing, has another shape than the config's, or files hold tensors that no table names.
+    Raises ConfigError where a tensor is missing, has another shape than the config's, or files hold tensors that no
+    table names.
+    shape: its ``padded_vocab_size`` is a multiple of ``cut.tensor``.
+    dtype: None keeps the files' own.
     """
     cut.check(shape)
-    left = unmapped_tensors(reader, shape)
-    if left:
+    unmapped = unmapped_tensors(reader, shape)
+    if unmapped:
         raise ConfigError(
-            f"{reader.path} holds {len(left)} tensors that the table of {shape.family} does not name, {left[0]} the "
-            "first: the model has parts that would be lost"
+            f"{reader.path} holds {len(unmapped)} tensors that the table of {shape.family} does not name, "
+            f"{unmapped[0]} the first: the model has parts that would be lost"
         )
     writer = TorchDistWriter(folder)
     try:
@@ -185,19 +180,20 @@ def _import_one(
     cut: Cut,
     dtype: torch.dtype | None,
 ) -> int:
-    """Writes every tensor rank's shard of one Megatron tensor; returns their bytes."""
+    """Write every tensor rank's shard of one Megatron tensor; return their bytes."""
     entry = stored.entry
     for name in entry.hf:
         if reader.size(name) != hf_size(shape, name):
             raise ConfigError(
                 f"{name} in {reader.path} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
             )
-    kinds = {reader.dtype(name) for name in entry.hf}
-    if len(kinds) > 1 and dtype is None:
+    dtypes = {reader.dtype(name) for name in entry.hf}
+    if len(dtypes) > 1 and dtype is None:
         raise ConfigError(
-            f"{', '.join(entry.hf)} in {reader.path} are of {len(kinds)} dtypes and become one tensor; choose one "
+            f"{', '.join(entry.hf)} in {reader.path} are of {len(dtypes)} dtypes and become one tensor; choose one "
             "with --dtype"
         )
+    # the stacked tensor's whole size
     stack = (shape.num_layers,) if stored.expert is None else (shape.num_layers, shape.num_experts)
     size = (*stack[: len(stored.lead)], *whole_size(entry, shape))
     split = entry.layout is not Layout.REPLICATED
@@ -205,17 +201,17 @@ def _import_one(
     for rank in range(cut.tensor if split else 1):
         shard = load_shard(entry, shape, reader.read, rank, cut.tensor if split else 1)
         shard = shard if dtype is None else shard.to(dtype)
-        # Megatron-Core (0.16.1 transformer/mlp.py apply_swiglu_sharded_factory) saves a rank's gate and up as two
-        # chunks
+        # two chunks for a rank's gate and up, as in Megatron-Core (0.16.1 transformer/mlp.py
+        # apply_swiglu_sharded_factory)
         halves = shard.chunk(2) if entry.layout is Layout.GATE_UP else (shard,)
         for half, part in enumerate(halves):
-            place = [0] * part.dim()
+            offsets = [0] * part.dim()
             if entry.layout is Layout.COLUMNS:
-                place[1] = rank * part.shape[1]
+                offsets[1] = rank * part.shape[1]
             elif split:
-                place[0] = (half * cut.tensor + rank) * part.shape[0]
+                offsets[0] = (half * cut.tensor + rank) * part.shape[0]
             part = part.view(*[1] * len(stored.lead), *part.shape)
-            writer.add_chunk(cut.file_rank(stored, shape, rank), stored.keys(), size, (*stored.lead, *place), part)
+            writer.add_chunk(cut.file_rank(stored, shape, rank), stored.keys(), size, (*stored.lead, *offsets), part)
         total += shard.nbytes
     return total
 
@@ -231,9 +227,10 @@ def import_folder(
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> pathlib.Path:
-    """Hugging Face directory → Megatron-LM folder; returns the checkpoint's own folder. Other iterations there stay.
+    """Convert a Hugging Face directory into a checkpoint of a Megatron-LM folder; return the checkpoint's own folder.
 
-    The folder's ``hf/`` is replaced by this model's, and ``latest_checkpointed_iteration.txt`` names what was written.
+    Other iterations there stay. The folder's ``hf/`` is replaced by this model's, and
+    ``latest_checkpointed_iteration.txt`` names the new checkpoint.
     """
     reader = HuggingFaceReader(source)
     path = target / iteration_name(iteration)
@@ -247,10 +244,10 @@ def import_folder(
 
 
 def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype | None) -> list[Planned]:
-    """The Hugging Face tensors to come, in order.
+    """Return the Hugging Face tensors to write, in order.
 
-    Raises ConfigError where the checkpoint lacks one, one has another size, or the model there has parts that the
-    config's has not.
+    Raises ConfigError where the checkpoint lacks one, one has another size, or the checkpoint's model has parts that
+    the config's has not.
     """
     adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{adapter_name('')}." in key)
     if adapters:
@@ -262,17 +259,17 @@ def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype |
     planned, known = [], set()
     for layer in stored_layers(shape):
         for stored in layer:
-            kind = check_sizes(stored, shape, reader)
-            planned += [Planned(name=name, shape=hf_size(shape, name), dtype=dtype or kind) for name in stored.entry.hf]
+            own = check_sizes(stored, shape, reader)
+            planned += [Planned(name=name, shape=hf_size(shape, name), dtype=dtype or own) for name in stored.entry.hf]
             known |= {place.key for place in stored.forms(shape)} | {
                 x.key for x in find(stored, shape, reader.tensors, str(reader.folder))
             }
-    left = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and key not in known)
-    if left:
+    unknown = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and key not in known)
+    if unknown:
         raise ConfigError(
-            f"{reader.folder} holds {len(left)} tensors of which the config's model has no part, {left[0]} the first; "
-            "it is another model's config (tie_word_embeddings, attention_bias?), or the model has parts that no "
-            "table names"
+            f"{reader.folder} holds {len(unknown)} tensors of which the config's model has no part, "
+            f"{unknown[0]} the first; it is another model's config (tie_word_embeddings, attention_bias?), or the "
+            "model has parts that no table names"
         )
     return planned
 
@@ -288,10 +285,10 @@ def export_folder(
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> list[str]:
-    """Megatron-LM checkpoint → Hugging Face directory; returns the names of its files.
+    """Convert a Megatron-LM checkpoint into a Hugging Face directory; return the names of its files.
 
-    hf: a directory with the model's config and tokenizer. Optimizer states and whatever else the checkpoint holds stay
-    behind.
+    Optimizer states and everything else in the checkpoint stay behind.
+    hf: a directory with the model's config and tokenizer.
     """
     reader = TorchDistReader(source.path)
     planned = plan_export(reader, shape, dtype)
@@ -316,9 +313,9 @@ def export_folder(
 
 
 def _say_dtype(config: pathlib.Path, kinds: set[torch.dtype]) -> None:
-    """Has config.json name the dtype of the files beside it: ``dtype``, or ``torch_dtype`` before transformers 5."""
-    said = json.loads(config.read_text())
+    """Name the files' dtype in the config.json beside them: ``dtype``, or ``torch_dtype`` before transformers 5."""
+    fields = json.loads(config.read_text())
     for key in ("dtype", "torch_dtype"):
-        if key in said and len(kinds) == 1 and said[key] != (name := str(next(iter(kinds))).removeprefix("torch.")):
-            said[key] = name
-            config.write_text(json.dumps(said, indent=2) + "\n")
+        if key in fields and len(kinds) == 1 and fields[key] != (name := str(next(iter(kinds))).removeprefix("torch.")):
+            fields[key] = name
+            config.write_text(json.dumps(fields, indent=2) + "\n")

@@ -1,12 +1,12 @@
-"""Where checkpoints lie, and when one is whole: folders, checksums, the newest good one. No tensors, no torch.
+"""Checkpoint folders on disk: their layout, checksums, completion and pruning. No tensors, no torch.
 
     <run>/checkpoints/
         latest_checkpointed_iteration.txt     "30", as Megatron-LM writes it
         iter_0000030/                         a whole checkpoint
             .metadata, *.distcp, common.pt    the tensors, in Megatron-Core's torch_dist format
-            state.json                        everything else that decides what comes next
+            state.json                        everything else that decides the run's next steps
             manifest.json                     every other file's bytes and SHA-256, and its own; written last
-        iter_0000040.partial/                 being written, or what a killed run left of it; never read
+        iter_0000040.partial/                 being written, or left by a killed run; never read
 
 Invariants (tests/unit/checkpoint/test_folder.py):
 
@@ -34,7 +34,7 @@ BLOCK_BYTES = 1 << 22
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file is missing, cut short or changed."""
+    """Says that a file is missing, cut short or changed."""
 
 
 def name_of(iteration: int) -> str:
@@ -42,15 +42,15 @@ def name_of(iteration: int) -> str:
 
 
 def whole_checkpoints(root: pathlib.Path) -> list[int]:
-    """Iterations of the whole checkpoints under ``root``, oldest first; [] where there is no such folder."""
+    """Return the iterations of the whole checkpoints under ``root``, oldest first; [] where there is no such folder."""
     if not root.is_dir():
         return []
-    found = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.iterdir() if path.is_dir()]
-    return sorted(int(match[1]) for match in found if match)
+    matches = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.iterdir() if path.is_dir()]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def digest(path: pathlib.Path) -> dict[str, object]:
-    """``{"bytes": int, "sha256": hex}`` of a file."""
+    """Return ``{"bytes": int, "sha256": hex}`` of a file."""
     sha, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -60,7 +60,7 @@ def digest(path: pathlib.Path) -> dict[str, object]:
 
 
 def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
-    """An empty folder to write into; removes what an earlier, killed attempt left anywhere under ``root``."""
+    """Make an empty folder to write into; remove the leftovers of killed attempts anywhere under ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if path.is_dir() and path.suffix in (".partial", ".deleting"):
@@ -71,8 +71,10 @@ def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
 
 
 def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) -> pathlib.Path:
-    """Makes a written folder a checkpoint, at once. files: ``digest`` of the files that were digested when they were
-    written; the others are digested here."""
+    """Make a written folder a checkpoint, at once.
+
+    files: ``digest`` of the files that were digested when they were written; the others are digested here.
+    """
     iteration = int(folder.name.removeprefix("iter_").removesuffix(".partial"))
     digests = {name: files.get(name) or digest(folder / name) for name in _files_in(folder) if name != MANIFEST}
     for name in digests.keys() - files.keys():
@@ -82,7 +84,7 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
     _sync(folder)
     final = folder.with_name(name_of(iteration))
     if final.exists():
-        remove(final)  # of the same iteration, of a run that was told to start before it
+        remove(final)  # the same iteration, of a run that was told to start before it
     os.rename(folder, final)
     write_synced(final.with_name(LATEST), f"{iteration}")
     _sync(final.parent)
@@ -90,7 +92,7 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
 
 
 def write_synced(path: pathlib.Path, text: str) -> None:
-    """Replaces a small file: a reader, and a host that loses power, sees the old text or the new."""
+    """Replace a small file at once: a reader, and a host that loses power, sees the old text or the new."""
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -100,13 +102,16 @@ def write_synced(path: pathlib.Path, text: str) -> None:
 
 
 def read_manifest(folder: pathlib.Path) -> dict:
-    """Raises DamagedCheckpoint for a manifest that cannot be read or was changed, CheckpointError for a whole one of a
-    format or version that this code does not know (one without a SHA-256 of its own is another tool's)."""
+    """Read a checkpoint's manifest.
+
+    Raises DamagedCheckpoint for a manifest that cannot be read or was changed, CheckpointError for a whole one of a
+    format or version that this code does not know (one without a SHA-256 of its own is another tool's).
+    """
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found, own = (content["format"], content["version"]), content.pop("sha256", None)
-        damaged = own != _own_digest(content) and (own is not None or found == (FORMAT, VERSION))
+        kind, own = (content["format"], content["version"]), content.pop("sha256", None)
+        damaged = own != _own_digest(content) and (own is not None or kind == (FORMAT, VERSION))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(
             f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged"
@@ -115,9 +120,9 @@ def read_manifest(folder: pathlib.Path) -> dict:
         raise DamagedCheckpoint(
             f"{path} is not what was written, by the SHA-256 that it ends with: the checkpoint is damaged"
         )
-    if found != (FORMAT, VERSION):
+    if kind != (FORMAT, VERSION):
         raise CheckpointError(
-            f"{folder} is a checkpoint of format {found[0]!r} version {found[1]!r} and this release reads {FORMAT!r} "
+            f"{folder} is a checkpoint of format {kind[0]!r} version {kind[1]!r} and this release reads {FORMAT!r} "
             f"version {VERSION}; use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
         )
     return content
@@ -128,8 +133,11 @@ def _own_digest(content: Mapping) -> str:
 
 
 def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises DamagedCheckpoint that names the first damaged file. share: (r, n) digests every n-th file from the r-th,
-    so that n ranks check a large one together; names and sizes are checked whole."""
+    """Raise DamagedCheckpoint, naming the first damaged file, unless every file is as the manifest says.
+
+    share: (r, n) digests every n-th file from the r-th, so that n ranks check a large checkpoint together; the names
+    and sizes of all files are checked.
+    """
     files = read_manifest(folder)["files"]
     present = set(_files_in(folder)) - {MANIFEST}
     if missing := sorted(files.keys() - present):
@@ -142,7 +150,7 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
         path = folder / name
         try:
             size = path.stat().st_size
-            found = (
+            sha256 = (
                 digest(path)["sha256"]
                 if size == wanted["bytes"] and number % share[1] == share[0]
                 else wanted["sha256"]
@@ -153,19 +161,19 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
             raise DamagedCheckpoint(
                 f"{path} has {size} bytes and its manifest says {wanted['bytes']}: the checkpoint is damaged"
             )
-        if found != wanted["sha256"]:
+        if sha256 != wanted["sha256"]:
             raise DamagedCheckpoint(
-                f"{path} has SHA-256 {found[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged"
+                f"{path} has SHA-256 {sha256[:12]}… and its manifest says {wanted['sha256'][:12]}…: it is damaged"
             )
 
 
 def prune(root: pathlib.Path, keep_last: int | None) -> list[int]:
-    """Removes all but the newest ``keep_last`` (None: keeps all; at least one); the removed iterations."""
-    found = whole_checkpoints(root)
-    gone = [] if keep_last is None else found[: max(len(found) - max(keep_last, 1), 0)]
-    for iteration in gone:
+    """Remove all but the newest ``keep_last`` (at least one; None keeps all); return the removed iterations."""
+    iterations = whole_checkpoints(root)
+    removed = [] if keep_last is None else iterations[: max(len(iterations) - max(keep_last, 1), 0)]
+    for iteration in removed:
         remove(root / name_of(iteration))
-    return gone
+    return removed
 
 
 def remove(folder: pathlib.Path) -> None:

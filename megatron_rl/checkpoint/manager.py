@@ -1,13 +1,12 @@
-"""When a run saves and where it goes on: the newest good checkpoint on start, ``checkpoint.save_every_rollouts``
-rollouts, the end, a preemption.
+"""A run's checkpoints: it saves every ``checkpoint.save_every_rollouts``, at its end and when preempted, and resumes.
 
-A checkpoint is taken between rollouts, where nothing is half done: no gradient is accumulated, and what is generated
-ahead is waited for. Its iteration is the number of rollouts trained so far; 0 is the state after the supervised
-warm-up. ``state.json`` holds what every rank knows and is not a tensor; ``rollouts_<rank>.npz`` what a rank holds of
-rollouts that are not trained yet, and of replayed ones.
+A run resumes from the newest good checkpoint. One is taken between rollouts, where nothing is half done: no gradient is
+accumulated, and rollouts generated ahead are waited for. Its iteration is the number of rollouts trained so far; 0 is
+the state after the supervised warm-up. ``state.json`` holds the state that every rank knows and that is not a tensor;
+``rollouts_<rank>.npz`` holds a rank's rollouts that are not trained yet, and its replayed ones.
 
 A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before the policy's of that
-iteration is, and none without its critic's is gone on from.
+iteration is, and a run never resumes from a policy's checkpoint without its critic's.
 """
 
 from __future__ import annotations
@@ -38,16 +37,14 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.observability.metrics import set_aside
 
 log = logging.getLogger(__name__)
-APPENDED = (
-    "metrics.jsonl",
-    "trace.jsonl",
-)  # in the run's folder; cut back to what they held when the checkpoint was taken
+# in the run's folder; cut back to the sizes that they had when the checkpoint was taken
+APPENDED = ("metrics.jsonl", "trace.jsonl")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """A checkpoint to go on from, verified. ``state``: its state.json."""
+    """Names a verified checkpoint to resume from. ``state``: its state.json."""
 
     folder: pathlib.Path
     state: Mapping
@@ -59,11 +56,11 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """All that a checkpoint keeps of a run beside model, critic and random states.
+    """Holds all that a checkpoint keeps of a run beside model, critic and random states.
 
-    queue, queue_rows: of the rollout queue; the first is every rank's, the second this rank's bytes.
+    queue, queue_rows: states of the rollout queue, the first the same on every rank, the second this rank's bytes.
     prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and the metrics.
-    trace_rollouts:    rollouts in trace.jsonl.
+    trace_rollouts:    the number of rollouts in trace.jsonl.
     """
 
     queue: Mapping
@@ -76,8 +73,11 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRun:
-    """A run as a checkpoint has it. rollouts: trained so far · queue_rows: of one or several ranks of then; the rest as
-    of RunState."""
+    """Holds a run's state from a checkpoint; fields not named here are RunState's.
+
+    rollouts: the number trained so far.
+    queue_rows: the bytes of one or several ranks of the saved run.
+    """
 
     rollouts: int
     queue: Mapping
@@ -88,7 +88,7 @@ class RestoredRun:
 
 
 class CheckpointManager:
-    """A run's checkpoints. Methods are collectives unless they say otherwise."""
+    """Saves and restores a run's checkpoints. Methods are collectives unless they say otherwise."""
 
     def __init__(self, config: Config, backend, critic=None) -> None:
         self.config, self.backend, self.critic = config, backend, critic
@@ -96,45 +96,47 @@ class CheckpointManager:
         self.root = config.run.path / "checkpoints"
         self.is_main = backend.topology.is_main
         self.pending: list[PendingSave] = []  # in the order in which they are to be whole
-        self.waited_s = 0.0  # of the last checkpoint: what the loop did not do meanwhile
+        self.waited_s = 0.0  # seconds that the loop waited for the last checkpoint
         self.preempted = False
-        self.leaves = False  # what all ranks decided together
+        self.leaves = False  # all ranks decided it together
         self.resumes = False  # the run goes on from a checkpoint
         if self.settings.save_every_rollouts:
             for number in SIGNALS:
                 signal.signal(number, self._ask_to_leave)
 
     def _ask_to_leave(self, number: int, _frame: object) -> None:
-        """Said by ``os.write``: in a handler, a print within the print that it interrupted raises."""
+        """Note the signal; log by ``os.write``, since in a handler a print that interrupts another print raises."""
         self.preempted = True
-        said = (
+        message = (
             f"rank {self.backend.topology.rank}: {signal.Signals(number).name}: the step in progress is finished, a "
             "checkpoint saved, "
         )
         with contextlib.suppress(OSError):
-            os.write(2, f"{said}and the run leaves\n".encode())
+            os.write(2, f"{message}and the run leaves\n".encode())
 
     # ---- on start --------------------------------------------------------------------------------------------------
 
     def find(self) -> ResumePoint | None:
-        """The newest good checkpoint; None where there is none, or ``checkpoint.resume=never``.
+        """Return the newest good checkpoint; None where there is none, or under ``checkpoint.resume=never``.
 
         Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown
         format and for another model.
         """
-        seen, *others = gather_json([whole_checkpoints(self.root), whole_checkpoints(self.critic_root)])
-        if any(theirs != seen for theirs in others):
+        first, *others = gather_json([whole_checkpoints(self.root), whole_checkpoints(self.critic_root)])
+        if any(theirs != first for theirs in others):
             raise CheckpointError(
                 f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts "
                 "share"
             )
-        iterations, of_critic = seen
+        iterations, of_critic = first
+        # the iterations to choose from
         if not iterations or self.settings.resume == "never":
             if iterations and self.is_main:
                 set_aside(self.root)
             return None
         if self.critic is not None:
             iterations = self._of_both(iterations, of_critic)
+        # the newest of them that is not damaged
         for iteration in reversed(iterations):
             folder = self.root / name_of(iteration)
             try:
@@ -163,7 +165,7 @@ class CheckpointManager:
         return self.root / "critic"
 
     def _of_both(self, found: list[int], theirs: list[int]) -> list[int]:
-        """Iterations of the policy's that the critic has too. Not a collective."""
+        """Return the policy's iterations that the critic has too. Not a collective."""
         both = [iteration for iteration in found if iteration in theirs]
         if not both:
             raise CheckpointError(
@@ -174,37 +176,36 @@ class CheckpointManager:
         return both
 
     def _verify(self, folder: pathlib.Path) -> None:
-        """Every rank digests its share of the files; the main rank looks at what torch will unpickle."""
-        place, error = self.backend.topology, None
+        """Verify a checkpoint: each rank digests its share of the files, the main rank checks torch's pickle."""
+        topology, error = self.backend.topology, None
         try:
-            verify(folder, share=(place.rank, place.world_size))
+            verify(folder, share=(topology.rank, topology.world_size))
             if self.is_main:
                 check_pickle(folder / ".metadata")
-        except CheckpointError as met:
-            error = met
+        except CheckpointError as raised:
+            error = raised
         damaged = isinstance(error, DamagedCheckpoint)
-        said = [x for x in gather_json([str(error), damaged] if error else None) if x]
-        if said:
-            message, damaged = said[0]
+        errors = [x for x in gather_json([str(error), damaged] if error else None) if x]
+        if errors:
+            message, damaged = errors[0]
             raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
 
     def cut_back(self, found: ResumePoint | None) -> None:
-        """Shortens the run's own files to what they held when the checkpoint was taken. Not a collective; the main
-        rank's."""
+        """Cut the run's own files, on the main rank, to their sizes in the checkpoint. Not a collective."""
         if found is None or not self.is_main:
             return
         for name, size in found.state["bytes"].items():
             path = self.config.run.path / name
-            held = path.stat().st_size if path.exists() else 0
-            if held < size:
+            current = path.stat().st_size if path.exists() else 0
+            if current < size:
                 log.error(
                     "%s has %d bytes and had %d when %s was taken: the record of the steps between is lost",
                     path,
-                    held,
+                    current,
                     size,
                     found.folder,
                 )
-            elif held > size:
+            elif current > size:
                 with path.open("r+b") as file:
                     file.truncate(size)
 
@@ -214,8 +215,8 @@ class CheckpointManager:
         model_state.load(self.backend, found.folder, state["backend"], state["model"])
         if self.critic is not None:
             self.critic.load(self.critic_root / found.folder.name)
-        place = self.backend.topology
-        theirs = range(place.rank, state["world_size"], place.world_size)
+        topology = self.backend.topology
+        saved_ranks = range(topology.rank, state["world_size"], topology.world_size)
         self._restore_random(state)
         for key, (before, now) in _changed(state["config"], config_to_dict(self.config)).items():
             log.warning("resumed with %s=%s; it was %s when the checkpoint was taken", key, now, before)
@@ -228,31 +229,30 @@ class CheckpointManager:
         return RestoredRun(
             rollouts=found.rollouts,
             queue=state["feed"],
-            queue_rows=[(found.folder / own_file(rank)).read_bytes() for rank in theirs],
+            queue_rows=[(found.folder / own_file(rank)).read_bytes() for rank in saved_ranks],
             prompts=state["prompts"],
             reference=state.get("reference", {"coefficient": None}),  # checkpoints from before it: β was fixed
             trace_rollouts=state["trace_rollouts"],
         )
 
     def _restore_random(self, state: Mapping) -> None:
-        place = self.backend.topology
-        if len(state["random"]) != place.world_size:
+        topology = self.backend.topology
+        if len(state["random"]) != topology.world_size:
             log.warning(
                 "the checkpoint's random states are of %d ranks and there are %d: left as they are",
                 len(state["random"]),
-                place.world_size,
+                topology.world_size,
             )
             return
-        set_random_state(state["random"][place.rank])
+        set_random_state(state["random"][topology.rank])
 
     # ---- in the run ------------------------------------------------------------------------------------------------
 
     def save_if_due(self, rollouts: int, take_state: Callable[[], RunState], *, last: bool = False) -> bool:
-        """Save where it is due, between rollouts; return whether the run is to leave: a rank was told to by SIGTERM or
-        SIGUSR1.
+        """Save between rollouts where it is due; return whether the run is to leave, by a SIGTERM or SIGUSR1 to a rank.
 
-        rollouts: trained so far.
-        take_state: gives the run's state where it is saved; a collective.
+        rollouts: the number trained so far.
+        take_state: gives the run's state if it is saved; a collective.
         """
         every = self.settings.save_every_rollouts
         if not every:
@@ -271,7 +271,7 @@ class CheckpointManager:
         return self.leaves
 
     def close(self) -> None:
-        """Ends what is still being written."""
+        """Finish the checkpoints that are still being written."""
         self._finish()
 
     def _save(self, rollouts: int, take_state: Callable[[], RunState]) -> None:
@@ -305,8 +305,7 @@ class CheckpointManager:
         self.waited_s = time.perf_counter() - started
 
     def _appended(self) -> dict[str, int]:
-        """What the main rank's files hold; one that is not there yet holds nothing, and what is in it later is cut back
-        too."""
+        """Return the bytes of the main rank's files; a missing one has 0, so later lines in it are cut back too."""
         paths = [self.config.run.path / name for name in APPENDED if self.is_main]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
@@ -334,7 +333,7 @@ class CheckpointManager:
             )
 
     def _give_up(self) -> None:
-        """What is still being written belongs to a checkpoint that will not be."""
+        """Abandon the parts still being written, whose checkpoint will never be whole."""
         for pending in self.pending:
             pending.abandon()
         self.pending = []
@@ -352,7 +351,7 @@ def own_file(rank: int) -> str:
 
 
 def random_state() -> dict[str, object]:
-    """Every global generator's state of this process, as JSON-able values."""
+    """Return the state of every global generator of this process, as JSON-able values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, object] = {
@@ -384,12 +383,12 @@ def _bytes(text: str) -> torch.Tensor:
 
 
 def _changed(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
-    """Dotted keys whose values differ."""
-    found: dict[str, tuple] = {}
+    """Return the dotted keys whose values differ, with both values."""
+    changes: dict[str, tuple] = {}
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= _changed(old, new, f"{prefix}{key}.")
+            changes |= _changed(old, new, f"{prefix}{key}.")
         elif old != new:
-            found[prefix + key] = (old, new)
-    return found
+            changes[prefix + key] = (old, new)
+    return changes

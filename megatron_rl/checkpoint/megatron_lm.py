@@ -1,15 +1,14 @@
-"""Megatron-LM's checkpoint folder, and where in it the tensors of weights/mapping.py lie.
+"""Megatron-LM's checkpoint folder, and the keys under which it holds the tensors of weights/mapping.py.
 
     <folder>/latest_checkpointed_iteration.txt    the iteration, or "release" for a model that was converted
     <folder>/iter_0000100/, <folder>/release/     torch_dist files (checkpoint/torch_dist.py)
-    <folder>/hf/                                  ours: config, tokenizer and generation config of the Hugging Face
-    directory
+    <folder>/hf/                                  ours: the Hugging Face config, tokenizer, generation config
 
 Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert iteration > 0 or release"),
 and starts a ``release`` at 0 with a fresh optimizer. Keys are those of ``GPTModel.sharded_state_dict`` (0.16.1 and
 0.19.2, read and run): layers of one kind are one tensor with the layer first, a mixture's experts second; norms have
 the names of Transformer Engine's fused linears whichever spec wrote them, but the norm before a mixture, which the
-torch spec calls as if it were fused. Every tensor is whole there, so that any topology loads it: q, k, v by group as on
+torch spec calls as if it were fused. Every tensor in it is whole, so that any topology loads it: q, k, v by group as on
 one rank, gate's rows before up's.
 """
 
@@ -45,7 +44,7 @@ LAYERS = "decoder.layers."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A tensor's key, its indices ``lead`` in the stacked tensor of that key, and how many of each are stacked.
+    """Locates a tensor by its key, its indices ``lead`` in the key's stacked tensor and the counts ``stack`` of that.
 
     Example: layer 2 of 4: ``Place(key="decoder.layers.self_attention.linear_proj.weight", lead=(2,), stack=(4,))``.
     """
@@ -57,12 +56,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A table's entry with its place in a checkpoint.
+    """Holds an entry of the table with its place in a checkpoint.
 
-    entry:     Hugging Face names whole, every number filled in.
+    entry:     the entry with whole Hugging Face names, every number filled in.
     name:      below ``decoder.layers.`` where layer is not None, else the whole key; an expert's without its number.
     aliases:   other names that a spec gives to the same tensor.
-    layer, expert: its numbers, None for what is not of a layer, or not of an expert.
+    layer, expert: the tensor's numbers; None where it is not of a layer, or not of an expert.
     """
 
     entry: Entry
@@ -73,17 +72,19 @@ class Stored:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Its first indices in the stacked tensor."""
+        """Return the tensor's first indices in the stacked tensor."""
         return tuple(x for x in (self.layer, self.expert) if x is not None)
 
     def keys(self) -> tuple[str, ...]:
-        """The stacked tensor's keys: what a checkpoint written here has."""
+        """Return the stacked tensor's keys, which a checkpoint written here has."""
         prefix = "" if self.layer is None else LAYERS
         return tuple(prefix + x for x in (self.name, *self.aliases))
 
     def forms(self, shape: ModelShape) -> Iterator[Place]:
-        """Every way in which Megatron-Core writes it: stacked; by layer (``non_homogeneous_layers``); by layer and
-        expert (``singleton_local_shards``)."""
+        """Yield the tensor's place in every form that Megatron-Core writes.
+
+        The forms: stacked; by layer (``non_homogeneous_layers``); by layer and expert (``singleton_local_shards``).
+        """
         stack = (shape.num_layers,) if self.expert is None else (shape.num_layers, shape.num_experts)
         for name in (self.name, *self.aliases):
             if self.layer is None:
@@ -98,22 +99,22 @@ class Stored:
 
 
 def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
-    """Every tensor of the model, a layer at a time, in the order of a Hugging Face checkpoint."""
+    """Yield every tensor of the model, a layer at a time, in the order of a Hugging Face checkpoint."""
     yield [Stored(entry=EMBEDDING, name=EMBEDDING.megatron)]
     fused: ModelShape = dataclasses.replace(shape, layer_spec="transformer_engine")
     for layer in range(shape.num_layers):
-        found = []
+        tensors = []
         for entry in layer_entries(fused):
             # 0.16.1 and 0.19.2 gpt_layer_specs.py: the local spec maps pre_mlp_layernorm. to
             # mlp.linear_fc1.layer_norm_, experts or not
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
-            found.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
+            tensors.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
         for expert in range(shape.num_experts):
             for local in expert_entries(fused, 0):
                 entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
                 name = re.sub(r"experts\.(linear_fc\d\.weight)0$", r"experts.experts.\1", local.megatron)
-                found.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))
-        yield found
+                tensors.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))
+        yield tensors
     yield [Stored(entry=FINAL_NORM, name=FINAL_NORM.megatron)]
     if not shape.tied_embeddings:
         yield [Stored(entry=HEAD, name=HEAD.megatron)]
@@ -124,18 +125,17 @@ def _of_layer(entry: Entry, layer: int) -> Entry:
 
 
 def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
-    """ModelShape of the Megatron tensor over all tensor ranks."""
+    """Return the shape of the Megatron tensor over all tensor ranks."""
     sizes = [hf_size(shape, name) for name in entry.hf]
     rows = shape.padded_vocab_size if entry.layout is Layout.ROWS else sum(x[0] for x in sizes)
     return (rows, *sizes[0][1:])
 
 
 def extra_state_keys(shape: ModelShape) -> list[str]:
-    """Keys of the objects that linears and attention save beside their weights (FP8 scales; empty where there are
-    none).
+    """Return the keys of the objects that linears and attention save beside their weights: FP8 scales, empty without.
 
     A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec;
-    Transformer Engine's list is read (it has more of them than are asked for, and those do no harm).
+    Transformer Engine's list is read in its source (it has more of them than a model asks for, which does no harm).
     """
     modules = [
         "self_attention.linear_qkv",
@@ -150,13 +150,13 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
     for layer in range(layers):
         keys += [f"{LAYERS}{x}._extra_state/shard_{layer}_{layers}" for x in modules]
         for x in ("linear_fc1", "linear_fc2"):
-            place = f"{LAYERS}mlp.experts.experts.{x}._extra_state/shard_{layer}"
-            keys += [f"{place}.{expert}_{layers}.{experts}" for expert in range(experts)]
+            prefix = f"{LAYERS}mlp.experts.experts.{x}._extra_state/shard_{layer}"
+            keys += [f"{prefix}.{expert}_{layers}.{experts}" for expert in range(experts)]
     return keys
 
 
 def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -> list[Place]:
-    """The tensors that make up ``stored``: one; or gate's and up's, which singleton_local_shards saves apart.
+    """Return the places of ``stored``: one, or gate's and up's, which singleton_local_shards saves apart.
 
     Raises ConfigError naming the tensor where a checkpoint holds none of its forms.
     """
@@ -166,43 +166,46 @@ def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -
         halves = [dataclasses.replace(place, key=f"{place.key}_{x}") for x in "wv"]
         if all(x.key in keys for x in halves):
             return halves
-    asked = ", ".join(place.key for place in stored.forms(shape))
+    missing = ", ".join(place.key for place in stored.forms(shape))
     raise ConfigError(
-        f"{where} has none of {asked}, of which {', '.join(stored.entry.hf)} is made; the config is another model's"
+        f"{where} has none of {missing}, of which {', '.join(stored.entry.hf)} is made; the config is another model's"
     )
 
 
 def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> torch.dtype:
-    """The dtype in which ``stored`` lies there. Raises ConfigError where it is missing or has another size than the
-    config asks for.
+    """Return the dtype in which the checkpoint holds ``stored``, after a check of its size.
 
-    Rows past the vocabulary are pads: any number of them is taken.
+    Raises ConfigError where it is missing or has another size than the config asks for. Rows past the vocabulary are
+    pads: any number of them is taken.
     """
     places = find(stored, shape, reader.tensors, str(reader.folder))
     wanted = whole_size(stored.entry, shape)
     if len(places) > 1:
         wanted = (wanted[0] // 2, *wanted[1:])
     for place in places:
-        found, asked = reader.size(place.key), (*place.stack, *wanted)
-        pads = stored.entry.layout is Layout.ROWS and found[0] >= shape.vocab_size and found[1:] == asked[1:]
-        if found != asked and not pads:
+        size, expected = reader.size(place.key), (*place.stack, *wanted)
+        pads = stored.entry.layout is Layout.ROWS and size[0] >= shape.vocab_size and size[1:] == expected[1:]
+        if size != expected and not pads:
             raise ConfigError(
-                f"{place.key} in {reader.folder} has shape {found} and the config asks for {asked}; it is another "
+                f"{place.key} in {reader.folder} has shape {size} and the config asks for {expected}; it is another "
                 "model's"
             )
     return reader.dtype(places[0].key)
 
 
 def read_stored(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> list[tuple[str, torch.Tensor]]:
-    """The Hugging Face tensors of one entry, read from a checkpoint."""
+    """Read the Hugging Face tensors of one entry from a checkpoint."""
     parts = [reader.read(x.key, x.lead) for x in find(stored, shape, reader.tensors, str(reader.folder))]
     return merge_shards(stored.entry, shape, [parts[0] if len(parts) == 1 else torch.cat(parts)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFolder:
-    """One checkpoint of a Megatron-LM folder. name: "release" or "iter_0000100"; hf: the folder's Hugging Face side
-    files, if any."""
+    """Names one checkpoint of a Megatron-LM folder.
+
+    name: "release" or "iter_0000100".
+    hf: the folder's Hugging Face side files; None where it has none.
+    """
 
     folder: pathlib.Path
     name: str
@@ -214,15 +217,14 @@ class MegatronFolder:
 
 
 def iteration_name(iteration: int | None) -> str:
-    """Example: None → "release", 100 → "iter_0000100"."""
+    """Return an iteration's folder name. Example: None → "release", 100 → "iter_0000100"."""
     return RELEASE if iteration is None else name_of(iteration)
 
 
 def open_folder(folder: pathlib.Path, iteration: int | None = None) -> MegatronFolder:
-    """The latest checkpoint of a Megatron-LM folder, or that of ``iteration``; ``folder`` may also be an iteration's
-    own.
+    """Find the latest checkpoint of a Megatron-LM folder, or that of ``iteration``.
 
-    Raises ConfigError where there is none.
+    ``folder`` may also be a checkpoint's own folder. Raises ConfigError where there is none.
     """
     if (folder / "metadata.json").exists():
         folder, name = folder.parent, folder.name
@@ -238,11 +240,11 @@ def open_folder(folder: pathlib.Path, iteration: int | None = None) -> MegatronF
     else:
         raise ConfigError(f"{folder} has no {LATEST} and no metadata.json: it is no Megatron-LM checkpoint")
     if not (folder / name).is_dir():
-        there = (
+        present = (
             sorted(x.name for x in folder.iterdir() if x.name.startswith("iter_") or x.name == RELEASE)
             if folder.is_dir()
             else []
         )
-        raise ConfigError(f"{folder} has no {name}; it holds {', '.join(there) or 'no checkpoint'}")
+        raise ConfigError(f"{folder} has no {name}; it holds {', '.join(present) or 'no checkpoint'}")
     hf = folder / HF_FOLDER
     return MegatronFolder(folder=folder, name=name, hf=hf if (hf / "config.json").exists() else None)

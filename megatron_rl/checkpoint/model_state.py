@@ -1,6 +1,7 @@
 """A backend's share of a checkpoint: its tensors and the numbers that belong to them.
 
-Of a model with adapters those alone, and of its frozen weights a checksum: they come from model.hf_path again.
+With adapters a checkpoint holds their tensors alone and a checksum of the frozen weights, which come from model.hf_path
+again.
 """
 
 from __future__ import annotations
@@ -28,27 +29,28 @@ from megatron_rl.errors import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 
 REFERENCE = "reference."
-# what identity says where every weight is trained; also of a checkpoint from before there were adapters
+# the identity where every weight is trained; a checkpoint from before there were adapters lacks these
 WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": [], "frozen_weights": None}
-OF_THE_RUN = (
-    "layer_spec",
-    "padded_vocab_size",
-    "context_tokens",
-    "value_head",
-)  # of a ModelShape, may differ between a save and a load
+# fields of a ModelShape that may differ between a save and a load
+OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")
 
 
 def identity(backend: TrainableModel) -> dict[str, object]:
-    """What must be the same for a checkpoint's tensors to mean anything: the model's shape, its adapters' and the
-    frozen weights beside them, as JSON-able values. The first call is a collective, where there are adapters."""
+    """Return the properties that a checkpoint's model and this one must share, as JSON-able values.
+
+    They are the model's shape, its adapters' and the checksum of the frozen weights beside them. The first call is a
+    collective where there are adapters.
+    """
     shape = dataclasses.asdict(backend.shape) | {"lora_targets": sorted(backend.shape.lora_targets)}
     shape["frozen_weights"] = backend.frozen_checksum()
     return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
 
 
 def numbers(backend: TrainableModel) -> dict[str, object]:
-    """Counters and sums that decide later steps. AdamW's own step count is the scheduler's: both move with every
-    applied step."""
+    """Return the counters and sums that decide later steps.
+
+    AdamW's own step count is the scheduler's: both move with every applied step.
+    """
     return {
         "step_index": backend.step_index,
         "weight_version": backend.weight_version,
@@ -64,9 +66,9 @@ def _reference(backend: TrainableModel) -> list[torch.Tensor] | None:
 
 
 def _entries(backend: TrainableModel) -> list[ShardedBase]:
-    """Of what is trained."""
-    found = weight_entries(backend.chunks)
-    return [x for x in found if x.data.requires_grad] if backend.shape.lora_rank else found
+    """Return the sharded entries of the trained weights."""
+    entries = weight_entries(backend.chunks)
+    return [x for x in entries if x.data.requires_grad] if backend.shape.lora_rank else entries
 
 
 def save(
@@ -76,10 +78,10 @@ def save(
     texts: Mapping[str, str],
     own_files: Mapping[str, bytes] | None = None,
 ) -> PendingSave:
-    """Begins a checkpoint of the model, its reference policy and AdamW, as of now; a collective. No gradient may be
-    accumulated.
+    """Begin a checkpoint of the model, its reference policy and AdamW in their current state; a collective.
 
-    texts, own_files: what is added to it, see PendingSave.
+    No gradient may be accumulated.
+    texts, own_files: further files of it, see PendingSave.
     """
     backend.schedule.gather_parameters()
     entries = _entries(backend)
@@ -95,12 +97,15 @@ def save(
 def load(
     backend: TrainableModel, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]
 ) -> None:
-    """Puts the backend where ``save`` found another of the same model, of any topology; a collective.
+    """Give the backend the state that ``save`` took of the same model, under any topology; a collective.
 
-    kept: what ``numbers`` gave. model: the other's ``identity``. Raises CheckpointError where the models differ.
+    Raises CheckpointError where the models differ.
+    kept: the values of ``numbers`` when it was saved.
+    model: the saved model's ``identity``.
     """
     check_model(backend, folder, model)
     entries = _entries(backend)
+    # the reference first: it is read into the model's parameters and copied from there
     if kept["has_reference"]:
         _put(backend, load_weights(entries, folder, prefix=REFERENCE))
         backend.keep_reference()
@@ -121,19 +126,18 @@ def load(
 
 
 def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
-    """Raises CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. To be called on every
-    rank."""
+    """Raise CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. All ranks call it."""
     own, model = identity(backend), {**WITHOUT_LORA, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
-        said = ", ".join(
+        summary = ", ".join(
             f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here"
             for name, (theirs, ours) in different.items()
         )
-        way = "the model.hf_path and model.dtype" if "frozen_weights" in different else "the model.hf_path"
+        settings = "the model.hf_path and model.dtype" if "frozen_weights" in different else "the model.hf_path"
         if "lora_rank" in different or set(different) <= {"lora_alpha", "lora_targets"}:
-            way = "the lora.rank (null for 0), lora.alpha and lora.targets"
+            settings = "the lora.rank (null for 0), lora.alpha and lora.targets"
         raise CheckpointError(
-            f"{folder} is of another model: {said}; give {way} it was trained with, or another run folder"
+            f"{folder} is of another model: {summary}; give {settings} it was trained with, or another run folder"
         )
 
 
@@ -146,20 +150,20 @@ def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
 
 
 def _set_steps(optimizer, steps: int) -> None:
-    """AdamW's bias correction: torch keeps a step per parameter, Transformer Engine's and Apex's one per group."""
-    for each in optimizer.chained_optimizers:
-        if each.is_stub_optimizer:
+    """Set AdamW's steps: torch keeps one per parameter, Transformer Engine's and Apex's one per group."""
+    for chained in optimizer.chained_optimizers:
+        if chained.is_stub_optimizer:
             continue
-        for state in each.optimizer.state.values():
+        for state in chained.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
-        for group in each.optimizer.param_groups:
+        for group in chained.optimizer.param_groups:
             if "step" in group:
                 group["step"] = group["step"] * 0 + steps
 
 
 def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:
-    """What was measured holds for the pipeline that it was measured on."""
+    """Restore the measured sums, which hold for a pipeline of the same shape alone."""
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums
         if backend.config.plan.calibrate:

@@ -1,6 +1,6 @@
-"""What torch and Megatron-Core pickle around a checkpoint, read by unpicklers that know nothing but the classes below.
+"""Unpicklers for the pickles that torch and Megatron-Core put around a checkpoint: they know the classes below alone.
 
-On disk that is ``.metadata``; between ranks it is the plans of a save or a load, which torch sends as pickled objects.
+On disk the pickle is ``.metadata``; between ranks torch sends the plans of a save or a load as pickled objects.
 ``guarded`` puts these unpicklers in torch's place. Neither list holds anything that opens, imports, evaluates or runs.
 """
 
@@ -50,7 +50,7 @@ DTYPES = {
     "float8_e4m3fn",
     "float8_e5m2",
 }
-OF_ERRORS = {  # what a rank sends in place of its answer
+OF_ERRORS = {  # a rank sends them in place of its answer
     "torch.distributed.checkpoint.api": {"CheckpointException"},
     "megatron.core.dist_checkpointing.core": {"CheckpointingException"},
     "traceback": {"StackSummary", "FrameSummary"},
@@ -69,7 +69,7 @@ FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Of ``.metadata``."""
+    """Unpickles ``.metadata``; refuses any class or function that is not in the lists above."""
 
     def find_class(self, module: str, name: str) -> object:
         if not self.allows(module, name):
@@ -81,15 +81,17 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class PlanUnpickler(MetadataUnpickler):
-    """Of what ranks send one another while they plan a save or a load."""
+    """Unpickles the plans that ranks send one another before a save or a load."""
 
     def allows(self, module: str, name: str) -> bool:
         return name in BETWEEN_RANKS.get(module, ()) or super().allows(module, name)
 
 
 def check_pickle(path: pathlib.Path) -> object:
-    """The file's object. Raises DamagedCheckpoint where it names any other class or function: it is then not unpickled
-    at all."""
+    """Unpickle a ``.metadata`` file and return its object.
+
+    Raises DamagedCheckpoint where it names any other class or function; the file is then not unpickled.
+    """
     try:
         with path.open("rb") as file:
             return MetadataUnpickler(file).load()
@@ -109,10 +111,9 @@ def check_pickle(path: pathlib.Path) -> object:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Within it torch unpickles ``.metadata`` and other ranks' plans by these lists, and every ``torch.load`` is
-    ``weights_only``.
+    """Hold torch to these lists for ``.metadata`` and other ranks' plans, and every ``torch.load`` to ``weights_only``.
 
-    The latter by torch's own variable, which overrules its callers: ``DefaultLoadPlanner.load_bytes`` asks for
+    The latter is set by torch's own variable, which overrules its callers: ``DefaultLoadPlanner.load_bytes`` asks for
     ``weights_only=False``, and a ``.metadata`` of allowed classes alone could send a tensor there.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})

@@ -1,10 +1,9 @@
-"""Model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, whatever the topology and the kind of
-optimizer.
+"""Model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, in any topology, with any optimizer.
 
 Weights lie under the keys of ``GPTModel.sharded_state_dict``; AdamW's under
 ``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them, each with its parameter's global
-shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change between a save and a load. Not by the
-optimizers' own ``sharded_state_dict`` (read and run, 0.16.1): the distributed one's gathers every state on every rank,
+shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change between a save and a load. The optimizers'
+own ``sharded_state_dict`` is not used (read and run, 0.16.1): the distributed one's gathers every state on every rank,
 fails on loading under torch's AdamW (KeyError 'step'), and its nesting changes with EP.
 
 Of a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters' states; a parameter at
@@ -41,7 +40,7 @@ MASTER = "fp32_param"
 
 
 def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBase]:
-    """Of every tensor of this rank's chunks its sharded entry, whose ``data`` is the parameter itself."""
+    """Return the sharded entry of each tensor of this rank's chunks, whose ``data`` is the parameter itself."""
     entries = [x for chunk in chunks for x in nested_values(chunk.module.sharded_state_dict())]
     tensors = (ShardedTensor, ShardedTensorFactory)
     extra = [x.key for x in entries if isinstance(x, ShardedBase) and not isinstance(x, tensors) and _bytes_of(x.data)]
@@ -50,7 +49,7 @@ def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBas
 
 
 def _bytes_of(data: object) -> int:
-    """Of a ShardedObject's payload: Transformer Engine's ``_extra_state`` is an empty buffer outside FP8."""
+    """Count a ShardedObject's bytes: Transformer Engine's ``_extra_state`` is an empty buffer outside FP8."""
     if isinstance(data, io.BytesIO):
         return data.getbuffer().nbytes
     return data.numel() if isinstance(data, torch.Tensor) else int(data is not None)
@@ -58,8 +57,10 @@ def _bytes_of(data: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterState:
-    """What AdamW holds of one parameter on this rank, in place. local: which part of the flat parameter; None where it
-    is the whole."""
+    """Holds AdamW's own tensors of one parameter on this rank.
+
+    local: the slice of the flat parameter that they cover; None where it is the whole.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     local: slice | None = None
@@ -67,18 +68,18 @@ class ParameterState:
 
 
 class AdamStates:
-    """AdamW's tensors by parameter, of every optimizer that Megatron-Core chained."""
+    """Maps parameters to AdamW's tensors, over every optimizer that Megatron-Core chained."""
 
     def __init__(self, optimizer) -> None:
         self.of: dict[torch.nn.Parameter, ParameterState] = {}
-        for each in optimizer.chained_optimizers:
-            if each.is_stub_optimizer:
+        for part in optimizer.chained_optimizers:
+            if part.is_stub_optimizer:
                 continue
-            states = _distributed_states(each) if isinstance(each, DistributedOptimizer) else _whole_states(each)
+            states = _distributed_states(part) if isinstance(part, DistributedOptimizer) else _whole_states(part)
             self.of.update(states)
 
     def kinds(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        """The same on every rank that holds the parameter, also where none of its states is local."""
+        """Return the kinds of the parameter's states, the same on every rank that holds it, local states or not."""
         return (*MOMENTS, MASTER) if parameter.dtype != torch.float32 else MOMENTS
 
 
@@ -93,8 +94,8 @@ def _whole_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterStat
 
 
 def _state(optimizer, main: torch.Tensor, dtype: torch.dtype) -> ParameterState:
-    found = {kind: optimizer.optimizer.state[main][kind] for kind in MOMENTS}
-    return ParameterState(tensors=found if dtype == torch.float32 else {**found, MASTER: main})
+    moments = {kind: optimizer.optimizer.state[main][kind] for kind in MOMENTS}
+    return ParameterState(tensors=moments if dtype == torch.float32 else {**moments, MASTER: main})
 
 
 def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, ParameterState]]:
@@ -106,25 +107,27 @@ def _distributed_states(optimizer) -> Iterator[tuple[torch.nn.Parameter, Paramet
                 yield parameter, ParameterState(tensors={}, local=slice(0, 0), group=group)
                 continue
             span = optimizer._get_model_param_range_map(parameter)["param"]
-            found = optimizer._get_main_param_and_optimizer_states(parameter)
-            tensors = {kind: found[kind] for kind in MOMENTS}
+            states = optimizer._get_main_param_and_optimizer_states(parameter)
+            tensors = {kind: states[kind] for kind in MOMENTS}
             if parameter.dtype != torch.float32:
-                tensors[MASTER] = found["param"]
+                tensors[MASTER] = states["param"]
             yield parameter, ParameterState(tensors=tensors, local=slice(span.start, span.end), group=group)
 
 
 def weights_to_save(
     entries: Sequence[ShardedBase], *, prefix: str = "", values: Mapping[int, torch.Tensor] | None = None
 ) -> list[ShardedBase]:
-    """The entries under ``prefix``; values: by ``id`` of the parameter, what to save in its place."""
+    """Return the entries under ``prefix``.
+
+    values: by ``id`` of a parameter, the tensor to save in its place.
+    """
     if not prefix and values is None:
         return list(entries)
     return [replace(x, key=prefix + x.key, data=x.data if values is None else values[id(x.data)]) for x in entries]
 
 
 def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[ShardedBase]:
-    """AdamW's sharded tensors on the host, as of now; a collective over each distributed optimizer's data-parallel
-    group."""
+    """Return AdamW's current sharded tensors; a collective over each distributed optimizer's data-parallel group."""
     saved: list[ShardedBase] = []
     for number, entry in enumerate(x for x in entries if x.data in states.of):
         state = states.of[entry.data]
@@ -138,16 +141,15 @@ def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[Sha
 def _gathered(
     entry: ShardedBase, state: ParameterState, kind: str, number: int
 ) -> tuple[torch.Tensor | None, tuple | int]:
-    """The parameter's whole state, on the rank that will write it (None on the others), and its replica id."""
+    """Return the parameter's whole state on the rank that will write it, None on the others, and its replica id."""
     if state.group is None:
         return state.tensors[kind].detach().view(entry.data.shape), entry.replica_id
     group, owner = state.group, number % state.group.size()
     whole = torch.zeros(entry.data.numel(), dtype=torch.float32, device=HOST.device)
     if kind in state.tensors:
         whole[state.local] = state.tensors[kind].detach().flatten().float()
-    dist.reduce(
-        whole, dist.get_global_rank(group, owner), group=group
-    )  # zeros elsewhere: a sum of one term is that term
+    # zeros elsewhere: a sum of one term is that term
+    dist.reduce(whole, dist.get_global_rank(group, owner), group=group)
     if group.rank() != owner:
         return None, ()
     return whole.view(entry.data.shape), (*entry.replica_id[:-1], 0)
@@ -164,24 +166,24 @@ def _slot(entry: ShardedBase, kind: str, data: torch.Tensor, replica: tuple | in
 
 
 def load_weights(entries: Sequence[ShardedBase], folder: pathlib.Path, *, prefix: str = "") -> dict[int, torch.Tensor]:
-    """Reads every entry's tensor, on the host, by ``id`` of its parameter; a collective."""
-    found: dict[int, torch.Tensor] = {}
+    """Read every entry's tensor, on the host, by ``id`` of its parameter; a collective."""
+    tensors: dict[int, torch.Tensor] = {}
     for batch in _batches(list(entries), [x.data.numel() * x.data.element_size() for x in entries]):
-        asked = [
+        wanted = [
             replace(x, key=prefix + x.key, data=torch.empty_like(x.data, device="cpu", requires_grad=False))
             for x in batch
         ]
-        for entry, tensor in zip(batch, _read(asked, folder), strict=True):
-            found[id(entry.data)] = tensor
-    return found
+        for entry, tensor in zip(batch, _read(wanted, folder), strict=True):
+            tensors[id(entry.data)] = tensor
+    return tensors
 
 
 def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathlib.Path) -> None:
-    """Overwrites AdamW's tensors by the checkpoint's; they must exist (a step was taken). A collective."""
+    """Overwrite AdamW's tensors by the checkpoint's; they must exist (a step was taken). A collective."""
     wanted = [(x, kind) for x in entries if x.data in states.of for kind in states.kinds(x.data)]
     for batch in _batches(wanted, [4 * x.data.numel() for x, _ in wanted]):
-        asked = [_slot(x, kind, torch.empty(x.data.shape, dtype=torch.float32), x.replica_id) for x, kind in batch]
-        for (entry, kind), whole in zip(batch, _read(asked, folder), strict=True):
+        slots = [_slot(x, kind, torch.empty(x.data.shape, dtype=torch.float32), x.replica_id) for x, kind in batch]
+        for (entry, kind), whole in zip(batch, _read(slots, folder), strict=True):
             state = states.of[entry.data]
             if kind in state.tensors:
                 part = whole if state.local is None else whole.flatten()[state.local]
@@ -190,19 +192,21 @@ def load_adam(entries: Sequence[ShardedBase], states: AdamStates, folder: pathli
 
 
 def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
-    """In runs of at most LOAD_BYTES, or one item alone; as many on every rank, empty ones at the end where this rank
-    has fewer."""
-    cut: list[list] = [[]]
-    held = 0
+    """Cut the items in runs of at most LOAD_BYTES, or of one item; a collective.
+
+    Every rank gets as many runs: a rank with fewer gets empty ones at the end.
+    """
+    runs: list[list] = [[]]
+    run_bytes = 0
     for item, size in zip(items, sizes, strict=True):
-        if cut[-1] and held + size > LOAD_BYTES:
-            cut.append([])
-            held = 0
-        cut[-1].append(item)
-        held += size
-    count = torch.tensor([len(cut)], device=HOST.device)
+        if runs[-1] and run_bytes + size > LOAD_BYTES:
+            runs.append([])
+            run_bytes = 0
+        runs[-1].append(item)
+        run_bytes += size
+    count = torch.tensor([len(runs)], device=HOST.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    yield from cut + [[]] * (int(count.item()) - len(cut))
+    yield from runs + [[]] * (int(count.item()) - len(runs))
 
 
 def _read(asked: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
@@ -211,9 +215,6 @@ def _read(asked: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tens
             loaded = dist_checkpointing.load(
                 {"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False
             )
-    except (
-        CheckpointException,
-        CheckpointingException,
-    ) as error:  # the former is no Exception; both are raised on every rank
+    except (CheckpointException, CheckpointingException) as error:  # the former no Exception; both raised on every rank
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
     return [loaded["tensors"][i] for i in range(len(asked))]

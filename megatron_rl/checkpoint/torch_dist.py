@@ -2,9 +2,9 @@
 
 The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``): ``*.distcp`` files hold one ``torch.save``
 of a chunk after the other, and a pickled ``Metadata`` in ``.metadata`` says of each tensor its size and its chunks, and
-of each chunk where it lies. Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds
-``metadata.json`` and ``common.pt``; 0.19.2 keeps what is common as an object ``common_state/shard_0_1`` instead, and
-reads both.
+of each chunk its file and offset. Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds
+``metadata.json`` and ``common.pt``; 0.19.2 keeps the common state as an object ``common_state/shard_0_1`` instead,
+and reads both.
 
 torch's own writer holds every tensor of a file until the file is complete (2.13 ``_write_files_from_queue``), so it is
 not used. Nothing is unpickled but ``.metadata``, and of that only the classes that checkpoint/pickled.py lists.
@@ -39,7 +39,7 @@ COMMON_OBJECT = "common_state/shard_0_1"
 
 
 class _Window(io.RawIOBase):
-    """``length`` bytes of a file from ``offset``, as a file that torch.load can seek in."""
+    """Shows ``length`` bytes of a file from ``offset`` as a file that torch.load can seek in."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int):
         self.file, self.offset, self.length, self.position = file, offset, length, 0
@@ -66,7 +66,7 @@ class _Window(io.RawIOBase):
 
 
 class TorchDistReader:
-    """Tensors of a torch_dist folder by key; what is asked for is read, no more than the chunks that it touches.
+    """Reads tensors of a torch_dist folder by key, and no more than the chunks that a tensor touches.
 
     Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where other classes than its metadata's
     own would be unpickled.
@@ -90,7 +90,7 @@ class TorchDistReader:
             k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)
         }
         self.objects = sorted(k for k, v in entries.items() if isinstance(v, BytesStorageMetadata))
-        self._places = {(x.fqn, x.offset and tuple(x.offset)): place for x, place in metadata.storage_data.items()}
+        self._places = {(x.fqn, x.offset and tuple(x.offset)): storage for x, storage in metadata.storage_data.items()}
         self._file: tuple[str, BinaryIO] | None = None
 
     def close(self) -> None:
@@ -99,17 +99,17 @@ class TorchDistReader:
             self._file = None
 
     def _stored(self, key: str, offset: tuple[int, ...] | None) -> object:
-        """One torch.save of the folder: a chunk (contiguous), or an object."""
-        place = self._places[key, offset]
-        if vars(place).get("transform_descriptors"):
+        """Load one torch.save of the folder: a chunk (contiguous), or an object."""
+        storage = self._places[key, offset]
+        if vars(storage).get("transform_descriptors"):
             raise ConfigError(
-                f"{key} in {self.folder} is stored through {place.transform_descriptors}, which is not read; save it "
+                f"{key} in {self.folder} is stored through {storage.transform_descriptors}, which is not read; save it "
                 "without"
             )
-        if self._file is None or self._file[0] != place.relative_path:
+        if self._file is None or self._file[0] != storage.relative_path:
             self.close()
-            self._file = (place.relative_path, (self.folder / place.relative_path).open("rb", buffering=0))
-        return torch.load(_Window(self._file[1], place.offset, place.length), map_location="cpu", weights_only=True)
+            self._file = (storage.relative_path, (self.folder / storage.relative_path).open("rb", buffering=0))
+        return torch.load(_Window(self._file[1], storage.offset, storage.length), map_location="cpu", weights_only=True)
 
     def size(self, key: str) -> tuple[int, ...]:
         return tuple(self.tensors[key].size)
@@ -118,13 +118,12 @@ class TorchDistReader:
         return self.tensors[key].properties.dtype
 
     def read(self, key: str, lead: tuple[int, ...] = ()) -> torch.Tensor:
-        """The tensor ``key`` at ``lead``, its first indices (the layer, the expert), whole: [size after the first
-        len(lead)].
+        """Read the tensor ``key`` at its first indices ``lead`` (layer, expert), whole: [size after len(lead)].
 
-        Memory: the answer and one chunk. Raises ConfigError where chunks do not cover it.
+        It takes the memory of the result and one chunk. Raises ConfigError where chunks do not cover it.
         """
         size = self.size(key)[len(lead) :]
-        found, covered = torch.empty(size, dtype=self.dtype(key)), 0
+        tensor, covered = torch.empty(size, dtype=self.dtype(key)), 0
         for chunk in self.tensors[key].chunks:
             start, extent = tuple(chunk.offsets), tuple(chunk.sizes)
             if any(not o <= i < o + s for i, o, s in zip(lead, start, extent, strict=False)):
@@ -133,18 +132,17 @@ class TorchDistReader:
             if tuple(part.shape) == size:
                 return part
             inner = tuple(slice(o, o + s) for o, s in zip(start[len(lead) :], extent[len(lead) :], strict=True))
-            found[inner] = part
+            tensor[inner] = part
             covered += part.numel()
         if covered != math.prod(size):
             raise ConfigError(
                 f"the chunks of {key}{list(lead)} in {self.folder} hold {covered} of {math.prod(size)} elements: it "
                 "is damaged"
             )
-        return found
+        return tensor
 
     def common(self) -> Mapping[str, object]:
-        """What is saved once for all ranks, as far as ``weights_only`` lets it be read (numbers, text, tensors,
-        containers)."""
+        """Read the state saved once for all ranks; ``weights_only`` allows numbers, text, tensors and containers."""
         if (self.folder / COMMON).exists():
             return torch.load(self.folder / COMMON, map_location="cpu", weights_only=True)
         if COMMON_OBJECT in self.objects:
@@ -153,9 +151,9 @@ class TorchDistReader:
 
 
 class TorchDistWriter:
-    """Writes a torch_dist folder chunk by chunk; what is handed in is on its way to disk when the call returns.
+    """Writes a torch_dist folder chunk by chunk; a chunk is on its way to disk when the call returns.
 
-    Sizes are declared with each chunk, so nothing of a tensor need be known before. ``finish`` makes it a checkpoint.
+    Sizes are declared with each chunk, so nothing of a tensor need be known before. ``finish`` ends the checkpoint.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -178,11 +176,11 @@ class TorchDistWriter:
     def add_chunk(
         self, rank: int, keys: Sequence[str], size: tuple[int, ...], offsets: tuple[int, ...], chunk: torch.Tensor
     ) -> None:
-        """A chunk of the tensor ``keys[0]`` of ``size`` at ``offsets``, [its extent, of as many dimensions], into
-        rank's file.
+        """Write a chunk of the tensor ``keys[0]`` into rank's file. Raises ConfigError where chunks differ in dtype.
 
-        keys: further ones are other names of the same bytes. Raises ConfigError where a tensor's chunks differ in
-        dtype.
+        keys: the first names the tensor, further ones are other names of the same bytes.
+        size, offsets: the tensor's size and the chunk's first indices.
+        chunk: [its extent], of as many dimensions as the tensor.
         """
         chunk = chunk.contiguous()
         if chunk.untyped_storage().nbytes() != chunk.nbytes:
@@ -198,16 +196,16 @@ class TorchDistWriter:
                     "Megatron-Core's checkpoint holds all layers as one tensor; choose one with --dtype"
                 )
             known.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.shape))
-        place = self._append(rank, chunk)
+        storage = self._append(rank, chunk)
         for key in keys:
-            self._places[MetadataIndex(key, offsets)] = place
+            self._places[MetadataIndex(key, offsets)] = storage
 
     def add_objects(self, keys: Sequence[str], value: object) -> None:
-        """One object, of types that ``weights_only`` reads, under every one of ``keys``."""
-        place = self._append(0, value)
+        """Write one object, of types that ``weights_only`` reads, under every one of ``keys``."""
+        storage = self._append(0, value)
         for key in keys:
             self._entries[key] = BytesStorageMetadata()
-            self._places[MetadataIndex(key)] = place
+            self._places[MetadataIndex(key)] = storage
 
     def finish(self, common: Mapping[str, object]) -> None:
         for file in self._files.values():
@@ -224,6 +222,6 @@ class TorchDistWriter:
         (self.folder / CONFIG).write_text(json.dumps(backends))
 
     def abandon(self) -> None:
-        """Closes the files of a checkpoint that will not be finished."""
+        """Close the files of a checkpoint that will not be finished."""
         for file in self._files.values():
             file.close()

@@ -3,9 +3,9 @@
 Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives, before anything is
 written) and ends it (the request's finalize functions: ``.metadata``). Between the two it would fork processes; here a
 thread calls the same per-bucket function (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that
-each rank knows how its own write went before any collective. What the main rank writes by itself amid Megatron-Core's
-collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the error is kept until the collectives are
-over.
+each rank knows whether its own write succeeded before any collective. The files that the main rank writes alone amid
+Megatron-Core's collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the error is kept until the
+collectives are over.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
 
-COMMON = [
-    (x, "save_common") for name, x in vars(common).items() if name == "TorchCommonSaveStrategy"
-]  # 0.19.2 writes no common.pt
+# 0.19.2 writes no common.pt
+COMMON = [(x, "save_common") for name, x in vars(common).items() if name == "TorchCommonSaveStrategy"]
 # 0.19.2 would have NVIDIA's resiliency package write; its own writer is still there.
 OURS = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save_config"))
 
 
 class PendingSave:
-    """One checkpoint on its way to disk. Making one and ``finish`` are collectives; the thread is this rank's alone."""
+    """Writes one checkpoint to disk in this rank's thread. Making one and ``finish`` are collectives."""
 
     def __init__(
         self,
@@ -55,8 +54,11 @@ class PendingSave:
         is_main: bool,
         own_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """texts: small files that the main rank adds, by name; own_files: that every rank adds, by names of its own.
-        Raises CheckpointError on every rank where the folder cannot be made."""
+        """Begin the checkpoint. Raises CheckpointError on every rank where the folder cannot be made.
+
+        texts: small files that the main rank adds, by name.
+        own_files: files that every rank adds, by names of its own.
+        """
         self.root, self.iteration, self.is_main = root, iteration, is_main
         self.folder = root / f"{name_of(iteration)}.partial"
         self.texts = texts if is_main else {}
@@ -84,7 +86,7 @@ class PendingSave:
         self.thread.start()
 
     def _write(self) -> None:
-        """This rank's files, each digested when it is written."""
+        """Write this rank's files, each digested when it is written."""
         started = time.perf_counter()
         try:
             written: dict[int, list] = {}
@@ -122,18 +124,21 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether ``finish`` will not wait for this rank. Not a collective."""
+        """Say whether this rank has written its files, so that ``finish`` does not wait for it. Not a collective."""
         return not self.thread.is_alive()
 
     def finish(self) -> pathlib.Path:
-        """Waits for every rank's thread and makes the folder a checkpoint. Raises CheckpointError on every rank where
-        one could not write; the unfinished folder is then removed, and what was there before stays."""
+        """Wait for every rank's thread and make the folder a checkpoint.
+
+        Raises CheckpointError on every rank where one could not write; the unfinished folder is then removed, and
+        earlier checkpoints stay.
+        """
         self.thread.join()
         self._raise_everywhere([self.error] if self.error else [])
         with guarded(), _kept_errors() as errors:
             for finalize in self.request.finalize_fns:
                 finalize()
-        digests = {name: found for theirs in gather_json(self.digests) for name, found in theirs.items()}
+        digests = {name: value for files in gather_json(self.digests) for name, value in files.items()}
         if self.is_main and not errors:
             try:
                 complete(self.folder, digests)
@@ -143,22 +148,21 @@ class PendingSave:
         return self.root / name_of(self.iteration)
 
     def abandon(self) -> None:
-        """Waits for every rank's thread and removes the unfinished folder; a collective."""
+        """Wait for every rank's thread and remove the unfinished folder; a collective."""
         self.thread.join()
         gather_json(None)  # nobody writes any more
         if self.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
-        """Raises CheckpointError on every rank where one of them has met an error, and removes the unfinished folder; a
-        collective."""
-        said = (
+        """Raise CheckpointError on every rank where one has an error; remove the unfinished folder; a collective."""
+        message = (
             f"checkpoint {self.iteration} in {self.root} was not written: {_cause(errors[0], self.root)}"
             if errors
             else ""
         )
         try:
-            raise_everywhere(CheckpointError(said) if errors else None)
+            raise_everywhere(CheckpointError(message) if errors else None)
         except CheckpointError:
             if self.is_main:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -166,13 +170,15 @@ class PendingSave:
 
 
 def _cause(error: BaseException, root: pathlib.Path) -> str:
-    """The disk's own error, which torch.save hides behind one of its own ("unexpected pos"); where it is lost, what is
-    free."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    if found is not None:
-        return str(found)
+    """Return the disk's own error, which torch.save hides behind one of its own ("unexpected pos").
+
+    Where it is lost, return torch's with the bytes that are free.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return str(cause)
     with contextlib.suppress(OSError):
         return f"{error} ({shutil.disk_usage(root).free:,} bytes are free there)"
     return str(error)
@@ -180,11 +186,12 @@ def _cause(error: BaseException, root: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _own_results():
-    """The writer's queue of results, ours: Megatron-Core asks for one by this name when it builds the writer, and its
-    own is that of a manager in another process."""
-    (name,) = [
-        x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)
-    ]  # 0.16.1, 0.19.2
+    """Make a queue of this process the writer's queue of results, and yield it.
+
+    Megatron-Core asks for one by this name when it builds the writer; its own is a manager's in another process.
+    """
+    # the names in 0.16.1 and 0.19.2
+    (name,) = [x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)]
     results, kept = queue.Queue(), getattr(filesystem_async, name)
     setattr(filesystem_async, name, lambda *_: results)
     try:
@@ -195,7 +202,7 @@ def _own_results():
 
 @contextlib.contextmanager
 def _kept_errors() -> Iterator[list[Exception]]:
-    """Within it the files that the main rank writes amid collectives raise nothing: what they met is in the list."""
+    """Collect in a list the errors of the files that the main rank writes amid collectives; none is raised."""
     kept: list[Exception] = []
 
     def quiet(function: Callable) -> Callable:
@@ -208,13 +215,13 @@ def _kept_errors() -> Iterator[list[Exception]]:
         return call
 
     with contextlib.ExitStack() as patches:
-        for place, name in SMALL_FILES:
-            patches.enter_context(patch.object(place, name, quiet(getattr(place, name))))
+        for owner, name in SMALL_FILES:
+            patches.enter_context(patch.object(owner, name, quiet(getattr(owner, name))))
         yield kept
 
 
 def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
-    """Copies of what is to be written: the run goes on changing the tensors."""
+    """Copy the tensors to write to the host, since the run goes on changing them."""
     staged = []
     for file_name, storage_key, (raw, tensors) in buckets:
         staged.append(
@@ -226,7 +233,7 @@ def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
 
 
 def raise_everywhere(error: CheckpointError | None) -> None:
-    """Raises on every rank the CheckpointError that one of them met; a collective."""
+    """Raise on every rank the CheckpointError that one of them met; a collective."""
     for rank, message in enumerate(gather_json(None if error is None else str(error))):
         if message is not None:
             raise CheckpointError(f"rank {rank}: {message}") from error

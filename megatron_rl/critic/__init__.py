@@ -1,5 +1,4 @@
-"""PPO's critic: critic/critic.py on the ranks that hold it, critic/client.py and critic/server.py where those are not
-the policy's (``critic.placement``)."""
+"""PPO's critic: critic.py trains it; client.py and server.py link one on ranks of its own (``critic.placement``)."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ __all__ = ["Critic", "RemoteCritic", "build_critic"]
 
 
 def build_critic(config: Config, total_steps: int, bridge: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
-    """The run's, after its policy was built; None for an estimator without one. total_steps: its optimizer steps, in
-    all.
-    bridge: to the ranks of a separate one.
+    """Build the run's critic, after its policy; None for an estimator without one.
+
+    total_steps: the number of its optimizer steps in the whole run.
+    bridge: the link to a separate critic's ranks; None where the policy's ranks hold the critic.
     """
     if not config.has_critic:
         return None

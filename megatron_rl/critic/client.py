@@ -1,6 +1,8 @@
-"""The critic as the policy's ranks see it where other ranks of the job hold it (``critic.placement=separate``): the
-same methods as ``Critic``, each a request that critic/server.py answers. Every method is a collective over the policy's
-ranks, unless it says otherwise."""
+"""The policy's ranks' side of a critic that other ranks of the job hold (``critic.placement=separate``).
+
+It has the methods of ``Critic``, each a request that critic/server.py answers. Every method is a collective over the
+policy's ranks, unless it says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ from megatron_rl.types import Sample
 
 
 class RemoteSave:
-    """A checkpoint that the critic's ranks are writing; see PendingSave."""
+    """Stands for a checkpoint that the critic's ranks are writing; see PendingSave."""
 
     def __init__(self, critic: RemoteCritic, root: pathlib.Path, iteration: int) -> None:
-        """Raises CheckpointError on every rank where it cannot be begun."""
+        """Begin the checkpoint. Raises CheckpointError on every rank where it cannot be begun."""
         self.critic, self.is_written, self.written_s = critic, True, 0.0
         critic.ask_of_checkpoint("save", root=str(root), iteration=iteration)
 
     def finish(self) -> pathlib.Path:
-        """Raises CheckpointError on every rank where it could not be written."""
+        """Finish the checkpoint. Raises CheckpointError on every rank where it could not be written."""
         answer = self.critic.ask_of_checkpoint("finish")
         self.written_s = answer["written_s"]
         return pathlib.Path(answer["folder"])
@@ -36,7 +38,7 @@ class RemoteSave:
 
 
 class RemoteCritic:
-    """See Critic. A failure there is a PeerError here, on every rank, with its message."""
+    """Passes Critic's methods on to the critic's ranks; their failure is a PeerError with its message on every rank."""
 
     def __init__(self, bridge: PolicyCriticLink, *, total_steps: int) -> None:
         self.bridge, self.place = bridge, topology.current()
@@ -48,8 +50,12 @@ class RemoteCritic:
     def ask(
         self, request: str, arrays: Callable[[], Arrays] | None = None, **given: object
     ) -> tuple[dict, dict[str, np.ndarray]]:
-        """(the answer, its arrays). arrays: made on the first rank alone. Every rank reads the answer for itself, so
-        that no collective's deadline bounds what the critic's ranks are at: they say that they are alive."""
+        """Send a request and return (the answer, its arrays).
+
+        Every rank reads the answer for itself, so that no collective's deadline bounds the work of the critic's ranks:
+        they say that they are alive.
+        arrays: called on the first rank alone.
+        """
         self.number += 1
         if self.bridge.is_first:
             self.bridge.tell(f"request/{self.number}", {"request": request, **given}, arrays() if arrays else None)
@@ -58,7 +64,7 @@ class RemoteCritic:
         return answer, self.bridge.arrays(answer)
 
     def ask_of_checkpoint(self, request: str, **given: object) -> dict:
-        """Raises CheckpointError on every rank where the critic's ranks met one."""
+        """Send a request about a checkpoint; raises the critic's CheckpointError on every rank."""
         answer, _ = self.ask(request, **given)
         if answer["refused"]:
             raise CheckpointError(answer["refused"])
@@ -67,40 +73,40 @@ class RemoteCritic:
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
     def values(self, batch: Batch) -> np.ndarray:
-        """[T] float32 flat. The batch's rows go to the critic once, and stay there for ``train``."""
+        """Return the values, float32 [T] flat; the batch's rows go to the critic once and stay for ``train``."""
         everything = np.arange(batch.facts.num_samples)
         needed = [everything if rank == 0 else everything[:0] for rank in range(self.place.world_size)]
         rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.place)
         self.held = batch
-        _, found = self.ask("values", lambda: batch_arrays(batch, rows), sample_ids=list(batch.facts.sample_ids))
-        return found["values"]
+        _, arrays = self.ask("values", lambda: batch_arrays(batch, rows), sample_ids=list(batch.facts.sample_ids))
+        return arrays["values"]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
-        """The rollout's steps, of the batch that ``values`` was asked of last."""
+        """Take the rollout's optimizer steps on the batch of the last ``values``; return their metrics."""
         assert batch is self.held, "train() is of the batch that values() was asked of"
         answer, _ = self.ask("train", lambda: {"returns": returns, "old_values": old_values})
         return answer["metrics"]
 
-    # ---- what a run keeps ------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, root: pathlib.Path, iteration: int) -> RemoteSave:
         return RemoteSave(self, root, iteration)
 
     def check(self, folder: pathlib.Path) -> None:
-        """Raises CheckpointError where a checkpoint is of another model."""
+        """Raise CheckpointError where a checkpoint is of another model."""
         self.ask_of_checkpoint("check", folder=str(folder))
 
     def load(self, folder: pathlib.Path) -> None:
         self.ask_of_checkpoint("load", folder=str(folder))
 
     def close(self, *, preempted: bool = False) -> None:
-        """Lets the critic's ranks end, as a run that came to its end or as a preempted one."""
+        """End the critic's ranks, as those of a finished run or of a preempted one."""
         self.ask("close", preempted=preempted)
         self.bridge.close()
 
 
 def batch_arrays(batch: Batch, rows: Mapping[int, Sample]) -> dict[str, np.ndarray]:
-    """A batch whose rows are all here, as arrays: facts [S] by name, token_ids and loss_mask flat over samples."""
+    """Return a batch with all its rows as arrays: facts [S] by name, token_ids and loss_mask flat over samples."""
     facts = batch.facts
     ordered = [rows[i] for i in range(facts.num_samples)]
     return {

@@ -1,7 +1,6 @@
-"""PPO's critic on this rank: a model of its own with a value head, its own optimizer and, where asked for, its own grid
-of ranks.
+"""PPO's critic on this rank: a model of its own with a value head, its own optimizer and, if asked for, its own grid.
 
-V_t is read where the policy's log-prob of token t is: from the hidden state before it. The loss is a token sum under
+V_t is read from the hidden state before token t, as the policy's log-prob of t is. The loss is a token sum under
 the policy's weights (semantics §8): zero advantages train values as any other, so that only samples without a loss
 token are dropped.
 """
@@ -37,8 +36,7 @@ HEAD = VALUE_HEAD.hf[0]
 
 
 class FreshHead:
-    """A WeightReader that has a value head of zeros where the weights it reads from have none: every value is 0 at
-    first."""
+    """Reads weights and adds a value head of zeros where they have none: every value is 0 at first."""
 
     def __init__(self, reader: WeightReader, hidden_size: int) -> None:
         self.reader, self.zeros = reader, torch.zeros(1, hidden_size)
@@ -56,16 +54,16 @@ class FreshHead:
 
 
 class Critic(TrainableModel):
-    """Methods are collectives over the ranks that share it, unless they say otherwise.
+    """Runs the critic on its ranks. Methods are collectives over them, unless they say otherwise.
 
         critic = Critic(config, total_steps=100)
         values = critic.values(batch)                           # [T] flat
         metrics = critic.train(batch, returns, values)          # all its optimizer steps of a rollout
 
-    Its batches are the policy's: facts and rows, wherever they are.
+    Its batches are the policy's; the rows may lie on other ranks than the critic needs.
     """
 
-    is_told_to_leave = False  # by a signal of ranks that are not the policy's
+    is_told_to_leave = False  # a signal tells only ranks that are not the policy's
 
     sum_names = ("loss", "tokens", "clipped", "value", "return", "return_squared", "error_squared")
 
@@ -78,14 +76,17 @@ class Critic(TrainableModel):
         total_steps: int = 1,
         alone: bool = False,
     ) -> None:
-        """config: the run's, whose ``critic`` section says what differs. hf_config, weights: as of TrainableModel.
-        alone: these ranks hold no policy, whose grid it could share."""
+        """Build the critic; other arguments are those of TrainableModel.
+
+        config: the run's, whose ``critic`` section overrules it.
+        alone: whether these ranks hold no policy, whose grid it could share.
+        """
         own = critic_config(config)
         self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
-        place = topology.current() if self.grid is None and not alone else None
+        shared = topology.current() if self.grid is None and not alone else None
         with self._here():
             super().__init__(
-                own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=place
+                own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=shared
             )
 
     def _here(self) -> contextlib.AbstractContextManager:
@@ -95,14 +96,15 @@ class Critic(TrainableModel):
         return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
 
     def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
-        """Nothing yet under ``critic.init=policy``: ``take_weights``, or a checkpoint, fills them before they are
-        read."""
+        """Load the weights, but not under ``critic.init=policy``: ``take_weights`` or a checkpoint fills them later."""
         if weights is not None or self.config.critic.init != "policy":
             super()._fill(models, weights)
 
     def take_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """The policy's weights (``MegatronBackend.export``) under a head of zeros. Holds them whole on the host; before
-        the first step."""
+        """Take the policy's weights (``MegatronBackend.export``) under a head of zeros, before the first step.
+
+        They are held whole on the host meanwhile.
+        """
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
         with self._here():
             reader = FreshHead(MemoryReader(kept), self.shape.hidden_size)
@@ -112,8 +114,7 @@ class Critic(TrainableModel):
     # ---- a rollout -------------------------------------------------------------------------------------------------
 
     def values(self, batch: Batch) -> np.ndarray:
-        """[T] float32 flat over the batch's response tokens, on every rank: V of the state before each loss token, 0
-        elsewhere."""
+        """Return V of the state before each loss token, 0 elsewhere: float32 [T] flat over the batch, on every rank."""
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan("values", own, own.facts.loss_tokens > 0, drops=True)
@@ -121,8 +122,11 @@ class Critic(TrainableModel):
             return self._read(own, plan, lambda _, hidden: (values_of(hidden, self.chunks[-1].module), {}))[0]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
-        """Takes the rollout's optimizer steps towards the returns [T]; ``critic/*``, means over all of them. old_values
-        [T]: what ``values`` gave before the first."""
+        """Take the rollout's optimizer steps; return ``critic/*``, means over all of them.
+
+        returns: [T] flat over response tokens, the targets.
+        old_values: [T], the result of ``values`` before the first step.
+        """
         own = dataclasses.replace(batch, rows={})
         with self._here():
             plan = self.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
@@ -138,10 +142,10 @@ class Critic(TrainableModel):
     def accumulate(
         self, batch: Batch, mini_batch: StepPlan, returns: np.ndarray, old_values: np.ndarray, fingerprint: bytes
     ) -> None:
-        """Adds a mini-batch's gradient; its rows must be here. Denominators are counted over its members."""
-        given = self.config.rollout.max_response_tokens
+        """Add the gradient of a mini-batch, whose rows must be here; denominators are counted over its members."""
+        longest = self.config.rollout.max_response_tokens
         weights = reduction_weights(
-            self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=given
+            self.config.loss.reduction, batch.facts, mini_batch.members, max_response_tokens=longest
         )
         inputs = ValueInputs(weights=weights, returns=returns, old_values=old_values)
         self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
@@ -149,14 +153,14 @@ class Critic(TrainableModel):
     def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = values_of(hidden, self.chunks[-1].module)
         term = value_loss(values, tokens.old_values, tokens.returns, tokens.weights, clip=self.config.critic.value_clip)
-        found, wanted = values.detach().double(), tokens.returns.double()
-        counted = (torch.ones_like(found), term.clipped.double(), found, wanted, wanted**2, (found - wanted) ** 2)
+        value, target = values.detach().double(), tokens.returns.double()
+        counted = (torch.ones_like(value), term.clipped.double(), value, target, target**2, (value - target) ** 2)
         return term.loss, torch.stack([term.loss.detach().double(), *(x.sum() for x in counted)])
 
-    # ---- what a run keeps ------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def offload(self) -> OffloadedBytes:
-        """See TrainableModel.offload."""
+        """Offload as TrainableModel.offload does, on the critic's own grid."""
         with self._here():
             return super().offload()
 
@@ -165,23 +169,23 @@ class Critic(TrainableModel):
             super().restore()
 
     def save(self, root: pathlib.Path, iteration: int) -> PendingSave:
-        """Begins a checkpoint of its own: model, AdamW, and its numbers in state.json."""
+        """Begin a checkpoint of its own: model, AdamW, and its numbers in state.json."""
         state = {"model": model_state.identity(self), "backend": model_state.numbers(self)}
         with self._here():
             return model_state.save(self, root, iteration, {STATE: json.dumps(state) + "\n"})
 
     def check(self, folder: pathlib.Path) -> None:
-        """Raises CheckpointError where a checkpoint is of another model. Not a collective."""
+        """Raise CheckpointError where a checkpoint is of another model. Not a collective."""
         model_state.check_model(self, folder, _state_of(folder)["model"])
 
     def load(self, folder: pathlib.Path) -> None:
-        """From a checkpoint of its own, of any topology."""
+        """Load a checkpoint of its own, of any topology."""
         state = _state_of(folder)
         with self._here():
             model_state.load(self, folder, state["backend"], state["model"])
 
     def close(self, *, preempted: bool = False) -> None:
-        """Its groups go with the policy's."""
+        """End its threads and hooks; its groups are taken down with the policy's."""
         self.retire()
 
 
@@ -190,8 +194,11 @@ def _state_of(folder: pathlib.Path) -> dict:
 
 
 def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
-    """``critic/*`` of a rollout's steps: means over its loss tokens, the largest gradient norm, and the share of the
-    returns' variance that the values explained before each step (1 − Σ(R − V)² / Σ(R − mean R)²)."""
+    """Return ``critic/*`` of a rollout's steps: means over its loss tokens and the largest gradient norm.
+
+    Explained variance is the share of the returns' variance that the values explained before each step,
+    1 − Σ(R − V)² / Σ(R − mean R)².
+    """
     sums = {name: sum(result.sums[name] for result in results) for name in Critic.sum_names}
     metrics = {
         "critic/loss": sums["loss"] / max(len(results), 1),

@@ -1,5 +1,4 @@
-"""Between the ranks that hold the policy and those that hold the critic: two worlds of one job, and what goes from one
-to the other.
+"""The link between the policy's ranks and a separate critic's: two worlds of one job that exchange messages.
 
 A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 0 to W − C − 1, and a critic's, the last
 C. Each has its own default group, so that nothing of Megatron-Core knows of the other. Requests and answers are
@@ -37,8 +36,10 @@ Arrays = Mapping[str, np.ndarray]
 
 @contextlib.contextmanager
 def joined(config: Config, *, of_critic: bool) -> Iterator[PolicyCriticLink | None]:
-    """This process's world and its end of the bridge; None where the job is one world. A failure within it ends the
-    other world's waits."""
+    """Join this process's world and yield its end of the link; None where the job is one world.
+
+    A failure within the block ends the other world's waits.
+    """
     if not is_separate(config):
         yield None
         return
@@ -57,7 +58,7 @@ def is_separate(config: Config) -> bool:
 
 
 def policy_ranks(config: Config) -> int:
-    """Of a job with a separate critic, the ranks that hold the policy. Raises ConfigError where none is left."""
+    """Count a job's policy ranks, where its critic is separate. Raises ConfigError where none is left."""
     world = int(os.environ["WORLD_SIZE"])
     if config.critic.ranks >= world:
         raise ConfigError(
@@ -67,8 +68,10 @@ def policy_ranks(config: Config) -> int:
 
 
 def holds_critic(config: Config) -> bool:
-    """Whether this process is one of a separate critic's. Raises ConfigError outside a job of several ranks. Not a
-    collective."""
+    """Say whether this process belongs to a separate critic. Not a collective.
+
+    Raises ConfigError for a separate critic outside a job of several ranks.
+    """
     if not is_separate(config):
         return False
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -80,7 +83,7 @@ def holds_critic(config: Config) -> bool:
 
 
 def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_size: int) -> int:
-    """Of this node's ranks, those that hold the policy. Not a collective."""
+    """Count this node's ranks that hold the policy. Not a collective."""
     return (
         local_world_size
         if not is_separate(config)
@@ -89,7 +92,7 @@ def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_s
 
 
 class PolicyCriticLink:
-    """One rank's end. Making one joins this rank's own world; a collective over the job."""
+    """Holds one rank's end of the link. Making one joins this rank's own world; a collective over the job."""
 
     def __init__(self, config: Config, *, of_critic: bool) -> None:
         self.deadline_s, self.of_critic = config.run.deadline_s, of_critic
@@ -102,7 +105,7 @@ class PolicyCriticLink:
         )
         self.is_first = rank == first
         self.store = dist.PrefixStore("bridge", store)
-        self.is_told_to_leave = False  # by a signal: the policy's ranks say when, if they live
+        self.is_told_to_leave = False  # by a signal; the policy's ranks decide when, if they live
         self.group = None
         if self.is_first:
             self.group = dist.ProcessGroupGloo(dist.PrefixStore("arrays", self.store), int(of_critic), 2, bound)
@@ -115,24 +118,26 @@ class PolicyCriticLink:
         number = 0
         while not self._left.wait(BEAT_S):
             number += 1
-            with contextlib.suppress(dist.DistError):  # the store is gone: who waits here hears that for itself
+            with contextlib.suppress(dist.DistError):  # the store is gone: the waiting thread notices by itself
                 self.store.set(f"{ALIVE}/{self.name}", str(number))
 
     def close(self) -> None:
         self._left.set()
 
-    # ---- what is said ----------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     def tell(self, key: str, content: Mapping[str, object], arrays: Arrays | None = None) -> None:
-        """This world's first rank to the other world. Not a collective; returns once the arrays were taken."""
+        """Send from this world's first rank to the other world, until the arrays were taken. Not a collective."""
         blob = _packed(arrays) if arrays else b""
         self.store.set(key, json.dumps({**content, "bytes": len(blob)}))
         if blob:
             self.group.send([torch.frombuffer(bytearray(blob), dtype=torch.uint8)], int(not self.of_critic), 0).wait()
 
     def hear(self, key: str) -> dict:
-        """What the other world said under ``key``, without its arrays; any rank. Raises PeerError at ``run.deadline_s``
-        of silence."""
+        """Wait for the other world's message under ``key`` and return it without its arrays; any rank may call it.
+
+        Raises PeerError at ``run.deadline_s`` of silence.
+        """
         heard, since = self._beat_heard(), time.monotonic()
         while True:
             try:
@@ -150,8 +155,10 @@ class PolicyCriticLink:
                 )
 
     def say_failed(self, reason: str) -> None:
-        """Ends the waits of both worlds. Not a collective; nothing where the job's store is gone, which ends them as
-        well."""
+        """End the waits of both worlds. Not a collective.
+
+        Does nothing where the job's store is gone, which ends them as well.
+        """
         with contextlib.suppress(dist.DistError):
             if not self.store.check([FAILED]):  # the first cause
                 self.store.set(FAILED, f"a rank of the {self.name} failed: {reason}")
@@ -163,7 +170,7 @@ class PolicyCriticLink:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def arrays(self, said: Mapping[str, object]) -> dict[str, np.ndarray]:
-        """What came with something that was heard, on this world's every rank; a collective over it."""
+        """Return a received message's arrays on every rank of this world; a collective over it."""
         blob = torch.empty(said["bytes"], dtype=torch.uint8)
         if not said["bytes"]:
             return {}

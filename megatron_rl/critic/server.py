@@ -1,5 +1,4 @@
-"""What the ranks of a separate critic do: build it, and answer critic/client.py's requests, one after the other, until
-the run is at its end."""
+"""Serves a separate critic: its ranks build it and answer critic/client.py's requests, in turn, until the run ends."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 
 
 def serve(config: Config) -> bool:
-    """Runs on every rank of the critic, in place of the loop. Whether the run came to its end, as train.py's
-    ``train``."""
+    """Run every rank of the critic, in place of the loop; return whether the run came to its end, as ``train`` does."""
     with joined(config, of_critic=True) as bridge:
         if config.checkpoint.save_every_rollouts:
             for number in SIGNALS:
@@ -39,7 +37,7 @@ def serve(config: Config) -> bool:
 
 
 class Service:
-    """Methods are collectives over the critic's ranks."""
+    """Answers requests on the critic's ranks. Methods are collectives over them."""
 
     def __init__(self, config: Config, bridge: PolicyCriticLink) -> None:
         self.config, self.bridge = config, bridge
@@ -50,25 +48,31 @@ class Service:
         self.pending: PendingSave | None = None
 
     def answer_next(self) -> bool:
-        """Whether there is more to come. Raises on every rank what one of them met, after the policy's ranks were
-        told."""
+        """Answer the next request; return whether more will come.
+
+        An error of one rank is raised on every rank, after the policy's ranks were told.
+        """
         self.number += 1
-        asked = self.bridge.hear(f"request/{self.number}")
-        arrays = self.bridge.arrays(asked)
-        error, answer, found = None, {}, {}
+        request = self.bridge.hear(f"request/{self.number}")
+        arrays = self.bridge.arrays(request)
+        error, answer, results = None, {}, {}
         try:
-            answer, found = self._answer(asked, arrays)
-        except Exception as met:  # noqa: BLE001 (told at once, since peers may be in a collective that nothing ends; raised below)
-            error = met
+            answer, results = self._answer(request, arrays)
+        except Exception as raised:  # noqa: BLE001 (told at once, since peers may be in a collective that nothing ends; raised below)
+            error = raised
             log.error(
-                "the critic's rank %d failed on %r: %s: %s", dist.get_rank(), asked["request"], type(met).__name__, met
+                "the critic's rank %d failed on %r: %s: %s",
+                dist.get_rank(),
+                request["request"],
+                type(raised).__name__,
+                raised,
             )
-            self.bridge.say_failed(f"{asked['request']!r} met {type(met).__name__}: {met}")
+            self.bridge.say_failed(f"{request['request']!r} met {type(raised).__name__}: {raised}")
         collectives.raise_on_all_ranks(error)
-        told = any(collectives.gather_json(self.bridge.is_told_to_leave))
+        is_told_to_leave = any(collectives.gather_json(self.bridge.is_told_to_leave))
         if self.bridge.is_first:
-            self.bridge.tell(f"answer/{self.number}", {**answer, "is_told_to_leave": told}, found)
-        return asked["request"] != "close"
+            self.bridge.tell(f"answer/{self.number}", {**answer, "is_told_to_leave": is_told_to_leave}, results)
+        return request["request"] != "close"
 
     def _answer(self, asked: Mapping, arrays: Mapping[str, np.ndarray]) -> Answer:
         match asked["request"]:
@@ -94,8 +98,7 @@ class Service:
         return {}, {}
 
     def _checkpoint(self, request: str, asked: Mapping) -> dict:
-        """What becomes of a checkpoint that cannot be written or read is the policy's to decide
-        (``checkpoint.on_error``)."""
+        """Answer a request about a checkpoint; the policy's ranks handle its error (``checkpoint.on_error``)."""
         try:
             match request:
                 case "save":
@@ -112,12 +115,12 @@ class Service:
         return {"refused": ""}
 
     def _batch(self, sample_ids: Sequence[str], arrays: Mapping[str, np.ndarray]) -> Batch:
-        """The policy's batch, its rows spread over the critic's ranks."""
+        """Make the policy's batch, with its rows spread over the critic's ranks."""
         totals = arrays["prompt_tokens"] + arrays["response_tokens"]
         tokens = np.split(arrays["token_ids"].astype(np.int64), np.cumsum(totals)[:-1])
         masks = np.split(arrays["loss_mask"], np.cumsum(arrays["response_tokens"])[:-1])
-        place = self.critic.topology
-        mine = range(place.rank, len(sample_ids), place.world_size)
+        topology = self.critic.topology
+        own_indices = range(topology.rank, len(sample_ids), topology.world_size)
         samples = [
             Sample(
                 sample_id=sample_ids[i],
@@ -126,6 +129,6 @@ class Service:
                 loss_mask=masks[i],
                 logprobs=np.zeros(len(masks[i]), dtype=np.float32),
             )
-            for i in mine
+            for i in own_indices
         ]
-        return self.critic.gather(samples, [int(arrays["groups"][i]) for i in mine], list(mine))
+        return self.critic.gather(samples, [int(arrays["groups"][i]) for i in own_indices], list(own_indices))
