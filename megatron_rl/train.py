@@ -1,6 +1,6 @@
 """The loop: prompts → rollout → reward → advantage → signal → plan → schedule → optimizer step → weights.
 
-torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [section.key=value ...]
+Start it by: torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def train(config: Config) -> bool:
-    """Run the supervised start where it is asked for, then RL; or the rest of a run that a checkpoint has begun.
+    """Run the supervised start, if one is configured, and then RL; or continue a run from its newest checkpoint.
 
-    Returns True where the run came to its end, False where it was preempted and has saved everything.
+    Returns True if the run reached its end, False if it was preempted and has saved everything.
     Raises ConfigError before any weight is read.
     """
     from megatron_rl.critic.link import holds_critic, joined  # Megatron-Core is imported from here on
@@ -49,7 +49,7 @@ def train(config: Config) -> bool:
 
 
 def train_on_rollout(trainer: Trainer, index: int) -> None:
-    """Train on one rollout: all its mini-batches and epochs, each an optimizer step."""
+    """Train on one rollout, with an optimizer step for each of its mini-batches in each of its epochs."""
     taken = trainer.take_rollout(index)  # facts and rewards, on every rank
     result = trainer.compute_advantages(taken, index)
     update = trainer.prepare_update(taken, result, index)

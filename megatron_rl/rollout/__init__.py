@@ -1,1 +1,1 @@
-"""Rollouts: prompts in, sampled completions with their log-probs out."""
+"""Rollouts: engines sample completions of prompts, and a queue turns the scored groups into training batches."""

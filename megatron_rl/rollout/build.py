@@ -1,4 +1,4 @@
-"""Which engine a run samples with, and which ranks hold one: built from the configuration, one call per rank."""
+"""Builds the engine that a run samples with, and decides which ranks start one; each rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """Where a rank sits: its number in the world and on its node, and how many there are of each."""
+    """Locates a rank: its number in the world and on its node, and the number of ranks in each."""
 
     rank: int
     world_size: int
@@ -35,8 +35,12 @@ class RankLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRole:
-    """A rank's part in the rollouts. ``share``: see RolloutWorker. ``starts``: it starts an engine of its own.
-    ``drives``: it sends weights."""
+    """Describes a rank's part in the rollouts.
+
+    share:  see RolloutWorker.
+    starts: whether the rank starts an engine of its own.
+    drives: whether the rank sends weights.
+    """
 
     share: tuple[int, int] | None
     starts: bool
@@ -44,7 +48,10 @@ class EngineRole:
 
 
 def role_of(config: Config, seat: RankLocation) -> EngineRole:
-    """Not a collective; the same arithmetic on every rank. Raises ConfigError where the engines do not fit."""
+    """Return a rank's part in the rollouts. Raises ConfigError if the engines do not fit the ranks.
+
+    Not a collective: every rank does the same arithmetic.
+    """
     rollout = config.rollout
     if rollout.engine == "transformers":
         return EngineRole(share=(seat.rank, seat.world_size), starts=False, drives=True)
@@ -63,6 +70,7 @@ def role_of(config: Config, seat: RankLocation) -> EngineRole:
             f"rollout.tensor_parallel={width} is more than the {seat.local_world_size} ranks of a node; an engine "
             "stays on one"
         )
+    # The ranks fall into equal slices, one per engine; the first ``width`` ranks of a slice are its engine's.
     number, rest = divmod(seat.rank, seat.world_size // engines)
     for engine in range(engines):
         first = engine * (seat.world_size // engines) % seat.local_world_size
@@ -77,8 +85,7 @@ def role_of(config: Config, seat: RankLocation) -> EngineRole:
 
 
 def shares_device(config: Config, device: torch.device) -> bool:
-    """Whether trainer and engine take turns on one GPU. Raises ConfigError where they are asked to and there is
-    none."""
+    """Return whether trainer and engine take turns on one GPU. Raises ConfigError if they must and share none."""
     rollout = config.rollout
     own_engines = rollout.engine == "vllm" and not rollout.servers
     if rollout.sleep == "always" and not (own_engines and device.type == "cuda"):
@@ -89,12 +96,11 @@ def shares_device(config: Config, device: torch.device) -> bool:
 
 
 def refuse_sharing(config: Config, shared: bool) -> None:
-    """Raises ConfigError where rollouts are to be made while the trainer works, on the device that both take turns
-    on."""
-    given = config.rollout.producer
-    if shared and (given.ahead or given.mode == "streaming"):
+    """Raise ConfigError if the engines must generate while the trainer trains and the two take turns on one GPU."""
+    producer = config.rollout.producer
+    if shared and (producer.ahead or producer.mode == "streaming"):
         raise ConfigError(
-            f"rollout.producer.mode={given.mode} generates while the trainer trains, and the engines share its GPUs "
+            f"rollout.producer.mode={producer.mode} generates while the trainer trains, and the engines share its GPUs "
             f"(rollout.sleep={config.rollout.sleep}); name engines on other GPUs by rollout.servers, keep both in "
             "memory at once by rollout.sleep=never, or set rollout.producer.mode=sync"
         )
@@ -110,24 +116,24 @@ def build_engine(
     dtype: torch.dtype,
     vocab_size: int,
 ) -> Engine:
-    """Starts it, and does not wait. Raises ConfigError."""
+    """Build this rank's engine and start it, without waiting until it serves. Raises ConfigError."""
     rollout = config.rollout
     if rollout.engine == "transformers":
         return TransformersEngine(
             config.model.hf_path, tokenizer, rollout, seed=config.run.seed, dtype=dtype, device=device
         )
     replicas = _servers(config) if rollout.servers else [_process(config, seat, device)] if place.starts else []
-    given = config.weight_sync
-    sync = WeightSender(
+    settings = config.weight_sync
+    sender = WeightSender(
         channel=_channel(config, device),
-        bucket_bytes=given.bucket_bytes // 2,
-        deadline_s=given.deadline_s,
+        bucket_bytes=settings.bucket_bytes // 2,
+        deadline_s=settings.deadline_s,
         device=device,
         address=_own_address(rollout.servers),
     )
     return VllmEngine(
         replicas,
-        sync,
+        sender,
         tokenizer,
         rollout,
         seed=config.run.seed,
@@ -136,7 +142,7 @@ def build_engine(
         longest=_longest(config),
         drives=place.drives,
         rank=seat.rank,
-        in_flight=given.in_flight,
+        in_flight=settings.in_flight,
     )
 
 
@@ -145,8 +151,10 @@ def _longest(config: Config) -> int:
 
 
 def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
-    """Fields of vllm.EngineArgs (0.32.0) for an engine of the run's own; ``rollout.vllm`` adds to them and may change
-    the last group."""
+    """Return the fields of vllm.EngineArgs (0.32.0) for an engine that the run starts.
+
+    ``rollout.vllm`` adds to them and may change the ``defaults`` among them.
+    """
     on_gpu = device.type == "cuda"
     owned: dict[str, object] = {
         "model": config.model.hf_path,
@@ -162,7 +170,7 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
     }
     if on_gpu:
         owned["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
-    chosen = {
+    defaults = {
         "max_model_len": _longest(config),
         "enable_prefix_caching": True,
         "enforce_eager": not on_gpu,
@@ -170,18 +178,20 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
         "seed": config.run.seed,
         **({} if on_gpu else _on_cpu(config)),
     }
-    return owned | chosen | config.rollout.vllm
+    return owned | defaults | config.rollout.vllm
 
 
 def _on_cpu(config: Config) -> dict[str, object]:
-    """A prompt cut in chunks makes vLLM (0.32.0) wind a sample's random numbers back, which torch's CPU generator
-    cannot: the engine dies. Its default block of 128 tokens would keep short prompts out of the prefix cache."""
+    """Return the fields of vllm.EngineArgs that an engine needs on a CPU.
+
+    For a prompt cut in chunks vLLM (0.32.0) winds a sample's random numbers back, which torch's CPU generator cannot
+    do: the engine dies. Its default block of 128 tokens would keep short prompts out of the prefix cache.
+    """
     return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, _longest(config))}
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on: a scheduler or a container may have left it a part of the
-    host's."""
+    """Count the cores that this process may run on, which a scheduler or a container may have limited."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -207,36 +217,34 @@ def _process(config: Config, seat: RankLocation, device: torch.device) -> Proces
 
 
 def _servers(config: Config) -> list[ServerReplica]:
-    given = config.rollout
+    rollout = config.rollout
     return [
-        ServerReplica(url, deadline_s=given.request_s, api_key_env=given.api_key_env, model=config.model.hf_path)
-        for url in given.servers
+        ServerReplica(url, deadline_s=rollout.request_s, api_key_env=rollout.api_key_env, model=config.model.hf_path)
+        for url in rollout.servers
     ]
 
 
 def _channel(config: Config, device: torch.device) -> str:
-    asked = config.weight_sync.channel
-    if asked == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
+    channel = config.weight_sync.channel
+    if channel == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
         raise ConfigError(
             "weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on "
             f"{device.type} with rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
         )
-    if asked != "auto":
-        return asked
+    if channel != "auto":
+        return channel
     hosts = [urlsplit(server).hostname for server in config.rollout.servers]
     return "shared_memory" if all(host in LOOPBACK for host in hosts) else "broadcast"
 
 
 def _own_address(servers: Sequence[str]) -> str:
-    """This host's address on the way to the first server that is elsewhere; loopback where all are here."""
+    """Return this host's address towards the first server on another host; loopback if all are on this one."""
     import socket
 
     for server in servers:
         parts = urlsplit(server)
         if parts.hostname not in LOOPBACK:
-            with socket.socket(
-                socket.AF_INET, socket.SOCK_DGRAM
-            ) as probe:  # connecting a datagram socket sends nothing
-                probe.connect((parts.hostname, parts.port or 80))
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((parts.hostname, parts.port or 80))  # sends nothing: it is a datagram socket
                 return probe.getsockname()[0]
     return "127.0.0.1"

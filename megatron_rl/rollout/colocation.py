@@ -1,11 +1,11 @@
-"""Whose turn it is on a device that trainer and engine share, and the order in which it changes hands.
+"""The turns of trainer and engine on a device that they share, and the order in which it changes hands.
 
 trainer ── offload the trainer's state, wake the engine's weights ──▶ weights ── wake keys and values ──▶ engine
    ▲                                                                     │                                  │
    └──────────────────────── engine sleeps, then the trainer's state returns ◀──────────────────────────────┘
 
-Weights are sent in ``weights`` (or ``engine``), rollouts are made in ``engine``; the trainer's own weights stay
-throughout.
+Weights are sent in the state ``weights`` (or ``engine``), rollouts are made in ``engine``; the trainer's own weights
+stay on the device throughout.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class DeviceOwner(Enum):
 
 
 class ColocatedDevice:
-    """offload, restore: the trainer's gradients and optimizer state off the device and back; both None where nothing is
-    shared.
+    """Hands a device from trainer to engine and back.
 
-    enter: told of every change of turn, after it, with the turn that ended (for the memory that it held at most).
+    offload: moves the trainer's gradients and optimizer state off the device; None where nothing is shared.
+    restore: moves them back; None where nothing is shared.
+    ended:   called with the turn that ends, before the device leaves or returns to the trainer (to note peak memory).
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ColocatedDevice:
         self.turn = DeviceOwner.TRAINER
 
     def to_weights(self) -> None:
-        """The engine can take weights; not a collective, and nothing where it has the device already."""
+        """Let the engine take weights; do nothing if it has the device already. Not a collective."""
         if self.turn is DeviceOwner.TRAINER:
             self._leave()
             if self.offload is not None:
@@ -49,7 +50,7 @@ class ColocatedDevice:
             self.turn = DeviceOwner.WEIGHTS
 
     def to_engine(self) -> None:
-        """The engine can generate."""
+        """Let the engine generate."""
         self.to_weights()
         if self.turn is DeviceOwner.WEIGHTS:
             if self.offload is not None:
@@ -57,7 +58,7 @@ class ColocatedDevice:
             self.turn = DeviceOwner.ENGINE
 
     def to_trainer(self) -> None:
-        """The trainer has the device again."""
+        """Give the device back to the trainer."""
         if self.turn is not DeviceOwner.TRAINER:
             self._leave()
             if self.restore is not None:

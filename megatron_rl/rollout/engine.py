@@ -1,4 +1,4 @@
-"""What every inference engine offers the loop, and where a sample's random numbers come from."""
+"""The interface that every inference engine offers the loop, and the seed of each sample's random numbers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt, Rollout
 
-OnFinished = Callable[
-    [int, list[Rollout]], None
-]  # a prompt's position in the call, and its whole group by sample_index
+# Takes a prompt's position in the call, and its whole group in the order of sample_index.
+OnFinished = Callable[[int, list[Rollout]], None]
 NO_WEIGHTS = -1  # an engine's weight_version before its first complete load_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What one sync did on this rank.
+    """Reports one weight sync on this rank.
 
-    num_bytes: of the weights · failed: engine → why; empty where all hold the version now · lost: those of them that
-    are gone or hang.
+    num_bytes: the size of the weights.
+    failed:    engine → the reason of its failure; empty where all engines hold the version now.
+    lost:      the failed engines that are gone or hang.
     """
 
     version: int
@@ -35,8 +35,10 @@ class SyncReport:
 
 
 class EngineLost(RuntimeError):
-    """No engine is left for the rest of a call. ``finished``: rollouts by the prompt's position in it; the others are
-    asked for again."""
+    """Says that no engine is left for the rest of a call.
+
+    finished: the finished groups by their prompt's position in the call; the others are asked for again.
+    """
 
     def __init__(self, message: str, *, finished: Mapping[int, list[Rollout]]) -> None:
         super().__init__(message)
@@ -44,22 +46,27 @@ class EngineLost(RuntimeError):
 
 
 class Engine(Protocol):
-    """Samples completions from the trainer's weights. One owner, one call at a time; but under
-    ``weight_sync.in_flight`` one thread may generate while another one goes on with the rest, ``load_weights`` among
-    it: tokens sampled before it keep their version, and later ones, from keys and values that are computed again, carry
-    the new one."""
+    """Samples completions from the trainer's weights, for one owner and one call at a time.
+
+    Only under ``weight_sync.in_flight`` may one thread generate while another thread makes the other calls. Tokens that
+    were sampled before a ``load_weights`` keep their version; later ones, from keys and values that are computed again,
+    carry the new version.
+    """
 
     weight_version: int
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Waits until it serves, after its start or a loss. ``lost``: what any rank knows to be gone. Raises
-        EngineError where it will not come back; weights are to be loaded after it. Returns the names of what the run
-        can do without for now."""
+        """Wait until the engine serves, after its start or a loss; its weights must be loaded afterwards.
+
+        lost: names of the engines that any rank knows to be gone.
+
+        Returns the names of the engines that the run can do without for now. Raises EngineError if it will not recover.
+        """
         ...
 
     def leave_out(self, names: Collection[str]) -> None:
-        """What some rank cannot reach for now; tried again by every later ``recover``."""
+        """Leave out the engines that some rank cannot reach for now; every later ``recover`` tries them again."""
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
@@ -67,13 +74,13 @@ class Engine(Protocol):
 
         Every parameter arrives exactly once; a tied alias (``lm_head.weight`` under tied embeddings) may be absent.
         Missing, doubled or unknown names and wrong shapes raise ValueError naming them; the engine then holds no
-        usable weights until a later call succeeds. An engine in another process raises nothing of its own: the report
-        says it.
+        usable weights until a later call succeeds. For an engine in another process the report carries its errors, and
+        nothing is raised.
         """
         ...
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """What the reports of all ranks say together of the sync that just ended: engines by name."""
+        """Take the reports of all ranks on the sync that just ended: the names of the failed and the lost engines."""
         ...
 
     def generate(
@@ -85,16 +92,13 @@ class Engine(Protocol):
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """[len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
+        """Return [len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
         temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's samples are all the same.
-
-        max_tokens: of each prompt's samples, at most, one number per prompt, each from 1 to
-        ``rollout.max_response_tokens``; None: that. Tokens below the bound are those of a call without it.
-
-        ``on_finished`` is called in this thread, once for each prompt whose group is whole, in the order in which they
-        become so; before an EngineLost exactly for those that it holds as finished. What it raises ends the call, with
-        nothing left under way.
+        max_tokens: the most tokens of a sample, one number per prompt, each from 1 to ``rollout.max_response_tokens``;
+            None for that maximum. Tokens below the bound are those of a call without it.
+        on_finished: called in this thread, once for each prompt as soon as its group is whole; before an EngineLost
+            exactly for its finished groups. An exception from it ends the call, with nothing left under way.
 
         ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for
         a prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
@@ -102,11 +106,11 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives its share of the device back until ``wake``; nothing where it has none of its own."""
+        """Give the engine's share of the device back until ``wake``; do nothing if it has none of its own."""
         ...
 
     def wake(self, *, tags: Sequence[str]) -> None:
-        """Takes it again: ``weights`` before load_weights, ``kv_cache`` before generate."""
+        """Take the share again: ``weights`` before load_weights, ``kv_cache`` before generate."""
         ...
 
     def close(self) -> None:
@@ -115,11 +119,11 @@ class Engine(Protocol):
 
 
 def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version: int, attempt: int) -> int:
-    """A 64-bit seed for one sample, equal on every machine and in every Python process.
+    """Return a 64-bit seed for one sample, equal on every machine and in every Python process.
 
-    It holds no rank and no batch position, so another layout, or a resumed run, draws the same rollouts.
+    It depends on no rank and no batch position, so another layout, or a resumed run, draws the same rollouts.
     """
-    # The id comes last: it is the one free-form field, so no two different identities share a text.
+    # The id comes last: it is the only free-form field, so no two different identities share a text.
     identity = f"{run_seed}/{sample_index}/{weight_version}/{attempt}/{prompt_id}"
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
@@ -131,11 +135,13 @@ def token_bounds(
     max_response_tokens: int,
     longest: int,
 ) -> list[int]:
-    """[len(prompts)] the most tokens that each prompt's samples may have: ``max_tokens``, or
-    ``rollout.max_response_tokens`` each.
+    """Return [len(prompts)], the most tokens that each prompt's samples may have.
 
-    longest: the positions that the model, or the engine, has. Raises ConfigError for what no engine can sample,
-    ValueError for ``max_tokens`` that is not one number from 1 to ``rollout.max_response_tokens`` for each prompt.
+    max_tokens: these bounds; None for ``rollout.max_response_tokens`` each.
+    longest: the positions that the model, or the engine, has.
+
+    Raises ConfigError for a request that no engine can sample, ValueError for ``max_tokens`` that is not one number
+    from 1 to ``rollout.max_response_tokens`` for each prompt.
     """
     if samples_per_prompt < 1:
         raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
@@ -152,9 +158,9 @@ def token_bounds(
             )
         num_tokens = len(prompt.token_ids) + bound
         if num_tokens > longest:
-            named = "rollout.max_response_tokens" if max_tokens is None else "max_tokens"
+            setting = "rollout.max_response_tokens" if max_tokens is None else "max_tokens"
             raise ConfigError(
-                f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and {named}={bound} make "
+                f"prompt {prompt.prompt_id!r} of {len(prompt.token_ids)} tokens and {setting}={bound} make "
                 f"{num_tokens}, above the model's max_position_embeddings={longest}; lower "
                 "rollout.max_response_tokens or data.max_prompt_tokens"
             )

@@ -1,5 +1,4 @@
-"""Rollouts as all ranks see them: weights to the engines, prompts to rollouts, and an engine's failure met by every
-rank together.
+"""The rollouts of all ranks: sends the engines weights, collects rollouts, and raises a failure on every rank together.
 
 A device that trainer and engine share changes hands around both: the trainer's gradients and optimizer state leave it,
 the engine's weights wake, weights are sent, the engine's keys and values wake, rollouts are made, the engine sleeps,
@@ -26,28 +25,30 @@ from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
 
 log = logging.getLogger(__name__)
-WARN_GAP = {
-    "float32": 1e-3,
-    "bfloat16": 0.05,
-}  # nats per token in the mean; float32's is a hundred times what two right ones show
+# Nats per token in the mean; float32's is a hundred times the gap between two correct implementations.
+WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectDurations:
-    """Seconds of one ``collect`` on this rank: waited for engines and reward workers, and scored in its own main
-    thread."""
+    """Holds the seconds that one ``collect`` took on this rank.
+
+    waited_s: the wait for engines and reward workers.
+    scored_s: the scoring in this rank's own main thread.
+    """
 
     waited_s: float
     scored_s: float
 
 
 class RolloutManager:
-    """Methods are collectives unless they say otherwise.
+    """Runs the rollouts of all ranks. Methods are collectives unless they say otherwise.
 
-    export:  the trainer's weights under their Hugging Face names (``MegatronBackend.export``), and ``version`` their
-    version. offload, restore: the trainer's way off a shared device and back; None where the engine has a device of its
-    own.
-    share:   (this rank's number among the ranks with prompts, how many these are); None for a rank without an engine.
+    export:  returns the trainer's weights under their Hugging Face names (``MegatronBackend.export``).
+    version: returns the version of these weights.
+    share:   (this rank's number among the ranks with prompts, their number); None for a rank without an engine.
+    offload: moves the trainer off a shared device; None where the engine has a device of its own.
+    restore: moves the trainer back to it; None where the engine has a device of its own.
     score_apart: whether ``score`` may be called in another thread than the main one.
     """
 
@@ -65,13 +66,13 @@ class RolloutManager:
         score_apart: bool = False,
     ):
         self.engine, self.config = engine, config
-        given = config.rollout.producer
+        settings = config.rollout.producer
         self.producer = RolloutWorker(
-            engine, score, given, apart=score_apart, share=share, deadline_s=config.run.deadline_s
+            engine, score, settings, apart=score_apart, share=share, deadline_s=config.run.deadline_s
         )
-        self.in_background = given.ahead > 0 or given.mode == "streaming"
+        self.in_background = settings.ahead > 0 or settings.mode == "streaming"
         self.jobs: list[RolloutJob] = []  # started, and not collected whole
-        self.sent_version = NO_WEIGHTS  # the same on every rank, whatever became of an engine since
+        self.sent_version = NO_WEIGHTS  # the same on every rank, even if an engine was lost since
         self._export, self._version = export, version
         self.device = ColocatedDevice(engine, offload, restore, self._note_memory)
         self.metrics: dict[str, float] = {}
@@ -90,37 +91,39 @@ class RolloutManager:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Hands the engines the current weights, unless they all have them: a step that moved nothing sends nothing.
+        """Send the engines the current weights, unless all have them: a step that moved nothing sends nothing.
 
-        A sync that fails anywhere is sent again whole, to engines that are started again where they were lost;
-        EngineError, on every rank, after ``weight_sync.attempts``. What is under way ends first, unless the engines
-        take weights in between (``weight_sync.in_flight``).
+        A sync that fails anywhere is sent again whole, after lost engines were started again. Raises EngineError, on
+        every rank, after ``weight_sync.attempts``. Generation under way ends first, unless the engines take weights in
+        between (``weight_sync.in_flight``).
         """
         version, attempts = self._version(), self.config.weight_sync.attempts
         if not self.config.weight_sync.in_flight:
             self._drain()
         for attempt in range(1, attempts + 1):
+            # Every rank learns whether any engine is lost or behind.
             lost = self._lost_anywhere()
             behind = collectives.gather_json(self.engine.weight_version != version)
             if not any(behind) and not lost:
                 self.sent_version = version
                 return
             if lost:
-                self._drain()  # nobody generates while engines are started again
+                self._drain()  # no rank generates while engines are started again
             self._together(self.device.to_weights)
             self._recover(lost)
+            # Send the weights; a failure on one rank fails the attempt on all.
             report = self.engine.load_weights(self._export(), version)
-            sent = collectives.gather_json([report.failed, report.lost, report.num_bytes, report.seconds])
-            failed = {name: why for part in sent for name, why in part[0].items()}
-            self.engine.take_report(version, failed, {name for part in sent for name in part[1]})
+            reports = collectives.gather_json([report.failed, report.lost, report.num_bytes, report.seconds])
+            failed = {name: reason for part in reports for name, reason in part[0].items()}
+            self.engine.take_report(version, failed, {name for part in reports for name in part[1]})
             if not failed:
                 self.sent_version = version
-                self._note_sync(sent)
+                self._note_sync(reports)
                 return
-            told = "; ".join(f"{name}: {why}" for name, why in failed.items())
-            log.warning("sync of weight version %d failed (attempt %d of %d): %s", version, attempt, attempts, told)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+            log.warning("sync of weight version %d failed (attempt %d of %d): %s", version, attempt, attempts, reasons)
         raise EngineError(
-            f"weight version {version} did not arrive in {attempts} attempts (weight_sync.attempts): {told}"
+            f"weight version {version} did not arrive in {attempts} attempts (weight_sync.attempts): {reasons}"
         )
 
     def _recover(self, lost: Sequence[str]) -> None:
@@ -131,7 +134,7 @@ class RolloutManager:
             self.engine.leave_out(everywhere)
 
     def _note_sync(self, sent: list) -> None:
-        """sent: of each rank [failed, lost, bytes, seconds]."""
+        """Note the size and time of a sync. ``sent``: each rank's [failed, lost, bytes, seconds]."""
         num_bytes, seconds = max(part[2] for part in sent), max(part[3] for part in sent)
         self.waited_s += seconds
         self.totals["syncs"] += 1
@@ -147,8 +150,8 @@ class RolloutManager:
         error = None
         try:
             act()
-        except Exception as met:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
-            error = met
+        except Exception as caught:  # noqa: BLE001 (raised on every rank by the next line, this one's first)
+            error = caught
         collectives.raise_on_all_ranks(error)
 
     # ---- rollouts --------------------------------------------------------------------------------------------------
@@ -156,35 +159,39 @@ class RolloutManager:
     def job(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
     ) -> RolloutJob:
-        """This rank's share of prompts that are named by place on every rank. Not a collective, and nothing is
-        generated yet."""
+        """Make the job of this rank's share of the prompts, which every rank names by place. Not a collective.
+
+        Nothing is generated before ``start``.
+        """
         places = sorted(prompts)
         mine = [places[k] for k in self.producer.places(len(places))]
         return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
 
     def restored_job(self, prompts: Mapping[int, Prompt]) -> RolloutJob:
-        """One that was finished before a checkpoint; its groups are put into it, on whichever rank they are read."""
+        """Make the job of a rollout finished before a checkpoint; each rank then puts into it the groups it reads."""
         return RolloutJob(prompts, (), self.config.rollout.samples_per_prompt)
 
     def start(self, job: RolloutJob) -> None:
-        """From here on it is generated while the caller does something else, where engines have a device of their own;
-        else by ``collect``. Weights must have been sent. Not a collective."""
+        """Start a job, whose weights must have been sent. Not a collective.
+
+        It is generated in the background, where that is configured; otherwise ``collect`` generates it.
+        """
         self.jobs.append(job)
         if self.in_background:
             self.producer.start(job)
 
     def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
-        """Wait until every rank's share of the places is there, scored; return where the time went.
+        """Wait until every rank's share of the places is scored; return the seconds of waiting and of scoring.
 
-        Samples that an engine owes when it is lost are asked for again once it has weights again. An error of one rank
-        is raised on every rank.
+        Samples that a lost engine owes are asked for again once it has weights again. An error of one rank is raised on
+        every rank.
         """
         started, scored_s = time.perf_counter(), self.producer.scored_here_s
         mine = [place for place in places if place in job.mine]
         try:
             self._collect(job, mine)
         except Exception:
-            self.jobs = [x for x in self.jobs if x is not job]  # whoever goes on after it does not owe this one
+            self.jobs = [other for other in self.jobs if other is not job]  # a caller that goes on does not owe it
             raise
         scored_s = self.producer.scored_here_s - scored_s
         waited_s = time.perf_counter() - started - scored_s
@@ -203,9 +210,11 @@ class RolloutManager:
             self._mend(lost)
 
     def finish(self, job: RolloutJob) -> None:
-        """To be called once a job was collected whole: its measures, and nothing is owed of it any more. Several jobs
-        before one ``take_metrics`` add up."""
-        self.jobs = [x for x in self.jobs if x is not job]
+        """Note the metrics of a job that was collected whole; nothing of it is owed any more.
+
+        Several jobs before one ``take_metrics`` add up.
+        """
+        self.jobs = [other for other in self.jobs if other is not job]
         parts = collectives.gather_json([job.num_tokens(), job.generation_s, job.num_turns(), job.num_samples()])
         tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
         tokens += self.metrics.get("rollout/tokens", 0.0)
@@ -228,7 +237,7 @@ class RolloutManager:
             self._together(self.device.to_trainer)
 
     def settle(self) -> None:
-        """Until nothing is under way on any rank, and nothing is owed; nothing ever is where ``collect`` generates."""
+        """Wait until nothing is under way or owed on any rank; where ``collect`` generates, nothing ever is."""
         while self.in_background:
             self._drain()
             lost = self._owed()
@@ -237,14 +246,14 @@ class RolloutManager:
             self._mend(lost)
 
     def _owed(self) -> list[list[str]]:
-        """Of each rank: why the engine was lost of the jobs that it owes something of."""
-        return collectives.gather_json([x.lost for x in self.jobs if x.lost is not None])
+        """Return, for each rank, the reasons for which its engine was lost during the jobs that it still owes."""
+        return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:
         self._together(lambda: [self.producer.drain(job) for job in self.jobs])
 
     def _mend(self, lost: Sequence[Sequence[str]]) -> None:
-        """lost: of each rank, why its jobs' engine was lost."""
+        """Give the engines weights again and restart the jobs that they owe. ``lost``: the reasons of each rank."""
         for rank, texts in enumerate(lost):
             for text in dict.fromkeys(texts):
                 log.warning("rank %d lost its engine; what it owes is asked for again: %s", rank, text)
@@ -257,10 +266,10 @@ class RolloutManager:
     def produce(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
     ) -> RolloutJob:
-        """This rank's share of scored rollouts by the current weights, at once; what is under way ends before.
+        """Return this rank's share of scored rollouts by the current weights, after all earlier jobs have ended.
 
-        temperature: an evaluation's (0: greedy), which stands in no rollout's measures; None: of rollouts,
-        ``rollout.temperature``.
+        temperature: an evaluation's (0: greedy), which counts in no metrics of rollouts; None for
+            ``rollout.temperature``.
         """
         waited_s = self.waited_s
         self.settle()
@@ -269,19 +278,19 @@ class RolloutManager:
         self.start(job)
         self.collect(job, sorted(prompts))
         if temperature is not None:
-            self.jobs, self.waited_s = [x for x in self.jobs if x is not job], waited_s
+            self.jobs, self.waited_s = [other for other in self.jobs if other is not job], waited_s
         else:
             self.finish(job)
         return job
 
     def take_metrics(self) -> dict[str, float]:
-        """What was measured since the last call; not a collective."""
-        taken, self.metrics = self.metrics, {}
+        """Return the metrics since the last call, and begin anew. Not a collective."""
+        metrics, self.metrics = self.metrics, {}
         self.turns = self.samples = 0
-        self.totals["tokens"] += taken.get("rollout/tokens", 0.0)
-        self.totals["generation_s"] += taken.get("perf/rollout_generation_s", 0.0)
+        self.totals["tokens"] += metrics.get("rollout/tokens", 0.0)
+        self.totals["generation_s"] += metrics.get("perf/rollout_generation_s", 0.0)
         self.waited_s, self.last_end = 0.0, time.perf_counter()
-        return taken
+        return metrics
 
     def _note_memory(self, ended: DeviceOwner) -> None:
         phase = {DeviceOwner.TRAINER: "update", DeviceOwner.WEIGHTS: "weight_sync", DeviceOwner.ENGINE: "rollout"}[
@@ -290,7 +299,7 @@ class RolloutManager:
         self.metrics[f"perf/{phase}_peak_memory_bytes"] = float(HOST.take_peak_memory_bytes())
 
     def summary(self, run_s: float) -> str:
-        """One line for the log at a run's end. run_s: its whole time."""
+        """Return one line for the log at a run's end. ``run_s``: the run's whole time."""
         t = self.totals
         return (
             f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['generation_s'], 1e-9):,.0f} a second; "
@@ -305,23 +314,23 @@ class RolloutManager:
 
 
 def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
-    """Warns, or raises EngineError, where trainer and engine give other log-probs to the same tokens (in the mean, nats
-    per token).
+    """Warn, or raise EngineError, if trainer and engine give different log-probs to the same tokens.
 
-    sums: of a log-prob pass, over all ranks; see MegatronBackend.forward. A pass of no token says nothing. dtype:
-    model.dtype.
-    fresh: whether both had the same weights. Where they had not, a gap is what training did: only ``warn_logprob_gap``,
-    where it is set, says something then.
+    sums: of a log-prob pass, over all ranks (MegatronBackend.forward), in nats; their mean per token is compared. A
+        pass over no token is not judged.
+    dtype: model.dtype.
+    fresh: whether both had the same weights. If not, training explains a gap, and only a ``warn_logprob_gap`` that is
+        set is compared.
     """
     if not sums.get("tokens"):
         return
     mean, highest = sums["logprob_gap_abs"] / sums["tokens"], sums["logprob_gap_max"]
-    found = (
+    summary = (
         f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
     )
     if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
-            f"{found}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, "
+            f"{summary}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, "
             "another tokenizer, dtype or temperature. Compare them on one prompt (docs/vllm.md), or raise the setting "
             "if the difference is meant"
         )
@@ -330,7 +339,7 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     if mean > limit:
         log.warning(
             "%s, above rollout.warn_logprob_gap=%g%s",
-            found,
+            summary,
             limit,
             "" if fresh else "; its weights are older than the trainer's",
         )

@@ -1,20 +1,19 @@
-"""Episodes: an engine around an engine, whose samples are conversations of the policy with an environment.
+"""Multi-turn episodes: an engine around an engine, whose samples are conversations of the policy with an environment.
 
-All samples' first turn is one call of the engine, with a prompt's samples together; then environments step, and what is
-not over goes on as prompts of one sample each, turn after turn. A sample's response is everything behind its prompt;
-the environment's tokens carry no loss.
+The first turn of all samples is one call of the engine, with a prompt's samples together; then environments step, and
+the episodes that are not over go on as prompts of one sample each, turn after turn. A sample's response is all tokens
+behind its prompt; the environment's tokens carry no loss.
 
 An episode ends
-- where the environment says so, or after ``environment.max_turns`` turns: finish_reason "stop";
-- where ``rollout.max_response_tokens``, which bounds the whole response, is reached within a turn, or leaves no token
-  behind an
-  observation: "length". A turn that was cut off is not told to the environment, an observation that does not fit is not
-  appended.
+- with finish_reason "stop" where the environment says so, or after ``environment.max_turns`` turns;
+- with "length" where ``rollout.max_response_tokens``, which bounds the whole response, is reached within a turn, or
+  leaves no token behind an observation. The environment never sees a turn that was cut off, and an observation that
+  does not fit is not appended.
 
-1. Who draws is named by prompt, sample and turn, never by a rank or a place in a call: any layout, and a resumed run,
+1. A draw is named by prompt, sample and turn, never by a rank or a position in a call: any layout, and a resumed run,
    draws the same.
-2. What the policy sampled stays as it was sampled; only what the environment says is tokenized.
-3. A prompt's group is reported once, whole; where the engine is lost, all that was not reported begins again.
+2. The policy's tokens stay as they were sampled; only the environment's text is tokenized.
+3. A prompt's group is reported once, whole; if the engine is lost, all groups that were not reported begin again.
 """
 
 from __future__ import annotations
@@ -42,8 +41,12 @@ MAX_TRACEBACK = 20_000  # characters
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Episode:
-    """One sample under way. room: tokens that its response may have. said: what the environment owes. why_excluded: it
-    failed."""
+    """Holds one sample under way.
+
+    room: tokens that its response may have.
+    said: the pending result of the environment's last call.
+    why_excluded: the environment's failure, if it failed.
+    """
 
     prompt: Prompt
     sample_index: int
@@ -65,7 +68,7 @@ class _Episode:
         return f"{self.prompt.name}#{self.sample_index}"
 
     def next_prompt(self) -> Prompt:
-        """What the engine answers next, under a name of its own."""
+        """Return the prompt of the next turn, under a name of its own."""
         if not self.turns:
             return self.prompt
         return Prompt(
@@ -110,10 +113,11 @@ class _Episode:
 
 
 class MultiTurnEngine:
-    """See the module. ``Engine`` for whoever calls it; everything but ``generate`` is the inner engine's.
+    """Runs episodes on an inner engine (see the module). It is an ``Engine``; all but ``generate`` is the inner one's.
 
-    make: a sample's environment. observations: the tokenizer's way to write what it says. max_response_tokens: of the
-    whole response.
+    make: makes a sample's environment.
+    observations: turns the environment's observations into tokens.
+    max_response_tokens: bounds the whole response.
     """
 
     def __init__(
@@ -173,27 +177,31 @@ class MultiTurnEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """See ``Engine.generate``; ``max_tokens`` is of whole responses. Raises EpisodeError, with the sample's id and
-        the turn, where an environment fails or takes too long under ``environment.on_error=fail``."""
-        room = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
+        """Return rollouts as ``Engine.generate`` does; ``max_tokens`` bounds whole responses.
+
+        Raises EpisodeError, with the sample's id and the turn, if an environment fails or takes too long under
+        ``environment.on_error=fail``.
+        """
+        rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         groups = [
-            [_Episode(prompt=prompt, sample_index=index, room=room[place]) for index in range(samples_per_prompt)]
-            for place, prompt in enumerate(prompts)
+            [_Episode(prompt=prompt, sample_index=sample, room=rooms[index]) for sample in range(samples_per_prompt)]
+            for index, prompt in enumerate(prompts)
         ]
         finished: dict[int, list[Rollout]] = {}
         try:
-            for episode in [x for group in groups for x in group]:
+            for episode in [member for group in groups for member in group]:
                 episode.said = self._pool.submit(lambda episode=episode: self._begin(episode))
+            # The first turn samples whole groups, each later one every unfinished episode by itself.
             self._turn(groups, samples_per_prompt, temperature, max_tokens)
             self._report(groups, finished, on_finished)
-            while left := [[x] for group in groups for x in group if x.finish_reason is None]:
-                self._turn(left, 1, temperature, [x.room - len(x.ids) for [x] in left])
+            while unfinished := [[member] for group in groups for member in group if member.finish_reason is None]:
+                self._turn(unfinished, 1, temperature, [member.room - len(member.ids) for [member] in unfinished])
                 self._report(groups, finished, on_finished)
         except EngineLost as lost:
             raise EngineLost(str(lost), finished=finished) from lost
         finally:
             self._pool.forget_waiting()
-        return [rollout for place in range(len(prompts)) for rollout in finished[place]]
+        return [rollout for index in range(len(prompts)) for rollout in finished[index]]
 
     def _begin(self, episode: _Episode) -> None:
         episode.environment = self._make()
@@ -206,7 +214,7 @@ class MultiTurnEngine:
         temperature: float | None,
         max_tokens: Sequence[int] | None,
     ) -> None:
-        """One turn of each episode; environments step while others are still being sampled."""
+        """Run one turn of each episode; environments step while other episodes are still being sampled."""
 
         def took(index: int, rollouts: list[Rollout]) -> None:
             for episode, rollout in zip(groups[index], rollouts, strict=True):
@@ -214,7 +222,7 @@ class MultiTurnEngine:
 
         prompts = [group[0].next_prompt() for group in groups]
         self.engine.generate(prompts, samples, temperature=temperature, max_tokens=max_tokens, on_finished=took)
-        for episode in [x for group in groups for x in group if x.finish_reason is None]:
+        for episode in [member for group in groups for member in group if member.finish_reason is None]:
             self._answer(episode)
 
     def _take(self, episode: _Episode, rollout: Rollout) -> None:
@@ -227,7 +235,7 @@ class MultiTurnEngine:
             episode.said = self._pool.submit(lambda: episode.environment.step(rollout.text))
 
     def _answer(self, episode: _Episode) -> None:
-        """What the environment says to the turn."""
+        """Take the environment's answer to the episode's last turn: its reward, and its observation or the end."""
         step = self._result(episode, f"step after turn {episode.turns}")
         if episode.finish_reason is not None:
             return
@@ -247,56 +255,59 @@ class MultiTurnEngine:
             episode.add_observation(token_ids)
 
     def _result(self, episode: _Episode, call: str) -> Step | None:
-        """What the environment's call gave. Where it failed, EpisodeError, or the episode is over and its sample
-        excluded."""
-        why = None
+        """Return the result of the environment's call; if it failed, raise EpisodeError or exclude the sample."""
+        reason = None
         try:
-            said = self._pool.result(episode.said)
-            why = None if call == "reset" else fault_of(said)
+            result = self._pool.result(episode.said)
+            reason = None if call == "reset" else fault_of(result)
         except Overdue as error:
-            why = f"{error}"
-        except Exception as error:  # noqa: BLE001 (told whole: raised, or counted and logged)
-            why = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-        if why is None:
-            return said
-        told = f"environment {self._config.name!r} failed on sample {episode.name}, {call}"
+            reason = f"{error}"
+        except Exception as error:  # noqa: BLE001 (reported in full: raised, or counted and logged)
+            reason = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+        if reason is None:
+            return result
+        message = f"environment {self._config.name!r} failed on sample {episode.name}, {call}"
         if self._config.on_error == "fail":
-            raise EpisodeError(f"{told}; mend it, or set environment.on_error=drop:\n{why}")
+            raise EpisodeError(f"{message}; mend it, or set environment.on_error=drop:\n{reason}")
         log.warning(
-            "%s, which is taken out of its group: %s", told, why.strip().splitlines()[-1] if why.strip() else why
+            "%s, which is taken out of its group: %s",
+            message,
+            reason.strip().splitlines()[-1] if reason.strip() else reason,
         )
-        episode.finish_reason, episode.why_excluded = "stop", f"{told}: {why}"
+        episode.finish_reason, episode.why_excluded = "stop", f"{message}: {reason}"
         return None
 
     def _report(
         self, groups: Sequence[Sequence[_Episode]], finished: dict[int, list[Rollout]], on_finished: OnFinished | None
     ) -> None:
-        """Groups that became whole by the last turn."""
-        for place, group in enumerate(groups):
-            if place not in finished and all(x.finish_reason is not None for x in group):
-                finished[place] = [x.rollout(self._decode) for x in group]
+        """Report the groups that became whole by the last turn."""
+        for index, group in enumerate(groups):
+            if index not in finished and all(member.finish_reason is not None for member in group):
+                finished[index] = [member.rollout(self._decode) for member in group]
                 for episode in group:
-                    episode.environment = None  # whatever it holds
+                    episode.environment = None  # frees its memory
                 if on_finished is not None:
-                    on_finished(place, finished[place])
+                    on_finished(index, finished[index])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
 def with_environment(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The engine itself where ``environment.name`` is null. Raises ConfigError for what cannot work, before anything is
-    sampled."""
-    given = config.environment
-    if given.name is None:
+    """Return a MultiTurnEngine around the engine, or the engine itself where ``environment.name`` is null.
+
+    Raises ConfigError for settings that cannot work, before anything is sampled.
+    """
+    settings = config.environment
+    if settings.name is None:
         return engine
-    observations = Observations(tokenizer, config.data.template, given.role)
-    observations.token_ids("0", None)  # a template that does not take the role says so now
+    observations = Observations(tokenizer, config.data.template, settings.role)
+    observations.token_ids("0", None)  # raises now if the template does not take the role
     return MultiTurnEngine(
         engine,
-        environment_maker(given),
+        environment_maker(settings),
         observations,
         tokenizer,
-        given,
+        settings,
         max_response_tokens=config.rollout.max_response_tokens,
     )

@@ -1,9 +1,8 @@
-"""Rollouts in their order, as all ranks see them: which are started when, with which weights, and which groups of them
-are trained.
+"""The queue of rollouts: decides when each is started, with which weights, and which of its groups are trained.
 
-Every decision is made from what every rank holds (prompts, facts, rewards, versions, the buffers' entries), never from
-a clock: a run that generates ahead repeats to the bit, and so does one that goes on from a checkpoint. Only
-``weight_sync.in_flight`` lets time decide where in a completion the weights change.
+Every decision is made from data that all ranks hold (prompts, facts, rewards, versions, the buffers' entries), never
+from a clock: a run that generates ahead repeats to the bit, and so does a run that goes on from a checkpoint. Only
+``weight_sync.in_flight`` lets time decide at which token of a completion the weights change.
 """
 
 from __future__ import annotations
@@ -39,11 +38,12 @@ log = logging.getLogger(__name__)
 
 
 class RolloutQueue:
-    """Starts rollouts, collects them, and chooses the groups of each that are trained. Methods are collectives unless
-    they say otherwise.
+    """Starts rollouts, collects them, and chooses the groups of each that are trained.
 
-    passes_parts: whether parts of a rollout are passed for log-probs as soon as they are there.
-    passes_all:   whether such a pass takes every sample of a part; else those that may have signal.
+    Methods are collectives unless they say otherwise.
+
+    passes_parts: whether the parts of a rollout are passed for log-probs as soon as each is collected.
+    passes_all:   whether such a pass takes every sample of a part, or only those that may have signal.
     """
 
     def __init__(
@@ -66,14 +66,13 @@ class RolloutQueue:
         self.reroll = RerollBuffer(config.reroll)
         self.jobs: dict[int, RolloutJob] = {}  # by the rollout's index
         self.next_rollout = 0  # the next one to be started
-        self.resend_weights = (
-            False  # a checkpoint was taken: a run that goes on from it has engines with the weights of that moment
-        )
+        # Set by a checkpoint: a run that goes on from it has engines with the weights of that moment.
+        self.resend_weights = False
 
     # ---- rollouts are started ---------------------------------------------------------------------------------------
 
     def has(self, index: int) -> bool:
-        """Return whether there is a rollout of this index. Not a collective."""
+        """Return whether the run has a rollout of this index. Not a collective."""
         return index in self.jobs or (index >= self.next_rollout and self._has_prompts(index))
 
     def _has_prompts(self, index: int) -> bool:
@@ -81,7 +80,7 @@ class RolloutQueue:
         return index < train.num_rollouts if train.epochs is None else self.prompts.remain(train.epochs)
 
     def start_ahead(self, index: int) -> None:
-        """Start rollout ``index`` where it is not started, and those behind it that the staleness allows."""
+        """Start rollout ``index`` if it is not started, and the later ones that ``max_staleness_steps`` allows."""
         while self.next_rollout <= index + self.producer.ahead and self._has_prompts(self.next_rollout):
             decision = may_start(
                 trained=self.backend.weight_version,
@@ -103,7 +102,7 @@ class RolloutQueue:
         if not self.config.weight_sync.in_flight:
             with self.timer.measure("rollout"):
                 self.manager.settle()
-        with self.timer.measure("weight_sync"):  # nothing is sent where the last step moved nothing
+        with self.timer.measure("weight_sync"):  # sends nothing if the last step moved nothing
             self.manager.sync_weights()
         self.resend_weights = False
 
@@ -122,16 +121,16 @@ class RolloutQueue:
     # ---- a rollout is taken -----------------------------------------------------------------------------------------
 
     def take(self, index: int) -> TrainingBatch:
-        """Wait for rollout ``index``, which is started where it was not, and return the groups that are trained.
+        """Wait for rollout ``index``, started now if it was not before, and return its groups to be trained.
 
-        Groups that are too old are dropped and their prompts come again; groups without signal may give way to those of
-        further prompts (``rollout.dynamic_sampling``) or to replayed ones. Raises NoSignalError where dynamic sampling
+        Groups that are too old are dropped and their prompts come again; groups without signal may give way to groups
+        of further prompts (``rollout.dynamic_sampling``) or to replayed ones. Raises NoSignalError if dynamic sampling
         does not help and is to end the run. Call ``start_ahead`` after it, and ``remember`` once the advantages are
         known.
         """
-        self.timer.add("weight_sync", 0.0)  # a row has its time where nothing has to be sent, too
+        self.timer.add("weight_sync", 0.0)  # every row of the metrics has this time, even if nothing is sent
         self.start_ahead(index)
-        # Collect it in parts. Where every group of it is too old, it is generated again by the weights of now.
+        # Collect it in parts. If all its groups are too old, generate it again by the current weights.
         num_dropped = 0
         while True:
             parts = list(self._collect_parts(index))
@@ -145,8 +144,7 @@ class RolloutQueue:
         live = {place for scored, _ in parts for place in scored.live_places()}
         selection = Selection.of_job(job, fresh, live)
         num_dropped += self._drop_stale(index, fresh)
-        # Score what is left as one batch; its metrics are those of what was generated, before anything stands in for a
-        # group.
+        # Score the groups that are left as one batch; metrics are taken before other groups replace any of them.
         scored = parts[0][0]
         if len(parts) > 1 or fresh != set(scored.facts.groups.tolist()):
             scored = score_groups(self.config, self.backend, selection.groups)
@@ -171,7 +169,7 @@ class RolloutQueue:
         )
 
     def _collect_parts(self, index: int) -> Iterator[tuple[ScoredBatch, LogProbPass | None]]:
-        """Yield a rollout in parts of ``min_groups``, each as soon as it is there: scored, and passed for log-probs."""
+        """Yield a rollout in parts of ``min_groups`` as they come: scored and, if configured, passed for log-probs."""
         job = self.jobs[index]
         places = sorted(job.prompts)
         size = self.producer.min_groups or len(places)
@@ -207,8 +205,7 @@ class RolloutQueue:
         return sorted(set(facts.groups.tolist()) - set(facts.groups[stale].tolist()))
 
     def _drop_stale(self, index: int, kept: set[int]) -> int:
-        """End a rollout's job, put the prompts of all but the kept places back, and return how many these are. Not a
-        collective."""
+        """End a rollout's job; put back the prompts of places not kept and return their number. Not a collective."""
         dropped = [prompt for place, prompt in sorted(self.jobs.pop(index).prompts.items()) if place not in kept]
         if dropped:
             log.warning(
@@ -221,7 +218,7 @@ class RolloutQueue:
         return len(dropped)
 
     def _note_failed(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Put the prompts of groups that failed whole where re-roll finds them. Not a collective."""
+        """Give the re-roll buffer the prompts whose groups failed as a whole. Not a collective."""
         if self.config.reroll.max_groups:
             failed = failed_groups(scored.rewards.totals, scored.facts.groups, self.config.reroll.fail_threshold)
             failed = np.intersect1d(failed, self._fresh_places(scored))
@@ -230,7 +227,7 @@ class RolloutQueue:
     # ---- groups without signal are replaced -------------------------------------------------------------------------
 
     def _refill(self, selection: Selection) -> tuple[Selection, dict[str, float]]:
-        """Ask further prompts for the places of groups without signal (dynamic sampling), round after round."""
+        """Replace groups without signal by groups of further prompts (dynamic sampling), round after round."""
         settings, num_rounds = self.config.rollout.dynamic_sampling, 0
         while num_rounds < settings.max_rounds and selection.dead:
             further = self.prompts.next(len(selection.dead), self.config.train.epochs)
@@ -256,7 +253,7 @@ class RolloutQueue:
         return selection, {"dynamic_sampling/rounds": float(num_rounds), "dynamic_sampling/left": float(num_dead)}
 
     def _replay(self, index: int, selection: Selection) -> tuple[Selection, dict[str, float]]:
-        """Put replayed groups in the places of those without signal. Not a collective."""
+        """Replace groups without signal by replayed groups. Not a collective."""
         if not self.config.replay.capacity_groups:
             return selection, {}
         self._forget(self.replay.expire(self.backend.weight_version))
@@ -271,8 +268,7 @@ class RolloutQueue:
         return selection.replay(placed, groups), metrics
 
     def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> dict[str, float]:
-        """Keep groups with signal for replay, let go of those that were replayed often enough, and return the buffers'
-        metrics.
+        """Keep groups with signal for replay, drop the used-up ones, and return the metrics of the buffers.
 
         advantages: [S], by rewards alone and without noise. Not a collective.
         """
@@ -310,9 +306,11 @@ class RolloutQueue:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self) -> tuple[dict, bytes]:
-        """(what every rank holds, JSON; what this rank alone holds), of a moment between rollouts. What is generated is
-        waited for, since the weights that it comes from are gone after a checkpoint. The next rollout that is started
-        has the weights of now."""
+        """Return (the state that every rank holds, as JSON; this rank's own groups, as bytes) between two rollouts.
+
+        Waits for all rollouts under way, since the weights that they come from are gone after a checkpoint. The next
+        rollout that is started has the current weights.
+        """
         self.manager.settle()
         self.resend_weights = True
         groups = {
@@ -320,7 +318,7 @@ class RolloutQueue:
             for name, group in self.replay_groups.items()
         }
         for number, job in self.jobs.items():
-            with job.change:  # reward workers may be at it
+            with job.change:  # reward workers may be changing it
                 groups |= {
                     f"job/{number}/{place}": SavedGroup(
                         prompt=job.prompts[place], rollouts=job.found[place], scores=job.scores.get(place)
@@ -340,14 +338,17 @@ class RolloutQueue:
         return state, pack_groups(groups)
 
     def restore(self, state: Mapping, rows: Sequence[bytes]) -> None:
-        """rows: what ``save`` gave of some ranks of then; every one is given to exactly one rank of now. The prompts'
-        cursor is restored before it. Not a collective."""
+        """Take over the state and the groups that ``save`` returned. Not a collective.
+
+        rows: the bytes that ``save`` returned on some of its ranks; each rank's go to exactly one rank of this run.
+        The prompts' cursor must be restored before.
+        """
         self.next_rollout, self.resend_weights = state["next_rollout"], True
         gone = self.replay.load_state(state["replay"])
         self.reroll.load_state(state["reroll"])
         groups = {key: group for data in rows for key, group in unpack_groups(data, self.prompts.recall).items()}
         for number, asked in sorted((int(number), asked) for number, asked in state["jobs"].items()):
-            job = self.manager.restored_job({place: self.prompts.recall(*which) for place, *which in asked})
+            job = self.manager.restored_job({place: self.prompts.recall(*identity) for place, *identity in asked})
             for key, group in groups.items():
                 kind, _, place = key.rpartition("/")
                 if kind == f"job/{number}":

@@ -1,17 +1,16 @@
-"""Prompts whose whole group failed, asked again later: which ones failed, which wait, which are due. Pure: numbers in,
-decisions out.
+"""The re-roll buffer: holds the prompts whose whole group failed, until they are asked again.
 
-Every rank holds the same buffer of (prompt_id, attempt) and takes the same decisions.
+Pure: numbers in, decisions out. Every rank holds the same buffer of (prompt_id, attempt) and takes the same decisions.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 
 1. At most ``reroll.capacity_prompts`` prompts wait, each once; the longest-waiting leaves for a newer one.
 2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an attempt above it.
-3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most the room there is, and none
-   before ``reroll.start_fraction``; what it gives no longer waits.
-4. One that is told of again while it waits keeps its place and the later of its attempts: while no failure is told of
+3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most ``room`` of them, and none before
+   ``reroll.start_fraction``; the prompts that it gives no longer wait.
+4. A prompt that is noted again while it waits keeps its place and the later of its attempts: while no failure is noted
    twice, no attempt is asked for twice.
-5. ``num_buffered`` counts what began to wait, ``num_issued`` what was given.
+5. ``num_buffered`` counts the prompts that began to wait, ``num_issued`` the prompts that were given.
 6. A state that went through JSON and back has the same future.
 """
 
@@ -25,9 +24,12 @@ from megatron_rl.config import RerollConfig
 
 
 def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> np.ndarray:
-    """int64, sorted: the groups whose included samples, at least one, all have a reward of at most ``threshold``.
+    """Return the groups, int64 and sorted, whose included samples all have a reward of at most ``threshold``.
 
-    totals [S] float64, NaN where a sample is excluded · groups [S] int64.
+    A group without an included sample is not among them.
+
+    totals: float64 [S], the total reward of each sample; NaN where it is excluded.
+    groups: int64 [S], each sample's group number.
 
     Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4): group 7 has a reward of 1, group
     9 has none.
@@ -38,9 +40,10 @@ def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> n
 
 
 class RerollBuffer:
-    """Prompts that wait to be asked again.
+    """Holds the prompts that wait to be asked again.
 
-    num_buffered: prompts that began to wait, in total. num_issued: prompts that ``take`` gave, in total.
+    num_buffered: prompts that began to wait, in total.
+    num_issued: prompts that ``take`` gave, in total.
 
     Example: ``max_groups=1``: after ``note([("3@0", 0), ("8@0", 0)])``, ``take(0.7, room=4)`` returns ``[("3@0", 1)]``.
     """
@@ -55,10 +58,10 @@ class RerollBuffer:
         return len(self._waiting)
 
     def note(self, asked: Sequence[tuple[str, int]]) -> None:
-        """(prompt_id, attempt) of groups that failed just now.
+        """Add the prompts of groups that failed just now. ``asked``: (prompt_id, attempt) of each.
 
-        One that waits already keeps its place and the later of its attempts. A prompt whose last attempt has failed
-        does not wait (any more); where ``reroll.capacity_prompts`` prompts wait, the one that waited longest leaves.
+        A prompt that waits already keeps its place and the later of its attempts. A prompt whose last attempt has
+        failed does not wait (any more); beyond ``reroll.capacity_prompts`` the one that waited longest leaves.
         """
         for prompt_id, attempt in asked:
             latest = max(attempt, self._waiting.get(prompt_id, attempt))
@@ -71,9 +74,10 @@ class RerollBuffer:
                 del self._waiting[next(iter(self._waiting))]
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
-        """(prompt_id, attempt) of prompts to ask now, their attempt counted on by one.
+        """Return (prompt_id, attempt) of the prompts to ask now, each attempt one above the failed one.
 
-        fraction: of the training that is done, 0 to 1. room: groups that the rollout can still take.
+        fraction: the fraction of the training that is done, 0 to 1.
+        room: groups that the rollout can still take.
         """
         if fraction < self._config.start_fraction:
             return []
@@ -84,13 +88,16 @@ class RerollBuffer:
         return [(prompt_id, attempt + 1) for prompt_id, attempt in due]
 
     def state(self) -> dict:
-        """JSON."""
+        """Return the buffer as JSON-able values."""
         waiting = [[prompt_id, int(attempt)] for prompt_id, attempt in self._waiting.items()]
         return {"waiting": waiting, "num_buffered": self.num_buffered, "num_issued": self.num_issued}
 
     def load_state(self, state: Mapping) -> None:
-        """Takes the place of what waits. Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a
-        smaller ``reroll.max_attempts`` those that have reached it."""
+        """Replace the waiting prompts by saved ones.
+
+        Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a smaller ``reroll.max_attempts``
+        the prompts that have reached it.
+        """
         self._waiting = {}
         self.note([(prompt_id, attempt) for prompt_id, attempt in state["waiting"]])
         self.num_buffered, self.num_issued = state["num_buffered"], state["num_issued"]

@@ -1,5 +1,4 @@
-"""The groups of a rollout that are to be trained, by their place in it. Filters return a new selection and leave theirs
-as it is."""
+"""The groups of a rollout that are to be trained, by their place in it; a filter returns a new selection."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from megatron_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """One group for each place of a batch.
+    """Holds one group for each place of a batch.
 
-    prompts:  of every rank's places, the prompt that the batch's group answers; of a replayed one, the prompt that it
-              stands in for.
+    prompts:  of every rank's places, the prompt that the batch's group answers; for a replayed group, the prompt whose
+              group it replaces.
     groups:   of this rank's places, the group.
     live:     places whose group may have signal.
-    replaced: places that have another group than the rollout had; replayed: those whose group an earlier rollout has
-    trained.
+    replaced: places that have another group than the rollout had.
+    replayed: places whose group an earlier rollout has trained.
 
     Example: places 0 and 1, of which 1 has no signal: ``refill({1: prompt}, {1: group}, {1})`` leaves no place dead,
     and ``replaced == {1}``.
@@ -33,7 +32,7 @@ class Selection:
 
     @classmethod
     def of_job(cls, job: RolloutJob, places: Collection[int], live: Collection[int]) -> Selection:
-        """Select the places of a finished job."""
+        """Return the selection of some places of a finished job."""
         return cls(
             prompts={place: job.prompts[place] for place in sorted(places)},
             groups={place: group for place, group in job.groups().items() if place in places},
@@ -46,11 +45,11 @@ class Selection:
         return sorted(set(self.prompts) - self.live)
 
     def refill(self, prompts: Mapping[int, Prompt], groups: Mapping[int, Group], live: Collection[int]) -> Selection:
-        """Put further prompts' groups in some places.
+        """Return a selection with further prompts' groups in the places that they name.
 
-        prompts: of every such place.
-        groups:  of such places, those that are this rank's.
-        live:    such places whose group may have signal.
+        prompts: the new prompt of each of these places.
+        groups:  the new groups of this rank's places among them.
+        live:    the places among them whose group may have signal.
         """
         return replace(
             self,
@@ -61,8 +60,7 @@ class Selection:
         )
 
     def replay(self, places: Collection[int], groups: Mapping[int, Group]) -> Selection:
-        """Put replayed groups in some places, whose prompts stay. groups: of such places, those that are this
-        rank's."""
+        """Return a selection with replayed ``groups`` (those of this rank) in ``places``, whose prompts stay."""
         return replace(
             self,
             groups=self._with_groups(places, groups),

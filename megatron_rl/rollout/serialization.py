@@ -1,9 +1,8 @@
-"""Finished groups as bytes and back: what a checkpoint keeps of rollouts that are not trained yet, and of replayed
-ones.
+"""Packs finished groups into bytes and back, for a checkpoint's untrained rollouts and replayed groups.
 
-An .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and ``loss_mask`` bool
-(True throughout where a rollout has none), flat over all samples in the header's order.
-Files of before rollouts had masks hold none, and are read as what they were.
+The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and
+``loss_mask`` bool (True throughout where a rollout has none), flat over all samples in the header's order.
+Older files, from before rollouts had masks, hold none; their rollouts are read without one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_rl.types import Prompt, Rollout, Score
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedGroup:
-    """All samples of a prompt; ``scores`` is None where they were not scored yet."""
+    """Holds all samples of a prompt; ``scores`` is None where they were not scored yet."""
 
     prompt: Prompt
     rollouts: Sequence[Rollout]
@@ -28,7 +27,7 @@ class SavedGroup:
 
 
 def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
-    """groups: by any text key."""
+    """Pack groups, each under any text as its key, into bytes."""
     header, token_ids, logprobs, masks = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, bool)]
     for key, group in groups.items():
         samples = []
@@ -37,14 +36,14 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
             logprobs.append(np.array(rollout.logprobs, dtype=np.float32))
             mask = rollout.loss_mask
             masks.append(np.ones(len(rollout.response_ids), bool) if mask is None else np.array(mask, dtype=bool))
-            known = [
+            fields = [
                 rollout.sample_index,
                 len(rollout.response_ids),
                 rollout.text,
                 rollout.finish_reason,
                 rollout.weight_versions,
             ]
-            samples.append([*known, mask is not None, rollout.environment_reward, rollout.excluded])
+            samples.append([*fields, mask is not None, rollout.environment_reward, rollout.excluded])
         scores = None if group.scores is None else [[score.total, score.by_function] for score in group.scores]
         header.append([key, group.prompt.prompt_id, group.prompt.attempt, samples, scores])
     buffer = io.BytesIO()
@@ -55,16 +54,16 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
 
 
 def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str, SavedGroup]:
-    """recall: a prompt by its id and attempt (``PromptDataset.recall``)."""
+    """Unpack the groups that ``pack_groups`` packed; ``recall`` finds a prompt by its id and attempt."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         header = json.loads(file["header"].tobytes())
         token_ids, logprobs = file["token_ids"].tolist(), file["logprobs"].tolist()
         mask = file["loss_mask"].tolist() if "loss_mask" in file.files else []
-    found, start = {}, 0
+    groups, start = {}, 0
     for key, prompt_id, attempt, samples, scores in header:
         prompt, rollouts = recall(prompt_id, attempt), []
-        for index, length, text, reason, versions, *said in samples:
-            masked, environment_reward, excluded = said or (False, None, None)
+        for index, length, text, reason, versions, *newer_fields in samples:
+            masked, environment_reward, excluded = newer_fields or (False, None, None)
             rollouts.append(
                 Rollout(
                     prompt=prompt,
@@ -81,5 +80,5 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
             )
             start += length
         known = None if scores is None else [Score(total=total, by_function=tuple(values)) for total, values in scores]
-        found[key] = SavedGroup(prompt=prompt, rollouts=rollouts, scores=known)
-    return found
+        groups[key] = SavedGroup(prompt=prompt, rollouts=rollouts, scores=known)
+    return groups

@@ -1,5 +1,4 @@
-"""The batch that a rollout becomes: facts and rewards of all ranks' groups, and the log-probs that are known before the
-training plan."""
+"""The batch that a rollout becomes: all ranks' facts and rewards, and the log-probs known before the training plan."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from megatron_rl.types import BatchFacts, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredBatch:
-    """Groups whose rewards every rank knows.
+    """Holds groups whose rewards every rank knows.
 
     rewards:     totals with the overlong penalty in them; for ``gdpo`` that penalty is one more function.
     by_function: float64 [S, F], the configured functions alone; NaN where one did not apply.
     overlong:    float64 [S], 0 to −1, the penalty before its coefficient (reward/overlong.py).
-    live:        bool [S], whether the sample may have signal, in whichever batch its group stands.
+    live:        bool [S], whether the sample may have signal, in any batch that its group joins.
     """
 
     batch: Batch
@@ -40,15 +39,15 @@ class ScoredBatch:
         return self.batch.facts
 
     def live_places(self) -> set[int]:
-        """Return the places of groups of which some sample may have signal."""
+        """Return the places of groups with a sample that may have signal."""
         return set(self.facts.groups[self.live].tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogProbPass:
-    """A log-prob pass over part of a rollout.
+    """Holds the result of a log-prob pass over part of a rollout.
 
-    facts:    of that part.
+    facts:    the part's facts.
     chosen:   bool [S of the part], the samples that were passed.
     logprobs: flat over the part's response tokens.
     """
@@ -60,7 +59,7 @@ class LogProbPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KnownLogProbs:
-    """Old log-probs that were computed while the rest of the rollout was generated.
+    """Holds the old log-probs that were computed while the rest of the rollout was generated.
 
     values:  float32 [T], flat over the batch's response tokens, 0 where not known.
     covered: bool [S], the samples whose log-probs are known.
@@ -74,12 +73,12 @@ class KnownLogProbs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """One rollout as it is trained.
+    """Holds the groups of one rollout that are trained.
 
-    known:           old log-probs that are there already.
+    known:           old log-probs that were computed already.
     replayed:        bool [S], samples of groups that an earlier rollout has trained.
-    trained_version: the weights that it is to be trained on.
-    prompts:         of every place, the prompt whose group stands there.
+    trained_version: the version of the weights that it is to be trained on.
+    prompts:         of every place, the prompt of its group.
     groups:          of this rank's places, the group.
     metrics:         of rewards, staleness and the filters.
     """
@@ -102,12 +101,12 @@ class TrainingBatch:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether every token comes from the weights that it is to be trained on, so that log-probs should agree."""
+        """Return whether every token comes from the weights to be trained, so that log-probs should agree."""
         return bool((self.facts.weight_versions == self.trained_version).all())
 
 
 def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, Group]) -> ScoredBatch:
-    """Gather facts and rewards of all ranks' groups. A collective.
+    """Gather the facts and rewards of all ranks' groups. A collective.
 
     groups: this rank's, by their place in the rollout.
     """
@@ -152,9 +151,9 @@ def scored_batch(config: Config, batch: Batch, totals: np.ndarray, by_function: 
 
 
 def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> KnownLogProbs:
-    """Put the log-probs of a rollout's parts in their places of the whole batch.
+    """Put the log-probs of a rollout's parts into their places in the whole batch.
 
-    unchanged: places whose groups are still those that were passed.
+    unchanged: places whose groups were not replaced since the passes.
     """
     offsets = facts.response_offsets
     values, covered = np.zeros(int(offsets[-1]), dtype=np.float32), np.zeros(facts.num_samples, dtype=bool)
@@ -172,7 +171,7 @@ def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: se
 
 
 def reward_metrics(config: Config, scored: ScoredBatch) -> dict[str, float]:
-    """Return ``reward/*`` and the lengths of the responses."""
+    """Return the metrics ``reward/*``, and ``rollout/*`` of lengths and weight versions."""
     facts, rewards = scored.facts, scored.rewards
     included = rewards.included
     metrics = {

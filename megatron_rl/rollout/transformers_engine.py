@@ -24,16 +24,16 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.fused import file_tensors
 
 MAX_EMBEDDED_PARAMETERS = 1_000_000_000
-# Compacting copies the cache of the rows that stay, about what one decode step's torch.cat costs anyway; below a
+# Compacting copies the cache of the rows that stay, about the cost of one decode step's torch.cat; below a
 # quarter finished, the rows it saves do not pay for that copy within a few steps.
 COMPACT_FRACTION = 0.25
 
 
 class TransformersEngine:
-    """Engine (see rollout/engine.py) on a Hugging Face causal LM built from its config; weights come by load_weights.
+    """Samples with a Hugging Face causal LM that is built from its config; weights come by ``load_weights``.
 
-    A row's draws come from a generator of its own (``sample_seed``), so its tokens do not depend on which rows share
-    its batch, beyond float rounding of the logits.
+    It is an ``Engine`` (rollout/engine.py). A row's draws come from a generator of its own (``sample_seed``), so its
+    tokens do not depend on the rows that share its batch, beyond float rounding of the logits.
 
     Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32,
     device=torch.device("cpu"))``
@@ -49,8 +49,10 @@ class TransformersEngine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``seed``: the run's seed. Raises ConfigError: no such directory, a model too large, an impossible stop
-        token."""
+        """Build the model, without weights. ``seed``: the run's seed.
+
+        Raises ConfigError for a directory that does not exist, a model too large, or an impossible stop token.
+        """
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
         self._model: PreTrainedModel | None = _build_model(hf_path, rollout, dtype, device)
@@ -61,31 +63,30 @@ class TransformersEngine:
     lost = ()
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Nothing: it is in this process, and lives and dies with it."""
+        """Do nothing: the engine is in this process, and lives and dies with it."""
         return ()
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Never: see ``recover``."""
+        """Do nothing: no rank can fail to reach it (see ``recover``)."""
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """Nothing: ``load_weights`` has raised what went wrong."""
+        """Do nothing: ``load_weights`` has raised every error."""
 
     def sleep(self) -> None:
-        """Nothing: its weights and caches are this process's own."""
+        """Do nothing: the weights and caches are this process's own."""
 
     def wake(self, *, tags: Sequence[str]) -> None:
-        """Nothing, as ``sleep``."""
+        """Do nothing: ``sleep`` gave nothing back."""
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """See ``Engine.load_weights``: names are those of checkpoint files, which a mixture's fused experts take in
-        part by part.
+        """Copy every weight into the model, as ``Engine.load_weights`` does; rollouts carry ``version`` >= 0.
 
-        ``version`` >= 0 is the trainer's; rollouts carry it.
+        Names are those of checkpoint files; a mixture's fused experts take them in part by part.
         """
         if version < 0:
             raise ValueError(f"load_weights: version={version} must be at least 0")
         model = self._open_model()
-        # parameters and persistent buffers, tied aliases under each name
+        # Targets are parameters and persistent buffers, tied aliases under each of their names.
         targets = file_tensors(model.state_dict(keep_vars=True), model.config.get_text_config().model_type)
         owners: dict[int, str] = {}
         for name, target in targets.items():
@@ -94,6 +95,7 @@ class TransformersEngine:
         self.weight_version = NO_WEIGHTS  # a load that fails halfway leaves mixed weights, which must not be sampled
         seen: set[str] = set()
         filled: set[int] = set()
+        # Each name may arrive once; a tied alias only with the values that its target has already.
         with torch.no_grad():
             for name, tensor in tensors:
                 if name not in targets:
@@ -137,10 +139,12 @@ class TransformersEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """See ``Engine.generate``. Log-probs are at the temperature of the call; greedy ones at
-        ``rollout.temperature``."""
+        """Return rollouts as ``Engine.generate`` does.
+
+        Log-probs are at the temperature of the call; greedy ones at ``rollout.temperature``.
+        """
         bounds = self._check(prompts, samples_per_prompt, max_tokens)
-        greedy, at = temperature == 0.0, temperature or self._rollout.temperature
+        greedy, logprob_temperature = temperature == 0.0, temperature or self._rollout.temperature
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
         max_rows = self._rollout.max_batch_samples
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
@@ -154,11 +158,11 @@ class TransformersEngine:
                 limits = np.repeat([bounds[index] for index in batch], len(samples))
                 uniforms = None if greedy else self._uniforms(rows, int(limits.max()))
                 token_ids, logprobs = self._sample(
-                    [prompts[index].token_ids for index in batch], len(samples), uniforms, at, limits
+                    [prompts[index].token_ids for index in batch], len(samples), uniforms, logprob_temperature, limits
                 )
-                found = self._to_rollouts(rows, token_ids, logprobs, limits)
-                for place, index in enumerate(batch):
-                    rollouts[index] += found[place * len(samples) : (place + 1) * len(samples)]
+                sampled = self._to_rollouts(rows, token_ids, logprobs, limits)
+                for position, index in enumerate(batch):
+                    rollouts[index] += sampled[position * len(samples) : (position + 1) * len(samples)]
                     if on_finished is not None and len(rollouts[index]) == samples_per_prompt:
                         on_finished(index, rollouts[index])
         return [rollout for group in rollouts for rollout in group]
@@ -183,7 +187,7 @@ class TransformersEngine:
         )
 
     def _uniforms(self, rows: Sequence[tuple[Prompt, int]], num_positions: int) -> torch.Tensor:
-        """[positions, rows] float64 in [0, 1): each row's own stream, drawn ahead for every position."""
+        """Return [positions, rows] float64 in [0, 1): each row's own random stream, drawn ahead for every position."""
         raw = np.empty((len(rows), num_positions), dtype=np.uint64)
         for row, (prompt, sample) in enumerate(rows):
             seed = sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
@@ -200,11 +204,11 @@ class TransformersEngine:
         temperature: float,
         limits: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One batch. ``uniforms`` [positions, rows], None for greedy. Returns ids int64 and log-probs float32, [steps,
-        rows].
+        """Sample one batch; return token ids, int64, and their log-probs, float32, both [steps, rows].
 
-        limits: [rows] the most tokens of each. What stands after them, or after a row's first stop token, is
-        meaningless.
+        uniforms: float64 [positions, rows] in [0, 1); None for greedy.
+        limits: [rows], the most tokens of each row. Values after them, or after a row's first stop token, are
+            meaningless.
         """
         model, max_steps = self._open_model(), int(limits.max())
         num_rows = len(prompts) * repeats
@@ -218,6 +222,7 @@ class TransformersEngine:
         token_ids = torch.zeros(max_steps, num_rows, dtype=torch.long, device=self._device)
         logprobs = torch.zeros(max_steps, num_rows, dtype=torch.float32, device=self._device)
         for step in range(max_steps):
+            # Draw each row's token, and note the rows that it ends.
             tokens, token_logprobs = _draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
             token_ids[step, rows], logprobs[step, rows] = tokens, token_logprobs
             for stop_id in self._stop_ids:
@@ -227,11 +232,12 @@ class TransformersEngine:
             num_done = int(done.sum()) if self._stop_ids or uneven else 0  # the loop's one wait for the device
             if num_done == len(rows) or step + 1 == max_steps:
                 break
+            # Drop finished rows from the batch, then run the model on the others' tokens.
             if num_done >= COMPACT_FRACTION * len(rows):
                 kept = torch.nonzero(~done).squeeze(1)
                 cache.batch_select_indices(kept)
                 rows, tokens, position, mask, done, bound = (
-                    x[kept] for x in (rows, tokens, position, mask, done, bound)
+                    tensor[kept] for tensor in (rows, tokens, position, mask, done, bound)
                 )
             output = model(
                 input_ids=tokens[:, None],
@@ -246,7 +252,7 @@ class TransformersEngine:
     def _run_prompts(
         self, prompts: Sequence[tuple[int, ...]], repeats: int, max_steps: int
     ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """Run each prompt once, and repeat what comes out for its samples.
+        """Run each prompt once, and repeat its outputs for its samples.
 
         Returns the cache, the last position's logits [rows, V], the next position [rows, 1], the mask [rows, width +
         max_steps], and whether any prompt is padded. Without padding there is no mask: sdpa then takes its fast path,
@@ -275,7 +281,7 @@ class TransformersEngine:
     def _to_rollouts(
         self, rows: Sequence[tuple[Prompt, int]], token_ids: np.ndarray, logprobs: np.ndarray, limits: np.ndarray
     ) -> list[Rollout]:
-        """``token_ids`` and ``logprobs`` [steps, rows], cut after each row's first stop token, or at its limit."""
+        """Make rollouts of ids and log-probs [steps, rows], cut after each row's first stop token or at its limit."""
         num_steps = len(token_ids)
         is_stop = np.isin(token_ids, self._stop_ids) & (np.arange(num_steps)[:, None] < limits)
         stopped = is_stop.any(axis=0)
@@ -310,7 +316,7 @@ class TransformersEngine:
 
 
 def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model of ``hf_path``'s config, in eval mode, its values not yet set. Raises ConfigError."""
+    """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError."""
     if not (pathlib.Path(hf_path) / "config.json").is_file():
         raise ConfigError(f"model.hf_path={hf_path!r} holds no config.json; give a Hugging Face model directory")
     config = AutoConfig.from_pretrained(hf_path)
@@ -332,17 +338,19 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
 
 
 def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
-    """The tokenizer's stop token and those of generation_config.json, ascending. Raises ConfigError beyond the
-    vocabulary."""
-    # A model built from its config alone has not read the directory's generation_config.json, where chat models
+    """Return the stop tokens of tokenizer and generation_config.json, ascending.
+
+    Raises ConfigError for a token outside the vocabulary.
+    """
+    # A model built from its config alone has not read the directory's generation_config.json, in which chat models
     # list their second stop token.
     if (pathlib.Path(hf_path) / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(hf_path)
     else:
         generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(hf_path))
     stop_ids: set[int] = set()
-    for given in (tokenizer.eos_token_id, generation.eos_token_id):
-        stop_ids.update([] if given is None else [given] if isinstance(given, int) else given)
+    for ids in (tokenizer.eos_token_id, generation.eos_token_id):
+        stop_ids.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
     outside = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < vocab_size)
     if outside:
         raise ConfigError(
@@ -353,7 +361,7 @@ def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: in
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[P, longest] int64 ids and bool mask, prompts at the right end, so that every row's next token has one column."""
+    """Return int64 ids and a bool mask, [P, longest], with prompts at the right end, so that all end in one column."""
     longest = max(len(prompt) for prompt in prompts)
     token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
     mask = np.zeros((len(prompts), longest), dtype=bool)
@@ -364,10 +372,13 @@ def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple
 
 
 def _draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row. ``logits`` [R, vocab], ``uniforms`` [R] float64 in [0, 1), None for greedy.
+    """Draw one token per row; return ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
 
-    Returns ids [R] int64 and their log-probs [R] float32 at ``temperature``. Inverse CDF: the first token whose
-    cumulative probability exceeds the row's number, so a token of probability 0 is never drawn.
+    logits: [R, vocab].
+    uniforms: float64 [R] in [0, 1); None for greedy.
+
+    Inverse CDF: a row's token is the first whose cumulative probability exceeds the row's number, so a token of
+    probability 0 is never drawn.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     if uniforms is None:

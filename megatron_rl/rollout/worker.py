@@ -1,15 +1,14 @@
-"""Prompts → scored groups, on one rank: at once, in a thread while the trainer trains, or scored in parts while the
-rest is generated.
+"""The rollout worker of one rank: turns prompts into scored groups, at once or in threads while the trainer trains.
 
-A rollout's prompts are named on every rank and each takes every n-th; groups stay whole on one rank. One thread
-generates, job after job; with reward workers another one scores. Functions of the rank's own process are called in its
-main thread, where signals work.
+Every rank knows all prompts of a rollout by place (their number in it) and takes every n-th of them; a group stays
+whole on one rank. One thread generates, job after job; with reward workers another one scores, if configured in parts
+while the rest is generated. Functions of the rank's own process are called in its main thread, where signals work.
 
 1. Every place of a job ends in ``found`` and then in ``scores`` exactly once, whatever engines are lost in between.
 2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the
    last call.
-3. ``wait`` ends: by its places, by what a thread met, by a lost engine once nothing is under way, or by its deadline.
-4. Nothing runs ahead of what was started: memory is bounded by the jobs that the caller starts.
+3. ``wait`` ends: by scored places, by a thread's error, by a lost engine once nothing is under way, or by its deadline.
+4. Only jobs that the caller has started are generated or scored, so they bound the memory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CLOSE_S = 10.0  # for threads to see that the engine is closed
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """All samples of one prompt, and what rewards say of them: one Score per rollout."""
+    """Holds all samples of one prompt and their rewards: one Score per rollout."""
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
@@ -42,9 +41,12 @@ class Group:
         return self.rollouts[0].prompt
 
     def samples(self, *, mask_truncated: bool = False) -> list[Sample]:
-        """Rows to train on. A sample that was taken out of its group (no total) carries no loss token; nor does one
-        that was cut off, with ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4), whose
-        reward stays in its group's statistics."""
+        """Return the rows to train on.
+
+        A sample that was taken out of its group (no total) carries no loss token. Under ``mask_truncated`` (overlong
+        filtering, DAPO, arXiv:2503.14476, section 3.4) nor does a sample that was cut off, but its reward stays in its
+        group's statistics.
+        """
         return [
             to_sample(
                 rollout, included=score.total is not None and not (mask_truncated and rollout.finish_reason == "length")
@@ -54,14 +56,16 @@ class Group:
 
 
 def to_sample(rollout: Rollout, *, included: bool) -> Sample:
-    """One row; included: whether its response carries loss, where ``Rollout.loss_mask`` says so. Raises ValueError for
-    a mask of another length than the response's."""
-    tokens = len(rollout.response_ids)
-    mask = np.ones(tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
-    if len(mask) != tokens:
+    """Turn a rollout into one row to train on. ``included``: whether its loss tokens (``loss_mask``) carry loss.
+
+    Raises ValueError for a mask of another length than the response's.
+    """
+    num_tokens = len(rollout.response_ids)
+    mask = np.ones(num_tokens, dtype=bool) if rollout.loss_mask is None else np.array(rollout.loss_mask, dtype=bool)
+    if len(mask) != num_tokens:
         raise ValueError(
-            f"sample {rollout.sample_id} has {tokens} response tokens and a loss_mask of {len(mask)}; give each token "
-            "its own"
+            f"sample {rollout.sample_id} has {num_tokens} response tokens and a loss_mask of {len(mask)}; give each "
+            "token its own"
         )
     return Sample(
         sample_id=rollout.sample_id,
@@ -74,11 +78,15 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
 
 
 class RolloutJob:
-    """One rollout's share of a rank. Its fields are read and written under ``change``.
+    """Holds a rank's share of one rollout. Its fields are read and written under ``change``.
 
-    prompts: of all ranks, by place · mine: this rank's places · found, scores: place → what there is already · lost:
-    why the engine was lost in the middle of it · error: what a thread met, for the main thread to raise · temperature:
-    see ``Engine.generate``.
+    prompts: of all ranks, by place.
+    mine:    this rank's places.
+    found:   place → its rollouts, once they are generated.
+    scores:  place → its scores, once they are known.
+    lost:    why the engine was lost during the job.
+    error:   a thread's exception, for the main thread to raise.
+    temperature: see ``Engine.generate``.
     """
 
     def __init__(
@@ -105,7 +113,7 @@ class RolloutJob:
 
     @property
     def unscored(self) -> list[int]:
-        """In the order in which they were finished."""
+        """Return the places that are generated and not scored, in the order in which they were finished."""
         return [place for place in self.found if place not in self.scores]
 
     def group(self, place: int) -> Group:
@@ -116,18 +124,18 @@ class RolloutJob:
         return {place: self.group(place) for place in self.mine}
 
     def put(self, place: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
-        """What an earlier process had finished: the place is this rank's from now on."""
+        """Add a group that an earlier process had finished; its place is this rank's from now on."""
         self.mine = tuple(sorted({*self.mine, place}))
         self.found[place] = list(rollouts)
         if scores is not None:
             self.scores[place] = list(scores)
 
     def num_tokens(self) -> int:
-        """Those that the engine sampled."""
+        """Count the tokens that the engine sampled."""
         return sum(rollout.num_sampled for group in self.found.values() for rollout in group)
 
     def num_turns(self) -> int:
-        """Of the policy, over all samples."""
+        """Count the policy's turns over all samples."""
         return sum(rollout.num_turns for group in self.found.values() for rollout in group)
 
     def num_samples(self) -> int:
@@ -135,10 +143,11 @@ class RolloutJob:
 
 
 class RolloutWorker:
-    """score: rewards of rollouts, None where there are none · apart: whether it may be called in another thread than
-    the main one.
+    """Generates and scores a rank's share of rollouts.
 
-    share: (this rank's number among the ranks that take prompts, how many these are); None for one that takes none.
+    score: returns the scores of rollouts; None where a run has no rewards.
+    apart: whether ``score`` may be called in another thread than the main one.
+    share: (this rank's number among the ranks that take prompts, their number); None for a rank that takes none.
     """
 
     def __init__(
@@ -153,22 +162,20 @@ class RolloutWorker:
     ) -> None:
         self.engine, self.config, self.share, self.deadline_s = engine, config, share, deadline_s
         self._score = score
-        self._enough = max(
-            1, (config.min_groups or 0) // (share[1] if share else 1)
-        )  # of a part, what a rank has of it
+        self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # a rank's groups of a part
         self._apart = apart and config.mode != "sync"
         self._jobs: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._to_score: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        self.scored_here_s = 0.0  # in the main thread, in all
+        self.scored_here_s = 0.0  # seconds of scoring in the main thread, in all
 
     def places(self, num_prompts: int) -> range:
-        """The prompts of a rollout that are this rank's."""
+        """Return the prompts of a rollout that are this rank's."""
         return range(0) if self.share is None else range(self.share[0], num_prompts, self.share[1])
 
     def start(self, job: RolloutJob) -> None:
-        """Generates in the background what is missing of a job."""
+        """Start to generate the missing groups of a job in the background."""
         if not self._threads:
             self._begin(self._generate_jobs, "rollouts")
             if self._apart:
@@ -191,7 +198,7 @@ class RolloutWorker:
             self.generate(job)
 
     def generate(self, job: RolloutJob) -> None:
-        """What is missing of a job, in the caller's thread. Raises nothing: the job says how it ended."""
+        """Generate the missing groups of a job in the caller's thread. Raises nothing: the job records an error."""
         started, lost, error = time.perf_counter(), None, None
         places = job.missing
 
@@ -206,10 +213,10 @@ class RolloutWorker:
             if places:
                 prompts = [job.prompts[place] for place in places]
                 self.engine.generate(prompts, job.samples_per_prompt, temperature=job.temperature, on_finished=keep)
-        except EngineLost as met:
-            lost = str(met)
-        except BaseException as met:  # noqa: BLE001 (raised in the main thread, by wait)
-            error = met
+        except EngineLost as caught:
+            lost = str(caught)
+        except BaseException as caught:  # noqa: BLE001 (raised in the main thread, by wait)
+            error = caught
         with job.change:
             job.lost, job.error, job.generating = lost, job.error or error, False
             job.generation_s += time.perf_counter() - started
@@ -222,8 +229,8 @@ class RolloutWorker:
             self._score_ready(job)
 
     def _score_ready(self, job: RolloutJob) -> bool:
-        """Scores what is finished, where that is enough for a call; whether there was something to do. One thread at a
-        time per job."""
+        """Score the finished groups if they suffice for a call; return whether it did. One thread per job at a time."""
+        # Choose the groups under the job's lock: all of them once generation has ended, else a part that streams.
         with job.change:
             ready = [] if job.error else job.unscored
             streams = self.config.mode == "streaming"
@@ -237,8 +244,8 @@ class RolloutWorker:
         started, scores, error = time.perf_counter(), [], None
         try:
             scores = self._score(rollouts)
-        except BaseException as met:  # noqa: BLE001 (raised in the main thread, by wait)
-            error = met
+        except BaseException as caught:  # noqa: BLE001 (raised in the main thread, by wait)
+            error = caught
         with job.change:
             job.error, job.scoring = job.error or error, False
             self.scored_here_s += 0.0 if self._apart else time.perf_counter() - started
@@ -248,8 +255,10 @@ class RolloutWorker:
         return True
 
     def wait(self, job: RolloutJob, places: Sequence[int]) -> None:
-        """Until the places, all of them this rank's, are scored; or its engine is lost, which ``job.lost`` says. Raises
-        what the job met, and EngineError at ``run.deadline_s``."""
+        """Wait until the places, all of them this rank's, are scored, or the engine is lost, which ``job.lost`` says.
+
+        Raises the job's error, and EngineError at ``run.deadline_s``.
+        """
         ends_at = time.monotonic() + self.deadline_s
         while True:
             if not self._apart and self._score_ready(job):
@@ -264,8 +273,7 @@ class RolloutWorker:
                     raise EngineError(self._late(job, "scored" if generated else "generated"))
 
     def drain(self, job: RolloutJob) -> None:
-        """Until nothing of a job is generated any more, whatever became of it. Raises EngineError at
-        ``run.deadline_s``."""
+        """Wait until no group of a job is being generated. Raises EngineError at ``run.deadline_s``."""
         with job.change:
             if not job.change.wait_for(lambda: not job.generating, self.deadline_s):
                 raise EngineError(self._late(job, "generated"))
@@ -279,7 +287,7 @@ class RolloutWorker:
         )
 
     def close(self) -> None:
-        """Ends the threads; what they do is given up. After the engine is closed. May be called again."""
+        """End the threads and give up their work, after the engine was closed. May be called again."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)

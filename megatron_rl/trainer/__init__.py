@@ -1,1 +1,1 @@
-"""A run's standing parts and what it does with a rollout: advantages, corrections, the reference policy, evaluation."""
+"""The trainer: the standing parts of a run, and its work on a rollout from advantages to evaluation."""

@@ -1,8 +1,7 @@
-"""The advantages of a rollout: the one place where rewards, the critic's values and a KL in the reward become
-advantages.
+"""The advantages of a rollout, computed here alone from rewards, the critic's values and a KL in the reward.
 
-Every rank computes them from the same numbers. Where exp or log took part, rank 0's are everyone's, so that no rounding
-of another CPU can cut another plan.
+Every rank computes them from the same numbers. Where exp or log took part, every rank takes rank 0's result, so that
+another CPU's rounding cannot give another plan.
 """
 
 from __future__ import annotations
@@ -26,12 +25,14 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KLPenalty:
-    """The KL to the reference policy, where it is taken from the reward (``reference.kl_in=reward``).
+    """Holds the KL to the reference policy where it is taken from the reward (``reference.kl_in=reward``).
 
-    old, reference: float32 [T] flat, log π_old and log π_ref of every sample.
-    penalties:      float64 [T] flat, β·kl_t.
-    kl, tokens:     Σ kl_t in nats, over so many loss tokens.
-    metrics:        of the pass that gave ``old``, and ``reward/kl_penalty``.
+    old:       float32 [T] flat, log π_old of every sample.
+    reference: float32 [T] flat, log π_ref of every sample.
+    penalties: float64 [T] flat, β·kl_t.
+    kl:        Σ kl_t in nats, over the loss tokens.
+    tokens:    the number of loss tokens.
+    metrics:   of the pass that gave ``old``, and ``reward/kl_penalty``.
     """
 
     old: np.ndarray
@@ -44,12 +45,13 @@ class KLPenalty:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageResult:
-    """Advantages of a rollout, and all that was computed for them.
+    """Holds the advantages of a rollout, and all values that were computed for them.
 
     advantages: the policy trains on them.
     plain:      float64 [S], by rewards alone and without noise; the replay buffer ranks groups by them. 0 where
-                advantages hang on a critic's values or on a KL in the reward.
-    values, returns: float32 and float64 [T] flat, the critic trains on them; None without one.
+                advantages depend on a critic's values or on a KL in the reward.
+    values:     float32 [T] flat, the critic's; None without a critic.
+    returns:    float64 [T] flat, the critic's targets; None without a critic.
     penalty:    None where no KL is in the reward.
     """
 
@@ -72,7 +74,8 @@ def kl_penalty(
 ) -> KLPenalty:
     """Return β times the KL of each token.
 
-    old, reference: float32 [T] flat, log-probs of all samples.
+    old: float32 [T] flat, log π_old of all samples.
+    reference: float32 [T] flat, log π_ref of all samples.
     loss_mask: bool [T].
     metrics: of the pass that gave ``old``.
     """
@@ -93,16 +96,17 @@ def group_advantages(
 ) -> AdvantageResult:
     """Return the advantages of an estimator over groups. A collective with a penalty or with noise.
 
-    loss_mask: bool [T] flat; read where there is a penalty, which each sample's loss tokens take from its total reward.
-    rl_step: optimizer steps of RL taken before, ghosts included. Noise (algorithm/noise.py) is added up to
-        ``advantage.noise_steps`` of them, in all mini-batches and epochs of the rollout that begins there.
+    penalty: its sum over a sample's loss tokens is taken from the sample's total reward; None without one.
+    loss_mask: bool [T] flat; read only with a penalty.
+    rl_step: optimizer steps of RL taken before, ghosts included. Below ``advantage.noise_steps`` of them, noise
+        (algorithm/noise.py) is added in all mini-batches and epochs of the rollout that begins at this step.
     """
     settings, facts = config.advantage, scored.facts
     rewards, options = scored.rewards, {"epsilon": settings.epsilon, "whiten": settings.whiten}
     if penalty is not None:
         owner = np.repeat(np.arange(facts.num_samples), facts.response_tokens)
-        paid = np.bincount(owner, weights=np.where(loss_mask, penalty.penalties, 0.0), minlength=facts.num_samples)
-        rewards = dataclasses.replace(rewards, totals=rewards.totals - paid)
+        penalty_S = np.bincount(owner, weights=np.where(loss_mask, penalty.penalties, 0.0), minlength=facts.num_samples)
+        rewards = dataclasses.replace(rewards, totals=rewards.totals - penalty_S)
         values = collectives.broadcast_from_rank0(advantages(rewards, estimator=settings.estimator, **options))
         return AdvantageResult(
             advantages=Advantages(of_sample=values), plain=np.zeros(facts.num_samples), penalty=penalty
@@ -120,7 +124,7 @@ def critic_advantages(
 ) -> AdvantageResult:
     """Return the advantages of ``gae``. A collective.
 
-    values: float32 [T] flat, the critic's.
+    values: float32 [T] flat, the critic's values.
     loss_mask: bool [T] flat.
     """
     settings, facts = config.advantage, scored.facts

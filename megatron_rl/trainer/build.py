@@ -44,10 +44,11 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -> Iterator[Trainer]:
-    """Build everything a run holds, where the newest checkpoint left it, and take it down in order.
+    """Build a trainer and all its parts, restore the newest checkpoint if there is one, and take them down in order.
 
-    The report is written however the run ends, from the metrics that are there. critic_link: to the ranks of a separate
-    critic.
+    critic_link: connects to the ranks of a separate critic.
+
+    However the run ends, its report is written from the metrics so far.
     """
     from transformers import AutoConfig
 
@@ -111,7 +112,7 @@ def _assemble(
     writer: MetricsWriter,
     progress: ProgressBar,
 ) -> Trainer:
-    """Build the parts that stand on these, and the trainer of all. Engines start here."""
+    """Build the parts that need the given ones, and the trainer of them all. Engines start here."""
     timer, rule = StepTimer(watchdog.stage), signal_rule(config)
     reference = ReferencePolicy(config, backend)
     reward = Reward(config.reward) if config.reward.functions else None
@@ -195,8 +196,7 @@ def _build_manager(
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
-    """Return a function that scores in the main thread or in one of its own; the watchdog tells of the main one's
-    stages alone."""
+    """Return a function that scores in any thread; the watchdog records its stage in the main thread alone."""
 
     def score(rollouts: Sequence[Rollout]) -> list[Score]:
         if threading.current_thread() is not threading.main_thread():
@@ -208,7 +208,7 @@ def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]],
 
 
 def announce(trainer: Trainer) -> None:
-    """Log what was chosen: Adam's kernel, layer spec, topology, and what the skip approximates."""
+    """Log the chosen topology, layer spec and Adam kernel, and the consequences of settings that may surprise."""
     config, topology, shape = trainer.config, trainer.backend.topology, trainer.backend.shape
     log.info(
         "world %d: %s on %s (%s); layers by %s; Adam by %s",

@@ -1,8 +1,8 @@
-"""What needs log-probs to be decided: importance weights, and which samples they leave with signal. Semantics §5 and
-§7.
+"""The decisions that need log-probs: importance weights, and the samples that they leave with signal.
 
-After the log-prob pass, before the training plan. Every rank holds the same log-probs, advantages and masks; rank 0's
-weights are everyone's all the same, so that no rounding of another CPU can cut another plan.
+Semantics §5 and §7. They are made after the log-prob pass and before the training plan. Every rank holds the same
+log-probs, advantages and masks; still all take rank 0's weights, so that another CPU's rounding cannot give another
+plan.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from megatron_rl.types import Advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CorrectedSignal:
-    """weights: [T] float64, flat over response tokens, None where no correction is asked for (all 1) · signal: bool
-    [S], what is left to train on · metrics: ``correction/*``."""
+    """Holds the importance weights of a rollout, and the signal that they leave.
+
+    weights: float64 [T], flat over response tokens; None where no correction is configured (all 1).
+    signal:  bool [S], the samples that are left to train on.
+    metrics: ``correction/*``.
+    """
 
     weights: np.ndarray | None
     signal: np.ndarray
@@ -42,10 +46,13 @@ def apply_corrections(
     old_logprobs: np.ndarray | None,
     advantage_epsilon: float = 0.0,
 ) -> CorrectedSignal:
-    """Once per rollout, for all its mini-batches and epochs. A collective where a correction is asked for.
+    """Compute a rollout's importance weights, once for all its mini-batches and epochs, and drop the samples they mask.
 
-    signal bool [S]: of those by advantage alone, what is to be trained · passed bool [S]: the samples whose
-    old_logprobs [T] are known.
+    A collective where a correction is configured.
+
+    signal: bool [S], the samples with signal by advantage alone that are to be trained.
+    passed: bool [S], the samples whose ``old_logprobs`` are known.
+    old_logprobs: [T], flat over response tokens.
     """
     if not config.is_on:
         return CorrectedSignal(weights=None, signal=signal)
@@ -55,13 +62,13 @@ def apply_corrections(
         backend.gather_rollout_logprobs(batch),
         backend.gather_loss_mask(batch),
     )
-    found = importance_weights(old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config)
-    weights = collectives.broadcast_from_rank0(found.weights)
+    importance = importance_weights(old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config)
+    weights = collectives.broadcast_from_rank0(importance.weights)
     left = signal & has_signal(
         advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon
     )
     metrics = {
-        **correction_metrics(found, mask, lengths, signal),
+        **correction_metrics(importance, mask, lengths, signal),
         "correction/masked_samples": float((signal & ~left).sum()),
     }
     return CorrectedSignal(weights=weights, signal=left, metrics=metrics)

@@ -1,9 +1,8 @@
-"""Held-out prompts under the current weights: named sets, and mean@k and pass@k of each. Nothing that is trained
-depends on it.
+"""The evaluation on held-out prompts by the current weights: mean@k and pass@k of each named set.
 
-A set's prompts are called ``eval/<set>/<row>@0``, as no training prompt is. The seed of a sample derives from that, its
-index and the weight version (rollout/engine.py): the same weights give the same samples, on any layout and whatever was
-drawn for training.
+Nothing that is trained depends on it. A set's prompts are called ``eval/<set>/<row>@0``, as no training prompt is. The
+seed of a sample derives from that name, its index and the weight version (rollout/engine.py): the same weights give the
+same samples, on any layout and after any draws for training.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcomes:
-    """One set's samples: P prompts, k samples each.
+    """Holds the rewards of one set: P prompts, k samples each.
 
     totals:      float64 [P, k], the total reward; NaN where the sample is excluded (it has none).
-    by_function: float64 [P, k, F], of each reward function; NaN where it did not apply.
-    response_tokens: of all samples together.
+    by_function: float64 [P, k, F], the reward of each function; NaN where it did not apply.
+    response_tokens: the number of response tokens of all samples together.
 
     Example: two prompts of one sample each, the second of which broke its reward function under
     ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9``.
@@ -47,7 +46,7 @@ class Outcomes:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The chance that among k of a prompt's n samples, c of which passed, there is one that did:
+    """Return the chance that at least one of k samples passed, drawn from a prompt's n samples of which c passed.
 
         pass@k = 1 − C(n − c, k) / C(n, k)
 
@@ -66,15 +65,17 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... up to ``limit``."""
+    """Return 1, 2, 4, ... up to ``limit``."""
     return [2**power for power in range(limit.bit_length())]
 
 
 def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, threshold: float) -> dict[str, float]:
-    """``eval/<name>/*`` of one set. An excluded sample has not passed and stands in no mean; where all are, there is no
-    mean.
+    """Return the metrics ``eval/<name>/*`` of one set.
 
-    functions: [F] names. threshold: of the total reward that a sample must have to count as passed.
+    functions: [F], the names of the reward functions.
+    threshold: the total reward that a sample must have to count as passed.
+
+    An excluded sample has not passed and counts in no mean; if all are excluded, there is no mean.
     """
     totals = outcomes.totals
     num_prompts, num_samples = totals.shape
@@ -82,7 +83,7 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     metrics = {f"mean@{num_samples}": float(totals[included].mean())} if included.any() else {}
     passed_P = np.count_nonzero(totals >= threshold, axis=1).tolist()  # NaN is not
     for k in powers_of_two(num_samples):
-        metrics[f"pass@{k}"] = math.fsum(pass_at_k(num_samples, passed, k) for passed in passed_P) / num_prompts
+        metrics[f"pass@{k}"] = math.fsum(pass_at_k(num_samples, num_passed, k) for num_passed in passed_P) / num_prompts
     for index, function in enumerate(functions):
         column = outcomes.by_function[:, :, index]
         if not np.isnan(column).all():
@@ -93,8 +94,13 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
 
 
 class Evaluation:
-    """The held-out sets of ``eval.sets`` and ``eval.path``; their prompts are tokenized at once, so that a bad row ends
-    the run at its start. Raises ConfigError, with the set's key. context_tokens: the model's."""
+    """Evaluates the held-out sets of ``eval.sets`` and ``eval.path``.
+
+    context_tokens: the model's context length.
+
+    All prompts are tokenized when it is built, so that a bad row ends the run at its start: ConfigError, with the set's
+    key.
+    """
 
     def __init__(self, config: Config, tokenizer, context_tokens: int) -> None:
         self.config = config
@@ -115,34 +121,39 @@ class Evaluation:
         return [dataclasses.replace(prompt, prompt_id=f"eval/{name}/{prompt.prompt_id}") for prompt in drawn]
 
     def due_at_start(self) -> bool:
-        """Before RL's first step; a run that has none is at its end there."""
+        """Return whether to evaluate before RL's first step, which is the end of a run without RL."""
         return self.config.eval.at_start or self.config.train.num_rollouts == 0
 
     def due(self, num_rollouts: int, *, last: bool) -> bool:
-        """After the last rollout, and after every ``eval.every_rollouts``-th."""
+        """Return whether to evaluate: after the last rollout, and after every ``eval.every_rollouts``-th."""
         every = self.config.eval.every_rollouts
         return last or (every is not None and num_rollouts % every == 0)
 
     def run(self, generation: RolloutManager, *, step: int, suffix: str = "") -> dict[str, float]:
-        """``eval/*`` of all sets by the current weights, generated in one call, and the time it took. A collective.
+        """Return ``eval/*`` of all sets by the current weights, generated in one call, and its time. A collective.
 
-        step: for the log. suffix: at the end of every name.
+        step: the optimizer step that the log names.
+        suffix: ends every metric's name.
         """
-        started, given = time.perf_counter(), self.config.eval
+        started, settings = time.perf_counter(), self.config.eval
         prompts = [prompt for members in self.sets.values() for prompt in members]
-        job = generation.produce(dict(enumerate(prompts)), given.samples_per_prompt, temperature=given.temperature)
+        job = generation.produce(
+            dict(enumerate(prompts)), settings.samples_per_prompt, temperature=settings.temperature
+        )
         metrics = {}
         for name, outcomes in self._outcomes(job).items():
-            found = set_metrics(name, outcomes, self.config.reward.functions, threshold=given.reward_threshold)
-            told = ", ".join(
-                f"{key.rpartition('/')[2]} {value:.4f}" for key, value in found.items() if "@" in key.rpartition("/")[2]
+            values = set_metrics(name, outcomes, self.config.reward.functions, threshold=settings.reward_threshold)
+            summary = ", ".join(
+                f"{key.rpartition('/')[2]} {value:.4f}"
+                for key, value in values.items()
+                if "@" in key.rpartition("/")[2]
             )
-            log.info("eval/%s after %d steps: %s over %d prompts", name, step, told, len(self.sets[name]))
-            metrics |= {f"{key}{suffix}": value for key, value in found.items()}
+            log.info("eval/%s after %d steps: %s over %d prompts", name, step, summary, len(self.sets[name]))
+            metrics |= {f"{key}{suffix}": value for key, value in values.items()}
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def _outcomes(self, job: RolloutJob) -> dict[str, Outcomes]:
-        """Of every set, on every rank. job: this rank's share of all sets' prompts, one set after the other."""
+        """Return every set's outcomes, on every rank. ``job``: this rank's share of the prompts, set after set."""
         size, functions = job.samples_per_prompt, self.config.reward.functions
         places = [place * size + index for place in job.mine for index in range(size)]
         scores = [score for place in job.mine for score in job.scores[place]]

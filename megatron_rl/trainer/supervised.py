@@ -1,4 +1,4 @@
-"""The supervised start: optimizer steps on given solutions, by the same plan and schedule as RL's."""
+"""The supervised start: optimizer steps on the data set's solutions, by the same plan and schedule as RL's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from megatron_rl.types import LossInputs, Rollout
 
 
 def supervised_start(trainer: Trainer) -> None:
-    """Take ``sft.steps`` optimizer steps on the data set's solutions, then start a fresh optimizer for RL. A
-    collective."""
+    """Take ``sft.steps`` steps on the data set's solutions, then start a fresh optimizer for RL. A collective."""
     settings, backend = trainer.config.sft, trainer.backend
     if not settings.steps:
         return
@@ -49,15 +48,15 @@ def next_batch(trainer: Trainer, count: int) -> Batch:
     places = list(range(topology.rank, count, topology.world_size))
     samples = []
     for place in places:
-        solution, tokens = solutions[place], len(solutions[place].response_ids)
+        solution, num_tokens = solutions[place], len(solutions[place].response_ids)
         rollout = Rollout(
             prompt=solution.prompt,
             sample_index=0,
             response_ids=solution.response_ids,
-            logprobs=(0.0,) * tokens,
+            logprobs=(0.0,) * num_tokens,
             text="",
             finish_reason="stop",
-            weight_versions=((version, tokens),),
+            weight_versions=((version, num_tokens),),
             loss_mask=solution.loss_mask,
         )
         samples.append(to_sample(rollout, included=True))

@@ -35,11 +35,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Everything a run holds (``trainer.build.build_trainer`` makes it). Methods are collectives unless they say
-    otherwise.
+    """Holds all parts of a run (``trainer.build.build_trainer``). Methods are collectives unless they say otherwise.
 
-    rollouts_done: rollouts that a checkpoint has trained; None where the run starts anew.
-    total_steps:   optimizer steps of RL that may move the policy, where its learning rate's schedule ends.
+    rollouts_done: rollouts that a checkpoint has trained; None where the run did not resume.
+    total_steps:   optimizer steps of RL that may move the policy; its learning rate's schedule ends after them.
     next_row:      metrics that join the next row of metrics.jsonl.
     """
 
@@ -66,7 +65,7 @@ class Trainer:
     next_row: dict[str, float] = field(default_factory=dict)
 
     def resume(self, restored: RestoredRun) -> None:
-        """Put the run where a checkpoint was taken; model, critic and random states are there already."""
+        """Restore the run's parts from a checkpoint; model, critic and random states are restored already."""
         self.reference.load_state(restored.reference)
         self.prompts.load_state(restored.prompts)
         self.rollouts.restore(restored.queue, restored.queue_rows)
@@ -74,7 +73,7 @@ class Trainer:
         self.rollouts_done = restored.rollouts
 
     def begin_rl(self) -> None:
-        """Give the critic the policy's weights where it starts from them, and make the policy of now the reference."""
+        """Give the critic the policy's weights if it starts from them, and make the current policy the reference."""
         if self.critic is not None and self.config.critic.init == "policy":
             self.critic.take_weights(self.backend.export())
         self.reference.keep()
@@ -88,7 +87,7 @@ class Trainer:
     # ---- a rollout --------------------------------------------------------------------------------------------------
 
     def take_rollout(self, index: int) -> TrainingBatch:
-        """Wait for rollout ``index``, start those ahead of it, and record what it was."""
+        """Wait for rollout ``index``, start later ones, and record its facts and rewards."""
         self.timer.restart()
         taken = self.rollouts.take(index)
         self.rollouts.start_ahead(index)
@@ -97,8 +96,7 @@ class Trainer:
         return taken
 
     def compute_advantages(self, taken: TrainingBatch, index: int) -> AdvantageResult:
-        """Return the advantages of a rollout: an estimator's or GAE's, less the KL in the reward, with noise where
-        asked for."""
+        """Return a rollout's advantages, by an estimator or GAE, with a KL in the reward and noise where configured."""
         penalty, mask = None, None
         if self.critic is not None or self.config.kl_in_reward:
             mask = self.backend.gather_loss_mask(taken.batch)
@@ -152,7 +150,7 @@ class Trainer:
                 self.next_row |= self.critic.train(update.batch, returns, result.values)
 
     def end_rollout(self, index: int, update: Update) -> None:
-        """Move the KL's coefficient by this rollout, and renew the reference where that is due."""
+        """Move the KL's coefficient by this rollout, and renew the reference if that is due."""
         self.reference.after_rollout(index, update.batch.facts.num_samples)
 
     # ---- evaluation, export, checkpoints ----------------------------------------------------------------------------
@@ -165,13 +163,12 @@ class Trainer:
             return self.evaluation.run(self.manager, step=self.backend.step_index, suffix=suffix)
 
     def evaluate_at_start(self) -> None:
-        """Evaluate before the first rollout; after a supervised start that has been done already."""
+        """Evaluate before the first rollout, unless the run resumes or a supervised start has evaluated already."""
         if self.evaluation.due_at_start() and not (self.config.sft.steps or self.rollouts_done):
             self.next_row |= self.evaluate(suffix="_before")
 
     def export_if_due(self, num_rollouts: int) -> None:
-        """Write the policy as a Hugging Face directory, checkpoints/step_<n>/hf, where the configuration asks for
-        it."""
+        """Write the policy as a Hugging Face directory, checkpoints/step_<n>/hf, if the configuration asks for it."""
         train, last = self.config.train, not self.rollouts.has(num_rollouts)
         every = train.export_every_rollouts
         if (last and train.export_last) or (every and num_rollouts % every == 0):
@@ -181,7 +178,7 @@ class Trainer:
             log.info("policy written to %s", path)
 
     def save_if_due(self, num_rollouts: int) -> bool:
-        """Save a checkpoint where one is due; return whether the run was told to leave, and everything is saved."""
+        """Save a checkpoint if one is due; return whether the run was told to leave, with everything saved."""
         last = num_rollouts > 0 and not self.rollouts.has(num_rollouts)
         return self.checkpoints.save_if_due(num_rollouts, self._state, last=last)
 
@@ -199,8 +196,7 @@ class Trainer:
     # ---- records ----------------------------------------------------------------------------------------------------
 
     def log_step(self, index: int, update: Update, number: int, result: StepResult) -> None:
-        """Write the row of one optimizer step, the ``number``-th of its rollout; evaluate after the last where that is
-        due."""
+        """Write the row of the rollout's ``number``-th optimizer step; after its last one evaluate if that is due."""
         step, _ = update.steps[number]
         self.reference.measure(result)
         facts = update.batch.facts
@@ -212,7 +208,7 @@ class Trainer:
         self.write("rl", result, {**values, "rollout": index + 1})
 
     def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
-        """Write one row of metrics.jsonl, for one optimizer step, and the simulator's coefficients as of it."""
+        """Write one optimizer step's row of metrics.jsonl, and fit the simulator's coefficients anew."""
         row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result)}
         row |= {**self.next_row, **values, "weight_version": self.backend.weight_version}
         self.next_row = {}

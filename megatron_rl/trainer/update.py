@@ -1,9 +1,8 @@
-"""The update of a rollout: the one place where signal, log-probs, importance weights and the plan of its optimizer
-steps are decided.
+"""The update of a rollout: decides signal, log-probs, importance weights and the plan of its optimizer steps.
 
-The order is fixed. Signal by advantage alone plans the log-prob pass; its log-probs give importance weights, which may
-take signal away (never give it), and the samples that are left are planned anew. Every rank decides from the same
-numbers.
+They are decided nowhere else, and in a fixed order. Signal by advantage alone plans the log-prob pass; its log-probs
+give importance weights, which may take signal away (never give it), and the samples that are left are planned anew.
+Every rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from megatron_rl.types import Advantages, BatchPlan, LossInputs, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Update:
-    """All that a rollout's optimizer steps read.
+    """Holds all values that a rollout's optimizer steps read.
 
     batch:      with the rows that this rank's micro-batches need.
     steps:      each optimizer step's plan and fingerprint: mini-batches in order, epoch after epoch.
-    signal:     bool [S], by advantages and importance weights; in a critic's warm-up too, where nothing of it is
-                trained.
+    signal:     bool [S], by advantages and importance weights; in a critic's warm-up too, which trains none of it.
     trained:    bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy is held.
-    old, reference: float32 [T] flat, log π_old and log π_ref; None where the loss does not read them.
+    old:        float32 [T] flat, log π_old.
+    reference:  float32 [T] flat, log π_ref; None where the loss does not read it.
     importance: float64 [T] flat, the correction's weights; None: all are 1.
     metrics:    of log-prob passes and corrections.
     """
@@ -79,7 +78,8 @@ class UpdatePlanner:
         self.config, self.backend, self.rule, self.reference, self.timer = config, backend, rule, reference, timer
 
     def prepare(self, taken: TrainingBatch, result: AdvantageResult, *, index: int, holds: bool) -> Update:
-        """Decide what rollout ``index`` trains on. holds: the policy stays as it is, while a critic warms up."""
+        """Prepare the update of rollout ``index``. ``holds``: the policy does not move, while a critic warms up."""
+        # Signal by advantage alone decides the samples of the log-prob pass.
         batch, facts, penalty = taken.batch, taken.facts, result.penalty
         signal = has_signal(
             result.advantages.largest(facts.response_tokens),
@@ -102,9 +102,8 @@ class UpdatePlanner:
                 old_logprobs=old,
                 advantage_epsilon=self.rule.advantage_epsilon,
             )
-            if not np.array_equal(
-                corrected.signal, trained
-            ):  # masks took samples away: fewer run, none that was not passed
+            # Where masks took samples away, plan anew: fewer run, and none that was not passed.
+            if not np.array_equal(corrected.signal, trained):
                 signal = trained = corrected.signal
                 plan = self._plan(batch, trained, holds=holds)
             reference = (
@@ -134,14 +133,16 @@ class UpdatePlanner:
     def old_logprobs(
         self, taken: TrainingBatch, trained: np.ndarray, index: int
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """Return log π_old, float32 [T] flat, and metrics, after a pass over the samples whose log-probs are not known
-        yet.
+        """Return log π_old, float32 [T] flat, and metrics, after a pass over the samples whose log-probs are unknown.
 
         trained: bool [S], the samples that the training plan runs. All samples are passed where the skip does not cover
-            these passes. Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the
-        metrics alone. Under ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own;
-        so it is for replayed groups without ``replay.recompute_logprobs``.
+            these passes.
+
+        Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the metrics alone.
+        Under ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own; so it is for
+        replayed groups without ``replay.recompute_logprobs``.
         """
+        # Choose the samples to pass.
         config, batch, known = self.config, taken.batch, taken.known
         from_engine = np.full_like(trained, config.correction.old_logprobs == "rollout")
         if not config.replay.recompute_logprobs:
@@ -150,12 +151,13 @@ class UpdatePlanner:
         every = config.metrics.dense_every_rollouts
         if every and index % every == 0:
             wanted[np.flatnonzero(~wanted)[: config.metrics.dense_samples]] = True
+        # Pass those that are not known yet, and join their log-probs with the known and the engine's own.
         covered = wanted | known.covered
-        passed = self.backend.logprobs(batch, wanted & ~known.covered)
-        sums = add_sums(known.sums, passed.sums)
+        computed = self.backend.logprobs(batch, wanted & ~known.covered)
+        sums = add_sums(known.sums, computed.sums)
         guard_logprob_gap(sums, config.rollout, config.model.dtype, fresh=taken.is_fresh)
         response_tokens = batch.facts.response_tokens
-        old = np.where(np.repeat(known.covered, response_tokens), known.values, passed.flat)
+        old = np.where(np.repeat(known.covered, response_tokens), known.values, computed.flat)
         if from_engine.any():
             engine = self.backend.gather_rollout_logprobs(batch)
             old = np.where(np.repeat(from_engine, response_tokens), engine, old)
@@ -169,7 +171,7 @@ class UpdatePlanner:
 
 
 def runs_S(plan: BatchPlan, num_samples: int) -> np.ndarray:
-    """Return [S] bool: the samples that a plan runs.
+    """Return bool [S], the samples that a plan runs.
 
     Without ``plan.repack`` these include samples without signal that share a micro-batch with one that has it; their KL
     term needs true log-probs.
