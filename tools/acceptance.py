@@ -1,12 +1,11 @@
-"""Fills the support matrix on this machine: each feature on each layout against a Hugging Face reference, in its own
-processes.
+"""Fills the support matrix on this machine: each feature on each layout against a Hugging Face reference.
 
     python tools/acceptance.py --markdown matrix.md          # make acceptance
 
-With GPUs, one process per GPU over NCCL; without, gloo on the CPU. A cell that this host cannot run is listed as not
-run, with the reason, and never as passed. A cell that does not answer in --timeout seconds has failed; every process it
-started is killed. What a cell must show stands in acceptance_matrix/cells.py, how it is measured in
-acceptance_matrix/checks.py.
+Each cell runs in its own processes: with GPUs, one process per GPU over NCCL; without, gloo on the CPU. A cell that
+this host cannot run is listed as not run, with the reason, and never as passed. A cell that does not answer in
+--timeout seconds has failed; every process that it started is killed. acceptance_matrix/cells.py lists the checks that
+a cell must pass, and acceptance_matrix/checks.py measures them.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ PROBE_S = 120.0
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex")
 IMPORTS = {
-    "transformer_engine": "import transformer_engine.pytorch; from transformer_engine.pytorch.optimizers import "
-    "FusedAdam",
+    "transformer_engine": "import transformer_engine.pytorch; "
+    "from transformer_engine.pytorch.optimizers import FusedAdam",
     "apex": "from apex.optimizers import FusedAdam",
 }
 COUNT_GPUS = (
-    "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; print(f'GPUS {n} "
-    "{torch.cuda.get_device_name() if n else str()}')"
+    "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
+    "print(f'GPUS {n} {torch.cuda.get_device_name() if n else str()}')"
 )
-# Set before CUDA starts: TF32 off inside Transformer Engine and cuBLAS too, and kernels that add in one order, for what
-# is compared
-# to the bit.
+# Set before CUDA starts: TF32 off inside Transformer Engine and cuBLAS too, and kernels that add in one order, because
+# some checks compare to the bit.
 CUDA_ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -74,9 +72,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--inject", choices=FAULTS, metavar="FAULT", help=f"plant a fault, to see the cell fail. {faults}"
     )
-    parser.add_argument(
-        "--cell", choices=[cell.name for cell in CELLS], metavar="NAME", help=argparse.SUPPRESS
-    )  # a started process
+    # --cell and --out are for the processes that this tool starts.
+    parser.add_argument("--cell", choices=[cell.name for cell in CELLS], metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.inject and given.markdown:
@@ -92,7 +89,7 @@ def chosen(cell: Cell, only: str) -> bool:
 
 
 def probe(script: str) -> tuple[str, str]:
-    """(standard output, "") of a Python one-liner in its own process, or ("", why not); no path in it."""
+    """Run a Python one-liner in its own process; return (standard output, "") or ("", the reason), without paths."""
     try:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PROBE_S)
     except subprocess.TimeoutExpired:
@@ -101,24 +98,24 @@ def probe(script: str) -> tuple[str, str]:
 
 
 def reason_in(log: str) -> str:
-    """The error of a log: the first "SomethingError: ..." that is not the launcher's."""
+    """Return the error of a log: the first "SomethingError: ..." that is not the launcher's."""
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in log.splitlines()]
     errors = [
         line
         for line in lines
         if re.match(r"^[\w.]*(Error|Exception|Gradient|Interrupt)\b(:|$)", line) and "ChildFailed" not in line
     ]
-    found = errors[0] if errors else next((line for line in reversed(lines) if line), "no output")
-    return re.sub(r"(?<![\w/])/[\w.+-]+(/[\w.+@-]+)+", "<path>", found)[:300]
+    reason = errors[0] if errors else next((line for line in reversed(lines) if line), "no output")
+    return re.sub(r"(?<![\w/])/[\w.+-]+(/[\w.+@-]+)+", "<path>", reason)[:300]
 
 
 def machine() -> dict:
-    """What the numbers were measured on; no host name, no paths."""
+    """Describe the machine of the measurement, without host name or paths."""
     output, why = probe(COUNT_GPUS)
-    found = re.search(r"GPUS (\d+) ?(.*)", output)
-    if not found:
+    match = re.search(r"GPUS (\d+) ?(.*)", output)
+    if not match:
         raise SystemExit(f"torch does not say how many GPUs there are: {why}; python -m megatron_rl.doctor says more")
-    gpus, name = int(found[1]), found[2].strip()
+    gpus, name = int(match[1]), match[2].strip()
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -135,7 +132,10 @@ def machine() -> dict:
 
 
 def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str]) -> str:
-    """Why this host cannot run the cell; "" where it can. ``imports`` remembers what was tried."""
+    """Return the reason why this host cannot run the cell, or "" if it can.
+
+    imports: the result of each import that was tried, filled here.
+    """
     if cell.needs and not host["gpus"]:
         return f"needs a GPU for {cell.needs}, this host has none"
     if host["gpus"] and cell.world > host["gpus"]:
@@ -148,7 +148,7 @@ def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str])
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kills the launcher, its process group and all its descendants: its workers lead sessions of their own."""
+    """Kill the launcher, its process group and all its descendants: its workers lead sessions of their own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process.pid)
         launcher.suspend()  # so that it starts nothing between the count and the kill
@@ -157,12 +157,13 @@ def end(process: subprocess.Popen) -> None:
                 child.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.stdin.close()  # what is left of the cell exits by itself, see acceptance_matrix/checks.py
+    process.stdin.close()  # the cell's other processes then exit by themselves, see acceptance_matrix/checks.py
     process.wait()
 
 
 def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.Path) -> dict:
-    """Starts the cell's processes and judges what they wrote."""
+    """Start the cell's processes and judge the measurements that they write."""
+    # Build the command.
     out, log = folder / f"{cell.name}.json", folder / f"{cell.name}.log"
     command = [
         sys.executable,
@@ -176,6 +177,7 @@ def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.
     command += ["--cell", cell.name, "--out", str(out), "--timeout", str(given.timeout)]
     command += ["--inject", given.inject] if given.inject else []
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(CUDA_ENVIRONMENT if host["gpus"] else {})}
+    # Run it to its end or its deadline, and end all its processes.
     started, code = time.monotonic(), None
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -192,6 +194,7 @@ def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.
             pass
         finally:
             end(process)
+    # Judge the measurements, if it wrote any.
     row = {"status": FAILED, "seconds": time.monotonic() - started}
     if code is None:
         return {**row, "reason": f"no answer in {given.timeout:g} s; its processes were killed"}
@@ -203,7 +206,7 @@ def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.
 
 
 def judge(cell: Cell, found: dict, *, cuda: bool) -> dict:
-    """Passed, or failed with the checks that did; a check that is missing or not a number fails."""
+    """Return passed, or failed with the failed checks; a check that is missing or not a number fails."""
     allowed = tolerances(cell.dtype, cuda=cuda)
     errors = {name: found["errors"].get(name, float("nan")) for name in cell.checks}
     failed = [name for name in cell.checks if not errors[name] <= allowed[name]]
@@ -239,7 +242,7 @@ def run_all(given: argparse.Namespace, host: dict) -> list[dict]:
 
 
 def command_line(given: argparse.Namespace) -> str:
-    """As typed, but for the paths."""
+    """Return the command as typed, without the paths."""
     words = ["python tools/acceptance.py"]
     words += [f"--only {given.only}"] if given.only else []
     words += [f"--timeout {given.timeout:g}"] if given.timeout != 300 else []
@@ -253,8 +256,8 @@ def markdown(rows: list[dict], host: dict, given: argparse.Namespace) -> str:
         "# Support matrix",
         "",
         "`make acceptance` fills this table on your own machine: over NCCL with one process per GPU, over gloo on a "
-        "host without one. "
-        'Write it over this page with `make acceptance ACCEPTANCE_ARGS="--markdown docs/support-matrix.md"`.',
+        "host without one. Write it over this page with "
+        '`make acceptance ACCEPTANCE_ARGS="--markdown docs/support-matrix.md"`.',
         "",
     ]
     if not host["gpus"]:
@@ -301,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
         from acceptance_matrix import checks  # starts Megatron-Core
 
         (cell,) = (x for x in CELLS if x.name == given.cell)
-        # Shorter than the cell's own time, so that a collective that hangs can still say so.
+        # Shorter than the cell's own time, so that a collective that hangs can still report it.
         checks.run(cell, given.out, fault=given.inject or "", deadline_s=max(1.0, given.timeout / 2))
         return 0
     if given.list:

@@ -1,14 +1,12 @@
-"""Plants one-line faults, one at a time, in a copy of this tree and has the tests find them: a fault that no test sees
-is a survivor.
+"""Plants one-line faults, one at a time, in a copy of this tree, and checks that the tests find each of them.
 
-    python tools/check_mutants.py                                        # all of them, one row each
-    python tools/check_mutants.py --only gspo-single-token --whole       # one; the whole of `make test` too, where its
-    own tests pass
+    python tools/check_mutants.py                                  # all of them, one row each
+    python tools/check_mutants.py --only gspo-single-token --whole # one; all of `make test` too if its own tests pass
 
-The faults stand in mutants/{numbers,plans,ranks,rollouts}.py, each with the tests that should fail. Those tests must
-pass without a fault first, or a broken test would count as a kill. Nothing in this tree is changed. Exit codes: 0 all
-killed; 1 a fault survived, its tests did not end in a failure (they were not found, ran too long), or its line is not
-there; 2 nothing can be said, with the reason.
+A fault that no test sees is a survivor. The faults stand in mutants/{numbers,plans,ranks,rollouts}.py, each with the
+tests that should fail. Those tests must pass without a fault first, or a broken test would count as a kill. Nothing in
+this tree is changed. Exit codes: 0 all killed; 1 a fault survived, its tests did not end in a failure (they were not
+found, or ran too long), or the tree lacks its line; 2 nothing can be judged, with the reason.
 """
 
 from __future__ import annotations
@@ -50,8 +48,12 @@ class Unusable(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Holds the end of one pytest run. code: None where it ran too long · failed: node ids of tests that failed · tail:
-    its last lines."""
+    """Holds the end of one pytest run.
+
+    code: pytest's exit code, None if it ran too long.
+    failed: node ids of the tests that failed.
+    tail: the last lines of the output.
+    """
 
     code: int | None
     failed: tuple[str, ...]
@@ -88,7 +90,7 @@ def chosen(mutants: Sequence[Mutant], only: Sequence[str] | None) -> list[Mutant
 
 
 def copy_tree(root: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copies the tracked files as they lie in the working tree, changes that are not committed among them."""
+    """Copy the tracked files from the working tree, with their uncommitted changes."""
     done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Unusable(f"git ls-files fails here, and the copy is made of what it lists: {done.stderr.strip()}")
@@ -100,7 +102,7 @@ def copy_tree(root: pathlib.Path, folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def planted(folder: pathlib.Path, mutant: Mutant) -> Iterator[None]:
-    """Has the fault stand in the copy while the block runs."""
+    """Plant the fault in the copy while the block runs."""
     path, text = folder / mutant.file, read(folder, mutant)
     path.write_text(mutant.planted(text), encoding="utf-8")
     try:
@@ -132,20 +134,20 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], timeout_s: float, *, s
         "CUDA_VISIBLE_DEVICES": "",
         "COLUMNS": "200",
     }
-    # Bytecode is found by a file's size and the second of its change: a fault of the same length, planted at once,
-    # could run as the last.
+    # Bytecode is cached by a file's size and the second of its change: the last fault's bytecode could run for a new
+    # fault of the same length.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             end(process)
-        said.seek(0)
-        text = said.read()
+        output.seek(0)
+        text = output.read()
     failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", text, flags=re.MULTILINE)
     return Outcome(
         code=code,
@@ -156,7 +158,7 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], timeout_s: float, *, s
 
 
 def end(process: subprocess.Popen, grace_s: float = 30.0) -> None:
-    """Interrupts pytest first: its fixtures end the workers that they started."""
+    """Interrupt pytest first, so that its fixtures end the workers that they started."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,8 +169,10 @@ def end(process: subprocess.Popen, grace_s: float = 30.0) -> None:
 
 
 def require_sound(folder: pathlib.Path, mutants: Sequence[Mutant], timeout_s: float) -> float:
-    """Runs every test that is named, once, without a fault; returns the seconds. Raises Unusable where one does not
-    pass, or is not run."""
+    """Run every named test once, without a fault; return the seconds.
+
+    Raises Unusable if one does not pass, or is not run.
+    """
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     if absent := sorted(set(tests) - of_make_test(folder, tests)):
         raise Unusable(f"`make test` runs none of {', '.join(absent)}; name tests that it runs, without `long`")
@@ -179,7 +183,7 @@ def require_sound(folder: pathlib.Path, mutants: Sequence[Mutant], timeout_s: fl
 
 
 def of_make_test(folder: pathlib.Path, tests: Sequence[str]) -> set[str]:
-    """Returns those of the names, each a test with its parameters or without, of which `make test` runs a case."""
+    """Return those of the named tests, each with its parameters or without, of which `make test` runs a case."""
     files = sorted({test.partition("::")[0] for test in tests})
     command = [
         sys.executable,
@@ -207,8 +211,10 @@ def describe(outcome: Outcome) -> str:
 
 
 def judge(outcome: Outcome, *, whole: bool = False) -> dict:
-    """Takes the failure of a test alone for a kill; an error of collection, a fixture or the command line says nothing
-    of the fault."""
+    """Count only the failure of a test as a kill.
+
+    An error of collection, of a fixture or of the command line says nothing about the fault.
+    """
     if outcome.code == 1 and outcome.failed:
         return {"status": KILLED, "by": outcome.failed[0], "whole": whole}
     if outcome.code == 0:
@@ -246,12 +252,12 @@ def row_text(row: dict) -> str:
 
 
 def machine() -> str:
-    """States the machine without its name; the tests are shown no GPU."""
+    """Describe the machine without its name; no GPU is visible to the tests."""
     return f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} host, no GPU, {datetime.date.today()}"
 
 
 def command_line(given: argparse.Namespace) -> str:
-    """Repeats the command as typed, with the page of the tree for a page."""
+    """Return the command as typed, with the tree's own page as the target of --markdown."""
     words = [
         "python tools/check_mutants.py",
         *(["--only", *given.only] if given.only else []),
@@ -278,7 +284,7 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
         "|---|---|---|---|",
     ]
     for row in rows:
-        # without its parameters: which of a test's cases comes first is another from run to run where they are of a set
+        # Without its parameters: if a test's cases come from a set, another of them comes first in each run.
         test = row["by"].removeprefix("tests/").partition("[")[0]
         by = f"`{test}`" if row["status"] == KILLED else f"**{row['status'].lower()}** {row['by']}".strip()
         cells = (f"`{row['name']}`", f"`{row['file'].removeprefix('megatron_rl/')}`", row["fault"], by)
@@ -287,7 +293,7 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
 
 
 def run_all(mutants: Sequence[Mutant], root: pathlib.Path, given: argparse.Namespace) -> list[dict]:
-    """Judges each mutant in one copy, in order. Raises Unusable, or LookupError for a line that is not there."""
+    """Judge each mutant in one copy, in order; raises Unusable, or LookupError for a line that the tree lacks."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="check_mutants.") as work:
         folder = pathlib.Path(work).resolve()

@@ -7,8 +7,8 @@ Examples:
   python tools/convert_checkpoint.py inspect   checkpoints/run-7
 
 A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or iter_*/ with torch_dist
-files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit codes: 0 done, and equal where something
-was compared; 1 it differs; 2 it cannot be done, and the message says why. docs/conversion.md says more.
+files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit codes: 0 done, and every comparison is
+equal; 1 a comparison differs; 2 it cannot be done, and the message says why. docs/conversion.md says more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 EXAMPLES = {
     "import": "example: python tools/convert_checkpoint.py import /models/qwen3-8b checkpoints/qwen3-8b --tp 2 --pp 2",
     "export": "example: python tools/convert_checkpoint.py export checkpoints/run-7 /models/run-7 --iteration 400",
-    "roundtrip": "example: python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits --json "
-    "roundtrip.json",
+    "roundtrip": "example: python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits "
+    "--json roundtrip.json",
     "inspect": "example: python tools/convert_checkpoint.py inspect checkpoints/run-7 --json inspect.json",
 }
 
@@ -45,8 +45,8 @@ def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
 
 
 def _add_degrees(made: argparse.ArgumentParser) -> None:
-    for option, what in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
-        help = f"cut as {what}-parallel ranks of N would save it (default 1)"
+    for option, axis in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
+        help = f"cut as {axis}-parallel ranks of N would save it (default 1)"
         made.add_argument(option, type=int, default=1, metavar="N", help=help)
 
 
@@ -116,8 +116,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
-    """(config, shape) of a Hugging Face directory. Raises ConfigError, naming what is missing of a model that no table
-    expresses."""
+    """Return (config, shape) of a Hugging Face directory.
+
+    Raises ConfigError for a model that no table expresses, naming the missing part.
+    """
     from megatron_rl.errors import ConfigError
     from megatron_rl.model.hf_config import FAMILIES, MISSING, inverse_frequencies, read_shape
 
@@ -141,7 +143,7 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
 
 @contextlib.contextmanager
 def progress_bar(what: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A callback that takes the bytes of each tensor, and a bar on stderr where that is a terminal."""
+    """Yield a callback that takes the bytes of each tensor, and show a bar on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -201,6 +203,7 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.checkpoint.torch_dist import TorchDistReader
     from megatron_rl.errors import ConfigError
 
+    # Check the checkpoint and its model before anything is written.
     source = open_folder(given.source, given.iteration)
     hf = given.hf or source.hf
     if hf is None:
@@ -208,10 +211,11 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
             f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
         )
     _, shape = read_model(hf)
-    if (source.path / MANIFEST).exists():  # a training run's: its files are digested first
+    if (source.path / MANIFEST).exists():  # a training run's checkpoint: verify its files' digests first
         verify(source.path)
+    # Plan the tensors, for the progress bar's total, then write them.
     planned = plan_export(TorchDistReader(source.path), shape, dtype_of(given))
-    num_bytes = sum(each.num_bytes for each in planned)
+    num_bytes = sum(tensor.num_bytes for tensor in planned)
     started_s = time.monotonic()
     with progress_bar("export", num_bytes, quiet=given.quiet) as progress:
         names = export_folder(
@@ -251,43 +255,45 @@ def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
         megatron, back = pathlib.Path(work, "megatron"), pathlib.Path(work, "hf")
         cut = Cut(tensor=given.tp, pipeline=given.pp, expert=given.ep)
         import_folder(given.source, shape, megatron, cut=cut, dtype=dtype_of(given))
-        there = open_folder(megatron)
-        export_folder(there, shape, there.hf, back)
-        found = compare_folders(given.source, back, dtype_of(given), shape)
+        imported = open_folder(megatron)
+        export_folder(imported, shape, imported.hf, back)
+        comparison = compare_folders(given.source, back, dtype_of(given), shape)
         print(
             "{equal} of {tensors} tensors and {equal_files} of {files} other files are equal, bit by bit".format(
-                **found
+                **comparison
             )
         )
-        for name in found["different"]:
+        for name in comparison["different"]:
             print(f"  different: {name}")
-        equal = not found["different"]
+        equal = not comparison["different"]
         if given.check_logits:
-            found |= check_logits(given.source, there, config)
+            comparison |= check_logits(given.source, imported, config)
             print(
-                f"log-probs of {found['logprob_tokens']} random tokens: largest difference to transformers "
-                f"{found['logprob_gap']:.2e}"
+                f"log-probs of {comparison['logprob_tokens']} random tokens: largest difference to transformers "
+                f"{comparison['logprob_gap']:.2e}"
             )
-            equal = equal and found["logprob_gap"] <= given.tolerance
+            equal = equal and comparison["logprob_gap"] <= given.tolerance
     print("equal" if equal else "NOT equal")
-    return 0 if equal else 1, {"family": shape.family, "equal_all": equal, **found}
+    return 0 if equal else 1, {"family": shape.family, "equal_all": equal, **comparison}
 
 
 def inspect_command(given: argparse.Namespace) -> tuple[int, dict]:
     from conversion.inspect import inspect
 
-    found = inspect(given.source, given.hf, given.iteration, read_model)
-    for name, value in found.items():
+    facts = inspect(given.source, given.hf, given.iteration, read_model)
+    for name, value in facts.items():
         if name != "tensor_list" or given.tensors:
             shown = "".join(f"\n  {x}" for x in value) if isinstance(value, list) else f" {value}"
             print(f"{name.replace('_', ' ')}:{shown}")
-    return 0 if found["convertible"] == "yes" else 2, found
+    return 0 if facts["convertible"] == "yes" else 2, facts
 
 
 def give_back_freed_memory() -> None:
-    """Has glibc map each block above 256 KiB by itself, so that freeing it returns it to the host. Left alone it raises
-    that bound to the size of a freed tensor and keeps pieces of the heap: 84 MB at the peak instead of 45 (a layer of
-    31 MB and a tensor of 13)."""
+    """Have glibc map each block above 256 KiB by itself, so that freeing it returns it to the host.
+
+    By default glibc raises that bound to the size of a freed tensor and keeps pieces of the heap: 84 MB at the peak
+    instead of 45 (a layer of 31 MB and a tensor of 13).
+    """
     if platform.libc_ver()[0] == "glibc":
         m_mmap_threshold = -3  # malloc.h
         ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 18)

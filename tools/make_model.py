@@ -4,7 +4,7 @@ Example:
   python tools/make_model.py --family qwen2 --hidden 128 --layers 4 --heads 4 --kv-heads 2 --intermediate 384 \\
       --tokenizer tokenizer --out model --seed 0
 
-The directory loads with transformers.AutoModelForCausalLM and AutoTokenizer, offline. Equal options and seed, equal
+The directory loads with transformers.AutoModelForCausalLM and AutoTokenizer, offline. Equal options and seed give equal
 weights.
 """
 
@@ -29,14 +29,16 @@ FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
 }
 
-# What the attention kernels of vLLM and Transformer Engine have in common.
+# The head sizes that the attention kernels of vLLM and of Transformer Engine have in common.
 HEAD_DIMS = (32, 64, 80, 96, 112, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a decoder. Raises ConfigError where they do not fit each other, or no attention kernel takes the head
-    size."""
+    """Holds the sizes of a decoder.
+
+    Raises ConfigError if they do not fit each other, or no attention kernel takes the head size.
+    """
 
     hidden: int = 128
     layers: int = 4
@@ -68,7 +70,7 @@ def make_model(
 ) -> dict:
     """Write config, random float32 weights and tokenizer to ``out``; the vocabulary is exactly the tokenizer's.
 
-    Returns what was made as JSON-able values. Raises ConfigError where the copied tokenizer does not come back equal.
+    Returns a report as JSON-able values. Raises ConfigError if the copied tokenizer does not load back equal.
     """
     # A path that is not a directory would be looked up on the Hugging Face hub.
     if not pathlib.Path(tokenizer_dir).is_dir():
@@ -100,19 +102,27 @@ def make_model(
     tokenizer.save_pretrained(out)
     _check_tokenizer(tokenizer, out)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    made = {"out": str(out), "family": family, "parameters": num_parameters, "vocab_size": len(tokenizer), "seed": seed}
-    return made | asdict(sizes)
+    report = {
+        "out": str(out),
+        "family": family,
+        "parameters": num_parameters,
+        "vocab_size": len(tokenizer),
+        "seed": seed,
+    }
+    return report | asdict(sizes)
 
 
 def _check_tokenizer(tokenizer, out: str | pathlib.Path) -> None:
-    """Beside a config.json, AutoTokenizer may pick the model family's own tokenizer class, which cuts text
-    differently."""
+    """Raise ConfigError if the copied tokenizer loads with another cut or vocabulary.
+
+    Beside a config.json, AutoTokenizer may pick the model family's own tokenizer class, which cuts text differently.
+    """
     copied = AutoTokenizer.from_pretrained(out)
-    for what in ("normalizer", "pre_tokenizer", "decoder"):
-        before, after = (repr(getattr(x.backend_tokenizer, what)) for x in (tokenizer, copied))
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        before, after = (repr(getattr(x.backend_tokenizer, part)) for x in (tokenizer, copied))
         if before != after:
             raise ConfigError(
-                f"the tokenizer in {out} loads with another {what}: {after} instead of {before}; make it with "
+                f"the tokenizer in {out} loads with another {part}: {after} instead of {before}; make it with "
                 "tools/make_tokenizer.py"
             )
     if copied.get_vocab() != tokenizer.get_vocab():
@@ -122,7 +132,7 @@ def _check_tokenizer(tokenizer, out: str | pathlib.Path) -> None:
 
 
 def add_size_arguments(parser: argparse.ArgumentParser, defaults: ModelSizes) -> None:
-    """The options of ModelSizes, for this tool and the examples."""
+    """Add the options of ModelSizes to a parser, for this tool and the examples."""
     for name, value in asdict(defaults).items():
         if name != "tied":
             parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
@@ -131,9 +141,9 @@ def add_size_arguments(parser: argparse.ArgumentParser, defaults: ModelSizes) ->
 
 
 def sizes_from(options: argparse.Namespace) -> ModelSizes:
-    """ModelSizes of parsed options. Raises ConfigError."""
-    given = vars(options)
-    return ModelSizes(**{name: given[name] for name in ModelSizes.__dataclass_fields__})
+    """Return the ModelSizes of parsed options; raises ConfigError."""
+    values = vars(options)
+    return ModelSizes(**{name: values[name] for name in ModelSizes.__dataclass_fields__})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ Examples:
   python tools/make_tokenizer.py --characters "0123456789+-= " --out tokenizer
 
 The directory loads offline with transformers.AutoTokenizer. Before it exits 0, the tool loads it back and checks that
-decode(encode(x)) == x for every text it was given.
+decode(encode(x)) == x for every text of its input.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ PAD = "<|pad|>"
 
 
 def read_texts(paths: Sequence[str | pathlib.Path], columns: Sequence[str]) -> list[str]:
-    """The named columns of every row of JSONL files. Raises ConfigError where a file, a row or a column is not
-    there."""
+    """Return the named columns of every row of JSONL files.
+
+    Raises ConfigError if a file, a row or a column is missing.
+    """
     texts = []
     for path in paths:
         for number, row in enumerate(load_rows(path, key="--input")):
@@ -44,7 +46,7 @@ def read_texts(paths: Sequence[str | pathlib.Path], columns: Sequence[str]) -> l
 
 
 def _byte_level(model: models.BPE) -> Tokenizer:
-    """A byte-level BPE tokenizer that cuts text exactly as transformers' Qwen2Tokenizer does.
+    """Return a byte-level BPE tokenizer that cuts text exactly as transformers' Qwen2Tokenizer does.
 
     Not a matter of taste: beside a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) always builds a
     Qwen2Tokenizer, which takes vocabulary and merges from the files and brings its own normalizer and pre-tokenizer.
@@ -65,7 +67,7 @@ def _byte_level(model: models.BPE) -> Tokenizer:
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most ``vocab_size`` tokens, EOS and PAD included; every digit is a token of its own.
+    """Train a byte-level BPE of at most ``vocab_size`` tokens, EOS and PAD included; every digit is a token of its own.
 
     Raises ConfigError for fewer than 258 tokens: 256 bytes and the two special ones.
     """
@@ -84,16 +86,17 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def make_characters(characters: str) -> Tokenizer:
-    """One token per ASCII character, and EOS and PAD: a BPE without merges.
+    """Make a tokenizer of one token per ASCII character, and EOS and PAD: a BPE without merges.
 
     Not covered: a character outside the set has no token, and encoding drops it without a word (BPE has no unknown
-    token here, see `_byte_level`). `check_roundtrip` is what finds it. Raises ConfigError for no or a non-ASCII
-    character.
+    token here, see `_byte_level`). `check_roundtrip` finds it. Raises ConfigError for no or a non-ASCII character.
     """
     foreign = sorted(set(characters) - set(map(chr, range(128))))
     if not characters or foreign:
-        what = f"has {foreign[0]!r}, which is more than one byte; use BPE for it" if foreign else "is empty"
-        raise ConfigError(f'--characters {what}; give the ASCII characters that texts may have, as in "0123456789+-= "')
+        problem = f"has {foreign[0]!r}, which is more than one byte; use BPE for it" if foreign else "is empty"
+        raise ConfigError(
+            f'--characters {problem}; give the ASCII characters that texts may have, as in "0123456789+-= "'
+        )
     vocabulary = {EOS: 0, PAD: 1}
     for character in characters:
         # The byte-level alphabet writes a byte as a printable character: a space as \u0120.
@@ -114,8 +117,10 @@ def save(tokenizer: Tokenizer, out: str | pathlib.Path) -> None:
 
 
 def check_roundtrip(directory: str | pathlib.Path, texts: Sequence[str]) -> int:
-    """Load the directory, encode and decode every text; the number of tokens. Raises ConfigError on the first
-    difference."""
+    """Load the directory, encode and decode every text, and return the number of tokens.
+
+    Raises ConfigError on the first difference.
+    """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     num_tokens = 0
     for number, text in enumerate(texts):
@@ -133,10 +138,9 @@ def check_roundtrip(directory: str | pathlib.Path, texts: Sequence[str]) -> int:
 def make_tokenizer(
     out: str | pathlib.Path, texts: Sequence[str], vocab_size: int | None, characters: str | None
 ) -> dict:
-    """Make, save and check a tokenizer: of ``characters`` where given, else BPE of ``vocab_size`` tokens.
+    """Make, save and check a tokenizer of ``characters`` if they are given, else BPE of ``vocab_size`` tokens.
 
-    Returns what was made as JSON-able values. Raises ConfigError, see `train_bpe`, `make_characters`,
-    `check_roundtrip`.
+    Returns a report as JSON-able values. Raises ConfigError, see `train_bpe`, `make_characters`, `check_roundtrip`.
     """
     tokenizer = train_bpe(texts, vocab_size) if characters is None else make_characters(characters)
     save(tokenizer, out)

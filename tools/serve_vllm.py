@@ -1,22 +1,22 @@
 """Start vLLM servers for a run with ``rollout.engine=vllm rollout.mode=server``, and keep them running.
 
     python tools/serve_vllm.py --model models/Qwen2.5-0.5B --replicas 2 --port 8000
-    python tools/serve_vllm.py --model M --replicas 4 --tensor-parallel-size 2 --log-dir logs --
-    --gpu-memory-utilization 0.8
+    python tools/serve_vllm.py --model M --replicas 4 --tensor-parallel-size 2 -- --gpu-memory-utilization 0.8
 
-One server per replica on consecutive ports, GPUs split in order, one log file each. One that dies is started again, a
-bounded number of times; all of them end with this process, however it ends. What follows ``--`` goes to vLLM as it is.
+One server per replica on consecutive ports, GPUs split in order, one log file each. A server that dies is started
+again, a bounded number of times; all of them end with this process, however it ends. The arguments after ``--`` go to
+vLLM unchanged.
 
-Servers listen on 127.0.0.1 unless --host says otherwise; with another host an API key is wanted, in the environment
-variable that --api-key-env names, and it reaches vLLM by environment. vLLM's own check of the key covers /v1, /v2,
-/inference and /cohere and leaves the routes open that replace weights and call worker methods (/update_weights,
+Servers listen on 127.0.0.1 unless --host says otherwise; another host needs an API key, in the environment variable
+that --api-key-env names, and the key reaches vLLM by environment. vLLM's own check of the key covers /v1, /v2,
+/inference and /cohere and leaves open the routes that replace weights and call worker methods (/update_weights,
 /collective_rpc, /sleep ...), /tokenize, /metrics and /version. The servers started here run
 megatron_rl/rollout/vllm/auth_middleware.py on top, which asks for the key on everything but /health. Nothing is
-encrypted: the key, the prompts and the completions cross the network as they are, so between hosts that you do not own,
+encrypted: the key, the prompts and the completions cross the network in clear, so between hosts that you do not own,
 put TLS or a private network around them. Weights sent by broadcast travel on a port of their own, without a key.
 
-On a CPU host: VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 before it, and -- --enforce-eager after
-it.
+On a CPU host, set VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1, and end the command with
+-- --enforce-eager.
 """
 
 from __future__ import annotations
@@ -92,10 +92,9 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
     devices = supervisor.split_devices(
         supervisor.visible_devices(os.environ), given.replicas, given.tensor_parallel_size
     )
-    root = str(
-        pathlib.Path(__file__).resolve().parents[1]
-    )  # the servers import megatron_rl.rollout.weight_sync.receiver
-    found = []
+    # The servers import megatron_rl.rollout.weight_sync.receiver from here.
+    root = str(pathlib.Path(__file__).resolve().parents[1])
+    specs = []
     for index, own_devices in enumerate(devices):
         environment, dropped = server_command.server_environment(os.environ, api_key=api_key, devices=own_devices)
         if own_devices is None and given.replicas > 1:  # each would pin its threads to the same cores
@@ -113,7 +112,7 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
             python=sys.executable,
             module=given.module,
         )
-        found.append(
+        specs.append(
             supervisor.ServerSpec(
                 name=f"server {index}",
                 command=tuple(command),
@@ -123,7 +122,7 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
                 log_path=given.log_dir.resolve() / f"server{index}.log",
             )
         )
-    return found
+    return specs
 
 
 def main(arguments: list[str] | None = None) -> int:

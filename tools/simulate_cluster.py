@@ -1,12 +1,10 @@
-"""What a configuration would do on N nodes, on a laptop: the real planner on a trace or stated lengths, predicted
-times, memory, gain.
+"""Predicts a configuration's times, memory and gain on N nodes, on a laptop, by the real planner.
 
-    python tools/simulate_cluster.py --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --pass-rate beta:0.5,0.5
-    --svg pipeline.svg
-    python tools/simulate_cluster.py --from-run runs/my-run --nodes 4            # its config.yaml, samples and measured
-    costs
+    python tools/simulate_cluster.py --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --svg pipeline.svg
+    python tools/simulate_cluster.py --from-run runs/my-run --nodes 4   # its config.yaml, samples and measured costs
 
-Joins no world, builds no model, needs no GPU; of model.hf_path only config.json is read. See docs/simulate-cluster.md.
+Its samples come from a trace or from stated lengths. It joins no world, builds no model and needs no GPU; of
+model.hf_path only config.json is read. See docs/simulate-cluster.md.
 """
 
 from __future__ import annotations

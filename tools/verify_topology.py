@@ -1,11 +1,10 @@
-"""Is a parallel topology right? A thin model of yours under the topology of your config, against one process, to the
-tolerance.
+"""Compare a thin model of yours under your config's parallel topology with one process, to a tolerance.
 
     torchrun --nproc_per_node 4 tools/verify_topology.py --config my.yaml parallel.tensor=2 parallel.pipeline=2
 
-Compared: log-probs, the gradient by class of tensors, the gradient norm, the weights after three AdamW steps, skip
-against dense. Where they differ, the layer and the tensor at which the first difference appears are named. Exit code of
-each rank: 0 where all agree, 1 where something differs or a rank fails, 2 for settings that cannot work.
+It compares log-probs, the gradient by class of tensors, the gradient norm, the weights after three AdamW steps, and
+skip against dense. If they differ, it names the layer and the tensor at which the first difference appears. Exit code
+of each rank: 0 if all agree, 1 if something differs or a rank fails, 2 for settings that cannot work.
 docs/verify-topology.md says more.
 """
 
@@ -81,7 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thin:
-    """What every rank makes from the command line alone: configurations, the thin model, the work."""
+    """Holds the values that every rank makes from the command line alone: configurations, thin model, work."""
 
     config: object
     real: object
@@ -91,7 +90,10 @@ class Thin:
 
 
 def prepare(given: argparse.Namespace) -> Thin:
-    """Raises ConfigError, the same on every rank, before any of them joins another."""
+    """Make the thin model's configurations and work.
+
+    Raises ConfigError, the same on every rank, before any of them joins another.
+    """
     from topology_check.thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, user_config
 
     from megatron_rl.algorithm.signal import signal_rule
@@ -114,8 +116,10 @@ def prepare(given: argparse.Namespace) -> Thin:
 
 
 def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
-    """(measured, reference); the reference is None on every rank but the main one, which takes it before it joins the
-    others."""
+    """Return (measured, reference).
+
+    The reference is None on every rank but the main one, which measures it before it joins the others.
+    """
     import torch
     import torch.distributed as dist
     from topology_check.faults import Fault
@@ -130,15 +134,17 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    # The main rank measures the reference alone, before it joins the others.
     weights = thin_weights(thin.hf_config, thin.config.run.seed)
     reference, work = None, thin.work
     if int(os.environ.get("RANK", "0")) == 0:
         reference, work = measure_reference(reference_config(thin.config), thin.hf_config, weights, thin.work)
+    # All ranks measure the topology, with the fault planted if one is asked for.
     layer = thin.hf_config.num_hidden_layers // 2 if given.inject_layer is None else given.inject_layer
     fault = Fault(name=given.inject, layer=layer) if given.inject else None
     skips = not coupling_terms(thin.config)
     parallel, deadline_s = thin.config.parallel, thin.config.run.deadline_s
-    place = topology.initialize(
+    ranks = topology.initialize(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         virtual_pipeline=parallel.virtual_pipeline,
@@ -147,19 +153,19 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
         expert_tensor=parallel.expert_tensor,
         deadline_s=deadline_s,
     )
-    with open_watchdog(place, deadline_s) as watch:
-        topology.destroy()  # Megatron's groups: each bench makes its own, over the world that stays
+    with open_watchdog(ranks, deadline_s) as watch:
+        topology.destroy()  # Megatron's groups: each bench makes its own over the same world
         work = share_logprobs(thin.work, work)
         with open_bench(gradient_config(thin.config), thin.hf_config, weights, work, fault) as bench:
-            found = measure_topology(bench, watch, skips=skips)
+            measured = measure_topology(bench, watch, skips=skips)
         with open_bench(thin.config, thin.hf_config, weights, work, fault) as bench:
-            found = add_steps(found, bench, watch)
+            measured = add_steps(measured, bench, watch)
     dist.barrier()
-    return found, reference
+    return measured, reference
 
 
 def share_logprobs(bare, main_work):
-    """The work with the log-probs that the main rank's reference found, bit for bit, on every rank."""
+    """Return the work with the log-probs of the main rank's reference, bit for bit, on every rank."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -172,7 +178,7 @@ def share_logprobs(bare, main_work):
 
 
 def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
-    """Prints and writes, on the main rank."""
+    """Judge, print and write the result, on the main rank."""
     from topology_check.report import layout, machine, model_line, show, topology_facts, verdict_line, write_json
     from topology_check.verdict import judge
 
@@ -226,10 +232,10 @@ def run(given: argparse.Namespace) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     try:
         thin = prepare(given)
-        found, reference = measure(given, thin)
-        passed = gather_json(report(given, thin, found, reference) if is_main else None)[0]
+        measured, reference = measure(given, thin)
+        all_pass = gather_json(report(given, thin, measured, reference) if is_main else None)[0]
         dist.destroy_process_group()
-        return 0 if passed else EXIT_FAILED
+        return 0 if all_pass else EXIT_FAILED
     except (ConfigError, FileNotFoundError) as error:
         if not is_main:
             time.sleep(GRACE_S)
@@ -237,8 +243,8 @@ def run(given: argparse.Namespace) -> int:
             print(f"verify_topology: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except (LockstepError, NonFiniteGradient, PeerError) as error:
-        said = f"FAILED, {type(error).__name__}: {error}"
-        print(f"verdict: {said}", file=sys.stderr, flush=True)
+        failure = f"FAILED, {type(error).__name__}: {error}"
+        print(f"verdict: {failure}", file=sys.stderr, flush=True)
         if is_main and given.json:
             from topology_check.report import machine, topology_facts, write_json
 
@@ -247,24 +253,27 @@ def run(given: argparse.Namespace) -> int:
                 "machine": machine(),
                 "injected": given.inject,
             }
-            write_json(given.json, common, None, given.tolerance, said)
+            write_json(given.json, common, None, given.tolerance, failure)
         if isinstance(error, LockstepError):
-            dist.barrier()  # every rank has it, and is to say so
+            dist.barrier()  # every rank raised it, and all must print it before one exits
         elif not is_main:
             time.sleep(GRACE_S)
         return EXIT_FAILED
 
 
 def main() -> NoReturn:
-    """Ends the process at once, also where all is well: models hold gloo groups in reference cycles, and gloo's threads
-    may abort while the interpreter takes itself down, which would replace the exit code."""
+    """Run the comparison and end the process at once, even on success.
+
+    Models hold gloo groups in reference cycles, and gloo's threads may abort while the interpreter shuts down, which
+    would replace the exit code.
+    """
     from megatron_rl.cli import EXIT_FAILED, set_up_logging
 
     given = parse(None)
     set_up_logging(is_main=os.environ.get("RANK", "0") == "0")
     try:
         code = run(given)
-    except Exception:  # noqa: BLE001 (printed whole, and the process ends)
+    except Exception:  # noqa: BLE001 (the traceback is printed, and the process ends)
         traceback.print_exc()
         code = EXIT_FAILED
     sys.stdout.flush()

@@ -1,16 +1,15 @@
-"""Products of two-digit numbers for the calculator example: a dataset, a character tokenizer, a model of 0.8 million
-parameters.
+"""Make the calculator example's inputs: products of two-digit numbers, a character tokenizer, a small model.
 
 Example:
   python examples/calculator/prepare.py --out runs/calculator-data --call-share 0.3
 
 Written:
-  train.jsonl   every "a*b=" with a and b of two digits, shuffled: prompt "47*83=", answer "3901", and what the warm-up
-                imitates: for a share of the rows a call, its result and the answer (messages), for the others the
-  answer alone (a text)
+  train.jsonl   every "a*b=" with a and b of two digits, shuffled: prompt "47*83=", answer "3901", and the solution that
+                the warm-up imitates: for a share of the rows a call, its result and the answer (messages), for the
+                others the answer alone (a text)
   test.jsonl    --test-rows of them, held out
   tokenizer/    one token per character
-  model/        config.json, random weights and the tokenizer
+  model/        config.json, random weights of 0.8 million parameters, and the tokenizer
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ NUMBERS = range(10, 100)
 
 
 def generate(call_share: float, seed: int) -> list[dict]:
-    """Every product once, in an order that ``seed`` fixes; the first ``call_share`` of the solutions call the
-    calculator.
+    """Return every product once, in an order that ``seed`` fixes; ``call_share`` of the solutions call the calculator.
 
     Example row: ``{"prompt": "47*83=", "answer": "3901", "solution": [{"role": "assistant", "content":
     "<calc>47*83</calc>"}, {"role": "tool", "content": "3901"}, {"role": "assistant", "content": "3901"}]}``.
@@ -43,7 +41,7 @@ def generate(call_share: float, seed: int) -> list[dict]:
     rows = [(a, b) for a in NUMBERS for b in NUMBERS]
     order = random.Random(seed)
     order.shuffle(rows)
-    made = []
+    problems = []
     for number, (a, b) in enumerate(rows):
         answer = str(a * b)
         calls = [
@@ -51,11 +49,11 @@ def generate(call_share: float, seed: int) -> list[dict]:
             {"role": "tool", "content": answer},
             {"role": "assistant", "content": answer},
         ]
-        made.append(
+        problems.append(
             {"prompt": f"{a}*{b}=", "answer": answer, "solution": calls if number < call_share * len(rows) else answer}
         )
-    order.shuffle(made)
-    return made
+    order.shuffle(problems)
+    return problems
 
 
 def write_rows(path: pathlib.Path, rows: Sequence[dict]) -> None:
@@ -63,7 +61,7 @@ def write_rows(path: pathlib.Path, rows: Sequence[dict]) -> None:
 
 
 def prepare(options: argparse.Namespace) -> dict:
-    """Write everything; what was written, as JSON-able values. Raises ConfigError."""
+    """Write the data, the tokenizer and the model; return a report as JSON-able values. Raises ConfigError."""
     sizes = sizes_from(options)
     if not 0.0 <= options.call_share <= 1.0:
         raise ConfigError(f"--call-share {options.call_share} must be a share, from 0 to 1")

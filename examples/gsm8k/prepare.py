@@ -1,10 +1,11 @@
-"""GSM8K for megatron_rl: the dataset in its columns, a tokenizer trained on it, a small model to start from.
+"""Make the GSM8K example's inputs: the dataset in megatron_rl's columns, a tokenizer trained on it, a small model.
 
 Example:
   python examples/gsm8k/prepare.py --gsm8k grade-school-math/grade_school_math/data --out runs/gsm8k-data
 
 DIR of --gsm8k holds train.jsonl and test.jsonl of github.com/openai/grade-school-math (columns question, answer).
-  Written:
+
+Written:
   train.jsonl, test.jsonl   prompt (the question), solution (the worked answer, ending in "#### n"), answer (the number)
   tokenizer/                byte-level BPE, trained on train.jsonl
   model/                    config.json, random weights and the tokenizer
@@ -34,7 +35,7 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def convert(row: dict, where: str) -> dict:
-    """One row of GSM8K as prompt, solution and answer.
+    """Return one row of GSM8K as prompt, solution and answer.
 
     Example: answer ``"48/2 = <<48/2=24>>24 clips\\n#### 1,024"`` gives solution ``"48/2 = 24 clips\\n#### 1,024"`` and
     answer ``"1024"``. Raises ConfigError, beginning with ``where``, for a row that is not GSM8K's.
@@ -51,15 +52,15 @@ def convert(row: dict, where: str) -> dict:
 
 
 def write_split(source: pathlib.Path, target: pathlib.Path) -> list[dict]:
-    """Convert one file; its converted rows."""
+    """Convert one file and return its converted rows."""
     rows = [convert(row, f"row {number} of {source}") for number, row in enumerate(load_rows(source, key="--gsm8k"))]
     target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return rows
 
 
 def prepare(options: argparse.Namespace) -> dict:
-    """Write everything; what was written, as JSON-able values. Raises ConfigError."""
-    sizes = sizes_from(options)  # before the slow part, so that a wrong size is told at once
+    """Write the data, the tokenizer and the model; return a report as JSON-able values. Raises ConfigError."""
+    sizes = sizes_from(options)  # before the slow part, so that a wrong size is reported at once
     options.out.mkdir(parents=True, exist_ok=True)
     train = write_split(options.gsm8k / "train.jsonl", options.out / "train.jsonl")
     test = write_split(options.gsm8k / "test.jsonl", options.out / "test.jsonl")
@@ -67,8 +68,7 @@ def prepare(options: argparse.Namespace) -> dict:
     tokenizer_report = make_tokenizer(options.out / "tokenizer", texts, options.vocab_size, None)
     model_report = make_model(options.family, sizes, options.out / "tokenizer", options.out / "model", options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.out / "model")
-    # What data.max_prompt_tokens and rollout.max_response_tokens have to hold (the response's end-of-sequence token
-    # included).
+    # The least data.max_prompt_tokens and rollout.max_response_tokens, the response's end-of-sequence token included.
     longest = {
         key: max(map(len, tokenizer([row[key] for row in train + test], add_special_tokens=False).input_ids))
         for key in ("prompt", "solution")

@@ -1,6 +1,6 @@
-"""MegatronBackend as a library, without train.py: one optimizer step from two forward_backward calls, then the weights.
+"""Use MegatronBackend as a library: one optimizer step from two forward_backward calls, then the weights.
 
-Purpose: what to write when you bring your own loop.   Cost: seconds.
+Purpose: the code to write when you bring your own loop, without train.py.   Cost: seconds.
 Launch:  torchrun --nproc_per_node 2 examples/library/one_step.py runs/quickstart/inputs/model parallel.pipeline=2
 """
 
@@ -19,8 +19,7 @@ backend = MegatronBackend(
 )
 rank, world = backend.topology.rank, backend.topology.world_size
 
-# Two groups of four samples; this rank hands in every world-th. The second group's rewards are equal: it carries no
-# signal.
+# Two groups of four samples; this rank contributes every world-th. The second group's equal rewards carry no signal.
 rewards, groups = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), [0, 0, 0, 0, 1, 1, 1, 1]
 tokens = [np.array([5, 6, 7, 3 + i % 8, 2]) for i in range(8)]
 places = list(range(rank, 8, world))

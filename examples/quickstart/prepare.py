@@ -1,11 +1,11 @@
-"""Integer arithmetic for megatron_rl: a dataset, a character tokenizer, a model of 0.8 million parameters.
+"""Make the quickstart's inputs: integer arithmetic, a character tokenizer, a model of 0.8 million parameters.
 
 Example:
   python examples/quickstart/prepare.py --out runs/quickstart-data --digits 1 --operations +,-
 
 Written:
-  train.jsonl   every "a<op>b=" with a and b of at most --digits digits, shuffled: prompt "7+5=", answer "12", solution
-  "12"
+  train.jsonl   every "a<op>b=" with a and b of at most --digits digits, shuffled:
+                prompt "7+5=", answer "12", solution "12"
   test.jsonl    --test-rows of them, held out (0: not written)
   tokenizer/    one token per character
   model/        config.json, random weights and the tokenizer
@@ -32,7 +32,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def generate(digits: int, operations: Sequence[str], seed: int) -> list[dict]:
-    """Every problem once, in an order that ``seed`` fixes. Raises ConfigError for an unknown operation.
+    """Return every problem once, in an order that ``seed`` fixes; raises ConfigError for an unknown operation.
 
     Example row: ``{"prompt": "7+5=", "answer": "12", "solution": "12"}``.
     """
@@ -57,7 +57,7 @@ def write_rows(path: pathlib.Path, rows: Sequence[dict]) -> None:
 
 
 def prepare(options: argparse.Namespace) -> dict:
-    """Write everything; what was written, as JSON-able values. Raises ConfigError."""
+    """Write the data, the tokenizer and the model; return a report as JSON-able values. Raises ConfigError."""
     sizes = sizes_from(options)
     rows = generate(options.digits, options.operations.split(","), options.seed)
     if not 0 <= options.test_rows < len(rows):
@@ -69,7 +69,7 @@ def prepare(options: argparse.Namespace) -> dict:
     write_rows(options.out / "train.jsonl", train)
     if test:
         write_rows(options.out / "test.jsonl", test)
-    # Every operation has its token, whatever was chosen: a model of one kind of problem can go on with another.
+    # Every operation has a token, even if not chosen: a model of one kind of problem can continue with another.
     texts = [row["prompt"] + row["solution"] for row in rows]
     tokenizer_report = make_tokenizer(options.out / "tokenizer", texts, None, f"0123456789{''.join(OPERATIONS)}= ")
     model_report = make_model(options.family, sizes, options.out / "tokenizer", options.out / "model", options.seed)

@@ -1,1 +1,1 @@
-"""Metrics, times, throughput, the progress bar and the report page."""
+"""Metrics, stage times, throughput, the progress bar and the report page of a run."""

@@ -1,4 +1,4 @@
-"""Sums and counts → numbers: the one place that divides, the one writer of metrics.jsonl, the one reader of it.
+"""Divides a step's sums to metrics, writes them to metrics.jsonl, and reads them back: the only place for each.
 
 A step's sums are reduced over all ranks once, and divided here, last. A mean of means never appears.
 """
@@ -40,7 +40,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Sums of several ranks or micro-batches into one: addition, but the maximum for the names in MAXIMA."""
+    """Add the sums of several ranks or micro-batches; for the names in MAXIMA, take the maximum."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -52,11 +52,11 @@ def add_sums(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def divide(sums: Mapping[str, float]) -> dict[str, float]:
-    """Reduced sums over loss tokens → ``train/*`` numbers.
+    """Divide a step's reduced sums by its loss tokens, to ``train/*`` metrics.
 
     ``loss`` is a token-sum with its weights already inside: it is passed on, never divided. Everything else is per
     token, in nats or as a share, and ``logprob_gap_max`` is a maximum. An absent sum gives no metric; with ``tokens`` 0
-    there is no mean. Raises ValueError where a sum comes without the ``tokens`` that it would be divided by.
+    there is no mean. Raises ValueError if a sum comes without the ``tokens`` that it would be divided by.
 
     Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32, "train/clip_ratio":
     0.05}``.
@@ -78,8 +78,10 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def step_metrics(result: StepResult) -> dict[str, float]:
-    """``divide`` of the step's sums, with ``train/grad_norm``, ``train/lr`` and ``train/applied`` (0 where nothing
-    moved)."""
+    """Return one optimizer step's ``train/*`` metrics: its divided sums, gradient norm, learning rate and ``applied``.
+
+    ``train/applied`` is 0 if the step moved no weight.
+    """
     return {
         **divide(result.sums),
         "train/grad_norm": float(result.grad_norm),
@@ -89,10 +91,10 @@ def step_metrics(result: StepResult) -> dict[str, float]:
 
 
 def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) -> dict[str, float]:
-    """What the skip saved in one optimizer step, as ``skip/*``.
+    """Return the savings of the skip in one optimizer step, as ``skip/*`` metrics.
 
-    signal_S: bool [S], True where a sample of the batch has signal, whatever was dropped: with ``skip.mode=off`` the
-              ratio is still that of the mini-batch's members without signal.
+    signal_S: bool [S], True for each sample of the batch with signal, dropped or not: with ``skip.mode=off`` the ratio
+        is still that of the mini-batch's members without signal.
 
     Tokens are prompt and response without pads. ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is
     dense over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
@@ -123,7 +125,7 @@ def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) 
 
 
 def _plain(key: str, value: object) -> object:
-    """A value that strict JSON can hold; non-finite floats become "nan", "inf", "-inf"."""
+    """Return ``value`` as strict JSON can hold it; non-finite floats become "nan", "inf", "-inf"."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -141,7 +143,7 @@ def _plain(key: str, value: object) -> object:
 
 
 def set_aside(path: pathlib.Path) -> None:
-    """Renames what an earlier run left at ``path`` to the first free ``path.1``, ``path.2`` ..., and says so."""
+    """Rename an earlier run's ``path`` to the first free ``path.1``, ``path.2``, ..., and log a warning."""
     number = 1
     while (kept := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
@@ -150,7 +152,10 @@ def set_aside(path: pathlib.Path) -> None:
 
 
 def _open_tensorboard(run_dir: pathlib.Path, last_step: int | None):
-    """last_step: of the checkpoint that the run goes on from; later points of the events that are there are hidden."""
+    """Open the run's TensorBoard writer; an earlier run's folder is renamed.
+
+    last_step: the last step in the checkpoint from which the run resumes; later points in its event files are hidden.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -177,11 +182,11 @@ def _open_wandb(run_dir: pathlib.Path, project: str, total_steps: int):
 
 
 class MetricsWriter:
-    """One row per optimizer step to ``<run_dir>/metrics.jsonl``, and to TensorBoard and W&B where the config has them.
+    """Writes one row per optimizer step to ``<run_dir>/metrics.jsonl``, and to TensorBoard and W&B if configured.
 
-    On ranks with ``is_main`` False it opens and writes nothing. What an earlier run left in the folder is renamed,
-    never appended to, but where the run goes on from a checkpoint: ``resumed`` is then what ``state`` gave. Raises
-    ConfigError where a configured sink cannot be imported.
+    On ranks with ``is_main`` False it opens and writes nothing. An earlier run's files in the folder are renamed, never
+    appended to, unless the run resumes from a checkpoint: ``resumed`` is then the result of ``state``. Raises
+    ConfigError if a configured sink cannot be imported.
     """
 
     def __init__(
@@ -210,11 +215,11 @@ class MetricsWriter:
         self._file = path.open("a" if resumed else "x", encoding="utf-8")
 
     def state(self) -> dict[str, int | None]:
-        """What another writer needs to go on from here, as JSON-able values; the same on every rank."""
+        """Return the counters from which another writer can resume, JSON-able and the same on every rank."""
         return {"ghost_steps": self._num_ghost_steps, "last_step": self._last_step}
 
     def write(self, row: Mapping[str, object]) -> Row:
-        """Appends one step and returns the row as written, with ``skip/ghost_steps``, the ghost steps so far.
+        """Append one step and return the row as written, with ``skip/ghost_steps``, the ghost steps so far.
 
         row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and metrics by their names.
         Raises ValueError for a missing key or a step that does not rise, TypeError for a value that is not a number.
@@ -247,7 +252,7 @@ class MetricsWriter:
             self._wandb.log({**scalars, "phase": plain["phase"], "step_kind": plain["step_kind"]}, step=plain["step"])
 
     def close(self) -> None:
-        """Closes every sink; calling it again does nothing."""
+        """Close every sink; a second call does nothing."""
         if self._file is not None:
             self._file.close()
         if self._tensorboard is not None:
@@ -287,10 +292,10 @@ def _parse_line(line: str) -> Row:
 
 
 def read_metrics(path: str | pathlib.Path) -> list[Row]:
-    """The rows of a metrics.jsonl, with "nan" and "inf" as floats again.
+    """Return the rows of a metrics.jsonl, with "nan" and "inf" as floats again.
 
-    Raises ValueError ``<file>:<line>: ...`` for a malformed line. A last line without its newline is what an
-    interrupted write leaves: it is left out, with a warning in the log.
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line. An interrupted write leaves a last line without its
+    newline: that line is left out, with a warning in the log.
     """
     path = pathlib.Path(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -315,12 +320,13 @@ def read_metrics(path: str | pathlib.Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run's headline figures, over its steps after the warm-up; None where the metrics have no such key.
+    """Holds a run's headline figures over its steps after the warm-up; None for a metric that the run lacks.
 
-    window: steps in ``first`` and ``last`` means: 10, or half of the run where it is shorter.
+    window: steps in ``first`` and ``last`` means: 10, or half of the run if it is shorter.
     reward, zero_advantage_ratio: (mean of the first window, mean of the last).
-    tokens_executed, tokens_dense: summed over the steps that report both.
-    step_s: median seconds per step. total_s: sum over all steps, warm-up included.
+    tokens_executed, tokens_dense: tokens, summed over the steps that report both.
+    step_s: median seconds per step.
+    total_s: seconds, the sum over all steps, warm-up included.
     """
 
     window: int
@@ -336,7 +342,7 @@ class RunSummary:
 
     @property
     def executed_ratio(self) -> float | None:
-        """Tokens executed over tokens of the dense run."""
+        """Return the executed tokens over the dense run's tokens."""
         return self.tokens_executed / self.tokens_dense if self.tokens_dense else None
 
 
@@ -345,7 +351,7 @@ def _finite(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def summarize(rows: Sequence[Row]) -> RunSummary:
-    """The headline figures of a run's rows."""
+    """Return the headline figures of a run's rows."""
     trained = [row for row in rows if row["phase"] != WARMUP_PHASE]
     window = min(10, max(1, len(trained) // 2))
 
@@ -371,7 +377,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
 
 
 def duration(seconds: float) -> str:
-    """``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``."""
+    """Format seconds for people: ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``."""
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds < 59.5 else "1 min 00 s"
     whole = round(seconds)

@@ -1,5 +1,4 @@
-"""What a run says while it runs: a live bar on a terminal, one plain line every few seconds in a log, and a table at
-its end."""
+"""Shows a run's progress: a live bar on a terminal, one plain line every few seconds in a log, a table at the end."""
 
 from __future__ import annotations
 
@@ -23,11 +22,12 @@ RECENT_STEPS = 20  # ETA follows the recent pace: responses grow and the skip's 
 
 
 class ProgressBar:
-    """Progress of a run of ``total_steps`` optimizer steps, the warm-up included; says nothing at all where not
-    ``enabled``.
+    """Shows the progress of a run over its ``total_steps`` optimizer steps, the warm-up included.
 
-    console: where to print, stdout by default; a live bar if it is a terminal, else plain lines at most every 5 s.
-    clock:   seconds, monotonic.
+    enabled: without it nothing is printed.
+    console: target of the prints, stdout by default; a live bar if it is a terminal, else plain lines at most every 5
+        s.
+    clock: seconds, monotonic.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ProgressBar:
             self._bar.start()
 
     def update(self, row: Mapping[str, object]) -> None:
-        """Shows one finished step; ``row`` is what MetricsWriter.write returned."""
+        """Show one finished step; ``row`` is the result of MetricsWriter.write."""
         if not self._enabled:
             return
         now_s = self._clock()
@@ -94,13 +94,13 @@ class ProgressBar:
         return facts
 
     def close(self) -> None:
-        """Takes the live bar down, so that a traceback is not drawn into it; calling it again does nothing."""
+        """Take the live bar down, so that no traceback is drawn into it; a second call does nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def finish(self, rows: Sequence[Row], report_path: str | pathlib.Path | None) -> None:
-        """Prints the run's table, and where its report is."""
+        """Print the run's table and the path of its report."""
         self.close()
         if not self._enabled:
             return
@@ -116,7 +116,7 @@ class ProgressBar:
 
 
 def summary_table(summary: RunSummary, elapsed_s: float) -> Table:
-    """The final table: one line per headline figure that the run has."""
+    """Build the final table, with one line per headline figure that the run has."""
     table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)

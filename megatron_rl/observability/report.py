@@ -1,5 +1,7 @@
-"""A run's metrics → one HTML page with plots, readable offline, in light and dark: ``python -m
-megatron_rl.observability.report RUN_DIR``."""
+"""Draws a run's metrics as one HTML page with plots, readable offline, in light and dark.
+
+Run it with ``python -m megatron_rl.observability.report RUN_DIR``.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def _card(title: str, subtitle: str, series: Sequence[Series], has_ghosts: bool,
 
 
 def _draw(figure: Figure, rows: Sequence[Row], frame: Frame) -> str | None:
-    """One figure's card, or None where no line of it has a finite value."""
+    """Draw one figure's card; return None if no line of it has a finite value."""
     used = [row for row in rows if not (figure.real_only and _is_ghost(row))]
     colors = (OTHER_COLOR, 1) if len(figure.lines) == 2 else (1,)
     drawn = [_series(used, key, label, color) for (key, label), color in zip(figure.lines, colors, strict=True)]
@@ -146,7 +148,7 @@ def _draw(figure: Figure, rows: Sequence[Row], frame: Frame) -> str | None:
 
 
 def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
-    """The stages of a step stacked up to its whole time; what no stage claims is shown as "other", never hidden."""
+    """Stack a step's stages up to its total time; seconds that belong to no stage are drawn as "other"."""
     timed = [row for row in rows if "time/step_s" in row and np.isfinite(row["time/step_s"])]
     parts = [part for part in TIME_PARTS if any(f"time/{part}_s" in row for row in timed)]
     if not timed:
@@ -166,17 +168,17 @@ def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
 
 
 def _eval_sets(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Evaluation set → its mean@k and pass@k, in the order in which they are drawn."""
-    found: dict[str, list[tuple[str, int, str]]] = {}
+    """Map each evaluation set to its keys mean@k and pass@k, in drawing order."""
+    keys_by_set: dict[str, list[tuple[str, int, str]]] = {}
     for key in {key for row in rows for key in row}:
         if match := re.fullmatch(r"eval/(.+)/(mean|pass)@(\d+)", key):
             name, kind, k = match.groups()
-            found.setdefault(name, []).append((kind, int(k), key))
-    return {name: [key for _, _, key in sorted(keys)] for name, keys in sorted(found.items())}
+            keys_by_set.setdefault(name, []).append((kind, int(k), key))
+    return {name: [key for _, _, key in sorted(keys)] for name, keys in sorted(keys_by_set.items())}
 
 
 def _eval_series(rows: Sequence[Row], keys: Sequence[str]) -> list[Series]:
-    """One line per key; where rewards are 0 or 1, pass@1 is the mean, which its label then says."""
+    """Return one line per key; pass@1 shares the mean's line and label if rewards are 0 or 1."""
     drawn: list[Series] = []
     for key in keys:
         new = _series(rows, key, key.rpartition("/")[2], EVAL_COLORS[len(drawn) % len(EVAL_COLORS)])
@@ -199,12 +201,12 @@ def _draw_evals(rows: Sequence[Row], frame: Frame) -> list[str]:
         if any(np.isfinite(s.values).sum() >= 2 for s in drawn):
             title, values = f"Evaluation: {name}", np.concatenate([s.values[np.isfinite(s.values)] for s in drawn])
             svg = line_plot(title, drawn, frame, share=bool(values.min() >= 0 and values.max() <= 1))
-            what = (
+            subtitle = (
                 "mean@1, greedy, on held-out prompts"
                 if [s.label for s in drawn] == ["mean@1"]
                 else "on held-out prompts"
             )
-            cards.append(_card(title, what, drawn, len(frame.ghost_steps) > 0, svg))
+            cards.append(_card(title, subtitle, drawn, len(frame.ghost_steps) > 0, svg))
     return cards
 
 
@@ -225,7 +227,7 @@ def _plots(rows: Sequence[Row]) -> str:
 
 
 def _tile(name: str, value: str, note: str, *, before: str = "") -> str:
-    """One headline figure; ``before`` is what it was at the run's start."""
+    """Return the HTML of one headline figure; ``before`` is its value at the run's start."""
     was = f"<span>{html.escape(before)} → </span>" if before else ""
     return (
         f'<div class="tile"><div class="name">{html.escape(name)}</div><div '
@@ -245,12 +247,12 @@ def _tiles(rows: Sequence[Row]) -> str:
             kind = key.rpartition("/")[2]
             series = _series(rows, key, kind, 1)
             before = f"{series.values[0]:.3f}" if len(series.steps) > 1 else ""
-            when = (
+            note = (
                 f"steps {series.steps[0]} and {series.steps[-1]}, {kind}"
                 if before
                 else f"step {series.steps[-1]}, {kind}"
             )
-            tiles.append(_tile(f"Evaluation: {name}", f"{series.values[-1]:.3f}", when, before=before))
+            tiles.append(_tile(f"Evaluation: {name}", f"{series.values[-1]:.3f}", note, before=before))
     if summary.zero_advantage_ratio is not None:
         start, end = (f"{100 * value:.0f} %" for value in summary.zero_advantage_ratio)
         tiles.append(_tile("Zero-advantage ratio", end, ends, before=start))
@@ -280,7 +282,7 @@ def _phase_table(rows: Sequence[Row]) -> str:
     )
     lines = []
     for phase, part in _phases(rows):
-        # summarize() sets the warm-up apart; here each phase is looked at by itself.
+        # summarize() excludes the warm-up phase; under another name each phase is summarized by itself.
         summary = summarize([{**row, "phase": "alone"} for row in part])
         reward = [f"{value:.3f}" for value in summary.reward] if summary.reward else ["–", "–"]
         share = f"{100 * summary.executed_ratio:.1f} %" if summary.executed_ratio is not None else "–"
@@ -314,9 +316,9 @@ def _page(name: str, rows: Sequence[Row], config_yaml: str) -> str:
 
 
 def write_report(metrics_path: str | pathlib.Path, config_yaml: str, out_path: str | pathlib.Path) -> None:
-    """Writes one self-contained HTML page, headed by the name of the folder that holds ``metrics_path``.
+    """Write one self-contained HTML page, headed by the name of the folder that holds ``metrics_path``.
 
-    Raises FileNotFoundError where there are no metrics, ValueError ``file:line`` where a line of them is malformed.
+    Raises FileNotFoundError if there are no metrics, ValueError ``file:line`` if a line of them is malformed.
     """
     metrics_path, out_path = pathlib.Path(metrics_path), pathlib.Path(out_path)
     page = _page(metrics_path.resolve().parent.name, read_metrics(metrics_path), config_yaml)

@@ -1,5 +1,7 @@
-"""The figures of a run's report: which metrics each draws, and how. The drawing is observability/svg.py's, the page
-observability/report.py's."""
+"""Lists the figures of a run's report: the metrics that each draws, and its style.
+
+observability/svg.py draws them, and observability/report.py makes the page.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A line plot to be: ``lines`` are (metrics key, legend label); ``real_only`` leaves ghost steps out.
+    """Describes one line plot of the report.
 
-    They have no gradient and no trained token, so a zero there would be drawn for a value that does not exist. A
-    ``required`` figure that the metrics cannot fill is named on the page; any other is left out in silence, as one that
-    is 0 throughout is where ``nonzero`` is set.
+    lines: (metrics key, legend label) of each line.
+    real_only: leaves out ghost steps, which have no gradient and no trained token: a zero would stand for a missing
+        value.
+    required: a figure that the metrics cannot fill is named on the page; any other is left out in silence.
+    nonzero: a figure that is 0 throughout is left out too.
     """
 
     title: str

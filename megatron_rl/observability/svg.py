@@ -1,5 +1,4 @@
-"""Numbers → SVG: line plots and stacked areas over optimizer steps, drawn by hand so that a page needs no network and
-no script.
+"""Draws line plots and stacked areas over optimizer steps as SVG text, so that a page needs no network and no script.
 
 Colours are CSS classes (``c1`` ... ``c7``, ``ghost``, ``shade`` ...), which the page defines for light and dark.
 """
@@ -23,7 +22,12 @@ FEW_POINTS = 8  # below that a running mean hides more than it shows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """One named line. steps: [N] rising; values: [N], non-finite ones break the line; color: 1 to 7."""
+    """Holds one named line of a plot.
+
+    steps: [N] optimizer steps, rising.
+    values: [N], non-finite ones break the line.
+    color: 1 to 7.
+    """
 
     label: str
     steps: np.ndarray
@@ -33,10 +37,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Frame:
-    """What all plots of a page share.
+    """Holds the x axis and the marks that all plots of a page share.
 
-    first_step, last_step: the x axis. shaded: (first, last) steps of the warm-up phases. ghost_steps: [K] marked above
-    the data.
+    first_step, last_step: ends of the x axis, in optimizer steps.
+    shaded: (first, last) steps of the warm-up phases.
+    ghost_steps: [K] steps that are marked above the data.
     phase_starts: first step of every phase; no running mean reaches across one.
     """
 
@@ -47,14 +52,14 @@ class Frame:
     phase_starts: tuple[int, ...] = ()
 
     def x(self, steps: np.ndarray | float) -> np.ndarray | float:
-        """Steps → pixels, half a step of air on either side."""
+        """Convert steps to pixels, with half a step of air on either side."""
         span = self.last_step - self.first_step + 1
         return LEFT + (np.asarray(steps, dtype=float) - self.first_step + 0.5) / span * (RIGHT - LEFT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A y axis in the values' unit. log: powers of ten."""
+    """Holds a y axis in the values' unit; with ``log`` its ticks are powers of ten."""
 
     low: float
     high: float
@@ -70,7 +75,7 @@ class Axis:
 
 
 def short(value: float) -> str:
-    """A number for a tick or a tooltip: ``1.2M``, ``340``, ``0.05``, ``3e-05``."""
+    """Format a number for a tick or a tooltip: ``1.2M``, ``340``, ``0.05``, ``3e-05``."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{suffix}"
@@ -78,7 +83,7 @@ def short(value: float) -> str:
 
 
 def ticks_between(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """Multiples of 1, 2 or 5 times a power of ten that cover [low, high], about ``count`` of them."""
+    """Return about ``count`` multiples of 1, 2 or 5 times a power of ten that cover [low, high]."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
@@ -87,7 +92,7 @@ def ticks_between(low: float, high: float, count: int = 5) -> tuple[float, ...]:
 
 
 def linear_axis(values: np.ndarray, from_zero: bool) -> Axis:
-    """An axis over finite ``values``, its ends on ticks; a constant gets room around it."""
+    """Return an axis over finite ``values``, its ends on ticks; a constant gets room around it."""
     low, high = (float(np.min(values)), float(np.max(values))) if len(values) else (0.0, 1.0)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
@@ -99,7 +104,7 @@ def linear_axis(values: np.ndarray, from_zero: bool) -> Axis:
 
 
 def log_axis(values: np.ndarray) -> Axis:
-    """An axis of whole decades over the positive ``values``; at most seven ticks."""
+    """Return an axis of whole decades over the positive ``values``, with at most seven ticks."""
     exponents = np.log10(values[values > 0])
     low, high = math.floor(exponents.min()), math.ceil(exponents.max() + 1e-9)
     high = max(high, low + 1)
@@ -108,14 +113,14 @@ def log_axis(values: np.ndarray) -> Axis:
 
 
 def smoothing_window(count: int) -> int:
-    """Points in the running mean: a fifteenth of the line, odd, at most 201; 1 (none) where points are few."""
+    """Return the points in the running mean: a fifteenth of the line, odd, at most 201; 1 for few points."""
     return 1 if count < FEW_POINTS else min(201, max(3, count // 15 | 1))
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred mean over the finite values within the window; NaN where there is none.
+    """Return the centred mean over the finite values within the window; NaN if it has none.
 
-    A direct convolution, not a difference of cumulated sums, which one huge spike would turn into rounding noise.
+    A direct convolution is used: a difference of cumulated sums would turn to rounding noise after one huge spike.
     """
     if window <= 1 or not len(values):
         return np.asarray(values, dtype=float)
@@ -127,14 +132,17 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _smooth(frame: Frame, series: Series) -> np.ndarray:
-    """[N] the running mean of a line, phase by phase: a warm-up's steps say nothing of the steps after it."""
+    """Return [N] a line's running mean, phase by phase: warm-up steps say nothing of the steps after it."""
     window = smoothing_window(len(series.steps))
     parts = np.split(series.values, np.searchsorted(series.steps, frame.phase_starts))
     return np.concatenate([running_mean(part, window) for part in parts])
 
 
 def _thin(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Indices of at most MAX_POINTS points that keep every bucket's minimum and maximum, so that no spike is lost."""
+    """Return the indices of at most MAX_POINTS points.
+
+    Every bucket's minimum and maximum are kept, so that no spike is lost.
+    """
     if len(steps) <= MAX_POINTS:
         return np.arange(len(steps))
     kept = [0, len(steps) - 1]
@@ -160,7 +168,7 @@ def _line(frame: Frame, axis: Axis, series: Series, values: np.ndarray, css: str
 
 
 def _scenery(frame: Frame, axis: Axis) -> str:
-    """Grid, tick labels, the warm-up's shade and the ghost steps' marks: what lies behind the data."""
+    """Draw the background: grid, tick labels and the warm-up's shade."""
     parts = []
     half_step = 0.5 * (RIGHT - LEFT) / (frame.last_step - frame.first_step + 1)
     for first, last in frame.shaded:
@@ -186,14 +194,14 @@ def _scenery(frame: Frame, axis: Axis) -> str:
 
 
 def _ghosts(frame: Frame) -> str:
-    """One short mark per ghost step, above the data; steps that share a pixel share their mark."""
+    """Draw one short mark per ghost step above the data; steps that share a pixel share their mark."""
     pixels = np.unique(np.round(np.atleast_1d(frame.x(frame.ghost_steps)), 1))
     d = "".join(f"M{x:.1f} {GHOST_TOP}V{GHOST_BOTTOM}" for x in pixels)
     return f'<path class="ghost" d="{d}"/>' if d else ""
 
 
 def _tips(frame: Frame, series: Sequence[Series], unit: str) -> str:
-    """Invisible columns with a <title>: the browser's own tooltip shows the values of a step."""
+    """Draw invisible columns with a <title>, so that the browser's tooltip shows the values of a step."""
     tables = [dict(zip(s.steps.tolist(), s.values.tolist(), strict=True)) for s in series]
     steps = sorted(set().union(*tables))
     if len(steps) > MAX_TIPS:
@@ -204,10 +212,10 @@ def _tips(frame: Frame, series: Sequence[Series], unit: str) -> str:
     edges = np.concatenate([[LEFT], (x[1:] + x[:-1]) / 2, [RIGHT]])
     parts = []
     for i, step in enumerate(steps):
-        said = [
+        values = [
             f"{s.label}: {short(t[step])} {unit}".rstrip() for s, t in zip(series, tables, strict=True) if step in t
         ]
-        tip = html.escape("\n".join([f"step {step}", *said]))
+        tip = html.escape("\n".join([f"step {step}", *values]))
         rect = f'x="{edges[i]:.1f}" y="{TOP}" width="{edges[i + 1] - edges[i]:.1f}" height="{BOTTOM - TOP}"'
         parts.append(f'<rect class="tip" {rect}><title>{tip}</title></rect>')
     return "".join(parts)
@@ -234,11 +242,12 @@ def line_plot(
     spiky: bool = False,
     filled: bool = False,
 ) -> str:
-    """Lines: the running mean over the faint raw values; with few points, the points themselves.
+    """Draw lines: the running mean over the faint raw values; with few points, the points themselves.
 
-    share: the axis is 0 to 1. spiky: the axis is logarithmic where the largest value is above 20 medians.
-    filled: the area under each line is tinted. Raises ValueError where nothing is finite: such a series is to be left
-    out.
+    share: the axis is 0 to 1.
+    spiky: the axis is logarithmic if the largest value is above 20 medians.
+    filled: the area under each line is tinted.
+    Raises ValueError if nothing is finite: the caller is to leave such a series out.
     """
     values = _all_finite(series)
     if not len(values):
@@ -279,10 +288,10 @@ def _area(frame: Frame, axis: Axis, steps: np.ndarray, low: np.ndarray, high: np
 
 
 def stacked_plot(title: str, series: Sequence[Series], total: Series, frame: Frame, *, unit: str) -> str:
-    """Areas on top of each other, as running means over the same steps, with the raw total as a faint line over them.
+    """Stack areas, as running means over the same steps, with the raw total as a faint line over them.
 
     series: first at the bottom, all on ``total.steps``. The axis ends at the 99th percentile of the total, so that one
-    slow step does not flatten the rest; what is above is drawn at the upper edge.
+        slow step does not flatten the rest; higher values are drawn at the upper edge.
     """
     layers = np.cumsum([_smooth(frame, s) for s in series], axis=0)
     finite = total.values[np.isfinite(total.values)]

@@ -1,5 +1,4 @@
-"""What one optimizer step took: executed FLOPs over the device's peak, and what a micro-batch was measured to take. Not
-collectives."""
+"""Computes an optimizer step's FLOPs over the device's peak, and its measured micro-batch costs. Not collectives."""
 
 from __future__ import annotations
 
@@ -14,8 +13,10 @@ from megatron_rl.types import BatchFacts, StepKind, StepPlan
 
 
 def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, seconds: float) -> dict[str, float]:
-    """``perf/*`` and ``cost/*`` of one step that took so long: executed FLOPs only, and the tokens that the dense run
-    would have processed."""
+    """Return ``perf/*`` and ``cost/*`` of one optimizer step that took ``seconds``.
+
+    FLOPs are those executed; dense-equivalent tokens are those that the dense run would have processed.
+    """
     lengths = facts.total_tokens
     metrics = {
         "perf/dense_equivalent_tokens_per_second": float(lengths[mini_batch.members].sum() / seconds),
@@ -30,8 +31,7 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
 
 
 def _cost(model: TrainableModel, mini_batch: StepPlan, lengths: np.ndarray) -> dict[str, float]:
-    """``cost/*``: what a micro-batch was measured to take on its slowest stage, and what that predicts for this
-    mini-batch."""
+    """Return ``cost/*``: a micro-batch's fitted costs on its slowest stage, and this mini-batch's predicted seconds."""
     if not model.fit.is_fitted:
         return {}
     cost = model.fit.model()

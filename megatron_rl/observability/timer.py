@@ -1,4 +1,4 @@
-"""Where a step's time goes, stage by stage."""
+"""Measures the seconds of an optimizer step, stage by stage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_rl.distributed.platform import HOST
 
 
 class StepTimer:
-    """Seconds by stage since the last ``take``; the first step of a rollout carries what came before it.
+    """Sums seconds by stage since the last ``take``; a rollout's first step includes the seconds before it.
 
-    enter: told the name of each stage that is measured, a context of its own (``Watch.stage``).
+    enter: called with the name of each measured stage; returns a context manager (``Watchdog.stage``).
     """
 
     def __init__(self, enter: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
@@ -36,7 +36,7 @@ class StepTimer:
             self.add(stage, time.perf_counter() - started)
 
     def take(self) -> dict[str, float]:
-        """``time/<stage>_s`` and ``time/step_s`` of this optimizer step; starts the next."""
+        """Return ``time/<stage>_s`` and ``time/step_s`` of this optimizer step, and start the next."""
         times = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
         times["time/step_s"] = time.perf_counter() - self.started
         self.restart()

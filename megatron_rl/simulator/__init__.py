@@ -1,2 +1,4 @@
-"""What a configuration would do on a number of GPUs: the real planner, predicted times, memory. Joins no world and
-builds no model."""
+"""Forecasts a configuration's update on a number of GPUs: the real planner's plans, predicted times, memory.
+
+It joins no world and builds no model.
+"""

@@ -1,5 +1,4 @@
-"""The command lines: ``tools/simulate_cluster.py`` and ``python -m megatron_rl.train --dry-run`` read the same
-arguments and print this."""
+"""Holds the arguments and output that ``tools/simulate_cluster.py`` and ``megatron_rl.train --dry-run`` share."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 
-MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned some times over
+MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned several times
 
 
 def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """What is simulated besides the configuration."""
+    """Add the simulation's own arguments, which are not in the configuration."""
     parser.add_argument(
         "--nodes", type=int, help="nodes of the job; without it WORLD_SIZE or SLURM's variables say how many GPUs"
     )
@@ -50,27 +49,30 @@ def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
 
 
 def simulate_job(config: Config, given: argparse.Namespace) -> None:
-    """Forecasts the configuration's update, prints it, and writes what was asked for. ConfigError as training would
-    raise it."""
+    """Forecast the configuration's update, print it, and write the files that the arguments ask for.
+
+    Raises ConfigError as training would.
+    """
     from megatron_rl.simulator.degrees import degrees_of, world_size
     from megatron_rl.simulator.forecast import Job, forecast
     from megatron_rl.simulator.picture import picture
 
     given = _from_run(given)
     gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
-    degrees = degrees_of(config, gpus - (config.critic.ranks or 0))  # a separate critic's hold no policy
+    degrees = degrees_of(config, gpus - (config.critic.ranks or 0))  # a separate critic's ranks hold no policy
     shape = read_shape(config, degrees)
     workloads, source = _workloads(config, given)
     loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)
     costs = _costs(config, given, shape, degrees, loss_share)
-    found = [forecast(Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs)) for w in workloads]
-    shown = found[int(np.argsort([f.dense.update_s for f in found])[len(found) // 2])]  # the rollout of median length
+    forecasts = [forecast(Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs)) for w in workloads]
+    # The rollout of median length is shown.
+    shown = forecasts[int(np.argsort([f.dense.update_s for f in forecasts])[len(forecasts) // 2])]
     if config.has_critic:
         print("critic: neither its time nor its memory nor its ranks are in this forecast", file=sys.stderr)
     title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
     from megatron_rl.simulator.table import figures, show
 
-    content = figures(shown, config, degrees, title=title, workload=source, num_rollouts=len(found))
+    content = figures(shown, config, degrees, title=title, workload=source, num_rollouts=len(forecasts))
     show(content, given.gpu_memory_gib)
     if given.json:
         given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -81,15 +83,15 @@ def simulate_job(config: Config, given: argparse.Namespace) -> None:
 
 
 def _from_run(given: argparse.Namespace) -> argparse.Namespace:
-    """With ``--from-run`` as the two options that it stands for."""
+    """Replace ``--from-run`` by the two options for which it stands."""
     if given.from_run is None:
         return given
-    twice = [
+    repeated = [
         option for option, value in {"--trace": given.trace, "--coefficients": given.coefficients}.items() if value
     ]
-    if twice:
+    if repeated:
         raise ConfigError(
-            f"--from-run {given.from_run} stands for --trace and --coefficients, and {' and '.join(twice)} is given "
+            f"--from-run {given.from_run} stands for --trace and --coefficients, and {' and '.join(repeated)} is given "
             "too; drop one"
         )
     if not os.path.isdir(given.from_run):
@@ -101,7 +103,7 @@ def _from_run(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def read_shape(config: Config, degrees):
-    """ModelShape of ``model.hf_path``'s config.json; weights are not read."""
+    """Return the ModelShape of ``model.hf_path``'s config.json; no weights are read."""
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(
             f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights "

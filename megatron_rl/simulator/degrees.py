@@ -1,4 +1,4 @@
-"""The sizes of a topology that nobody has joined."""
+"""The sizes of a topology, for ranks that have not joined it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Sizes as Topology names them, without ranks or groups.
+    """Holds a topology's sizes under Topology's names, without ranks or groups.
 
     Example: 16 GPUs with TP=2 and PP=2 leave ``data_size=4``.
     """
@@ -29,41 +29,47 @@ class Degrees:
 
     @property
     def lockstep_replicas(self) -> int:
-        """As Topology.lockstep_replicas."""
+        """Return the number of replicas that run in lockstep, as Topology.lockstep_replicas."""
         return max(1, self.expert_size * self.expert_tensor_size // (self.tensor_size * self.context_size))
 
     @property
     def expert_data_size(self) -> int:
-        """Ranks that hold the same experts and add their gradients."""
+        """Return the number of ranks that hold the same experts and add their gradients."""
         return self.world_size // (self.expert_size * self.expert_tensor_size * self.pipeline_size)
 
     @property
     def named(self) -> str:
-        """For tables: TP, PP and DP always, the others where they are above 1."""
+        """Name the sizes for tables: TP, PP and DP always, the others if they are above 1."""
         rarer = (("VPP", self.virtual_size), ("CP", self.context_size), ("EP", self.expert_size))
         always = f"TP {self.tensor_size}, PP {self.pipeline_size}, DP {self.data_size}"
         return ", ".join([always, *(f"{name} {size}" for name, size in rarer if size > 1)])
 
 
 def degrees_of(config: Config, world_size: int) -> Degrees:
-    """ConfigError where the degrees do not divide the world or one another, as at the start of a run."""
-    given = config.parallel
-    expert_tensor = given.expert_tensor or given.tensor
-    check_degrees(world_size, given.tensor, given.context, given.pipeline, given.expert, expert_tensor)
+    """Return the degrees of a configuration on ``world_size`` GPUs.
+
+    Raises ConfigError if they do not divide the world or one another, as at the start of a run.
+    """
+    parallel = config.parallel
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    check_degrees(world_size, parallel.tensor, parallel.context, parallel.pipeline, parallel.expert, expert_tensor)
     return Degrees(
         world_size=world_size,
-        tensor_size=given.tensor,
-        pipeline_size=given.pipeline,
-        virtual_size=given.virtual_pipeline,
-        context_size=given.context,
-        data_size=world_size // (given.tensor * given.context * given.pipeline),
-        expert_size=given.expert,
+        tensor_size=parallel.tensor,
+        pipeline_size=parallel.pipeline,
+        virtual_size=parallel.virtual_pipeline,
+        context_size=parallel.context,
+        data_size=world_size // (parallel.tensor * parallel.context * parallel.pipeline),
+        expert_size=parallel.expert,
         expert_tensor_size=expert_tensor,
     )
 
 
 def world_size(nodes: int | None, gpus_per_node: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """GPUs from the arguments, else from what torchrun or SLURM have set; ConfigError where nobody says it."""
+    """Return the number of GPUs from the arguments, else from the variables that torchrun or SLURM have set.
+
+    Raises ConfigError if none of them states it.
+    """
     if nodes is not None:
         return nodes * (gpus_per_node or 8)
     if "WORLD_SIZE" in environment:

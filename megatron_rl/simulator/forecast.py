@@ -1,5 +1,7 @@
-"""The real planner's plans, dense and with the skip, run on planning/timeline.py's clock: update time, bubble, balance,
-memory, and what binds."""
+"""Runs the real planner's plans, dense and with the skip, on the clock of planning/timeline.py.
+
+A forecast has the update's time, the bubble, the balance, the memory, and the constraints that bind.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs for the busies
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """The first mini-batch that runs, on its slowest data-parallel rank: what the picture shows.
+    """Holds the pipeline that the picture shows: the first mini-batch that runs, on its slowest data-parallel rank.
 
-    dead: [M] share of each micro-batch's tokens without signal; filler: [M] bool.
+    dead: [M] share of each micro-batch's tokens without signal.
+    filler: bool [M], True for a filler micro-batch.
     """
 
     rank: int
@@ -37,10 +40,11 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """One way to run a rollout's update. Seconds and counts over all its optimizer steps.
+    """Holds the seconds and counts of one way to run a rollout's update, over all its optimizer steps.
 
-    bubble_share: [P] of the slowest replica, over all mini-batches. imbalance: the busiest replica's work over the
-    mean, less 1. busiest_s, mean_s: what the busiest stage of the slowest replica computes, and its stages on average.
+    busiest_s, mean_s: seconds that the busiest stage of the slowest replica computes, and its stages on average.
+    bubble_share: [P] share of each stage's time that the slowest replica waits, over all mini-batches.
+    imbalance: the busiest replica's work over the mean, less 1.
     microbatches: (fewest, most) of a replica in one mini-batch.
     """
 
@@ -62,7 +66,7 @@ class Outcome:
         return self.pipeline_s + self.optimizer_s
 
     def count(self, name: str) -> int:
-        """``num_fillers`` or ``silent_ranks`` over all mini-batches, or ``ghosts``."""
+        """Return ``num_fillers`` or ``silent_ranks`` summed over all mini-batches, or the number of ``ghosts``."""
         if name == "ghosts":
             return sum(x.kind is StepKind.GHOST for x in self.plan.mini_batches)
         return sum({"num_fillers": x.num_fillers, "silent_ranks": x.silent_ranks}[name] for x in self.plan.mini_batches)
@@ -70,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What keeps an update from being shorter, and the seconds that it would save without it."""
+    """Names one thing that keeps the update from being shorter, and the seconds saved without it."""
 
     name: str
     saves_s: float
@@ -79,8 +83,11 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forecast:
-    """``ideal``: dense over surviving tokens, None where nothing survives; ``gain``: predicted dense over skip update
-    time."""
+    """Holds the outcomes of the dense run and of the skip run, with memory and constraints.
+
+    ideal: dense tokens over surviving tokens, None if nothing survives.
+    gain: predicted update time of the dense run over that of the skip run.
+    """
 
     dense: Outcome
     skip: Outcome
@@ -94,7 +101,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """What is simulated."""
+    """Holds the inputs of one forecast."""
 
     config: Config
     shape: ModelShape
@@ -103,13 +110,13 @@ class Job:
     costs: Costs
 
     def rules(self) -> PlanRules:
-        """As the backend's: the prior's costs, or a run's own where they were given and ``plan.calibrate`` is on."""
+        """Return the backend's plan rules: prior costs, or a run's own if given and ``plan.calibrate`` is on."""
         rules = plan_rules(self.config, self.degrees, self.shape)
         calibrated = self.costs.from_run and self.config.plan.calibrate
         return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
 
     def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> BatchPlan:
-        """As MegatronBackend.plan("train", ...) makes it."""
+        """Return the plan that MegatronBackend.plan("train", ...) would make."""
         config = self.config
         members = split_mini_batches(np.arange(len(signal)), config.train.samples_per_mini_batch)
         merge = config.skip.steps == "merge" and drops
@@ -117,7 +124,7 @@ class Job:
 
 
 def forecast(job: Job) -> Forecast:
-    """Everything; ConfigError where the planner or the configuration refuses."""
+    """Forecast a job; raises ConfigError if the planner or the configuration refuses it."""
     rules, signal = job.rules(), job.workload.signal(job.config)
     drops = signal_rule(job.config).drops
     dense = run_plan(job, rules, signal, drops=False)
@@ -149,12 +156,13 @@ def forecast(job: Job) -> Forecast:
 
 
 def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:
-    """Plans and puts every mini-batch on the clock. A ghost step takes the optimizer step's local part, at most; it
-    counts as one.
+    """Plan, and put every mini-batch on the clock.
 
-    plan: what ``job.plan`` made of the same arguments before, whose costs do not depend on the job's.
+    A ghost step takes the optimizer step's local part, at most; it counts as a whole optimizer step.
+    plan: the result of ``job.plan`` with the same arguments, if already made; the job's costs are not in it.
     """
     plan = plan or job.plan(rules, signal, drops=drops)
+    # Put the mini-batches on the clock, one after the other.
     padded = padded_lengths(job.workload.lengths, rules.pad_multiple).astype(np.float64)
     epochs = job.config.train.epochs_per_rollout
     pipeline_s = busiest_s = mean_s = optimizer_s = 0.0
@@ -192,7 +200,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
 
 
 def _sums(mini_batch: StepPlan, values: np.ndarray) -> np.ndarray:
-    """[M] a value summed over each micro-batch; none is empty."""
+    """Return [M] the sum of a value over each micro-batch; no micro-batch is empty."""
     return np.add.reduceat(values[mini_batch.order], mini_batch.microbatch_offsets[:-1])
 
 
@@ -202,11 +210,12 @@ def _largest(mini_batch: StepPlan, padded: np.ndarray, loss_tokens: np.ndarray) 
 
 
 def _slowest(job: Job, rules: PlanRules, mini_batch: StepPlan, padded: np.ndarray) -> tuple[int, Timeline, np.ndarray]:
-    """The data-parallel rank whose pipeline ends last, its timeline, and [D] each rank's own work on its busiest stage.
+    """Return the rank whose pipeline ends last, its timeline, and [D] the work on each rank's busiest stage.
 
     Ranks that share experts wait for one another in every layer: each micro-batch takes as long as the longest of its
-    block.
+        block.
     """
+    # Each rank's own work, which names the busiest rank of every block in lockstep.
     forward_s, backward_s = job.costs.chunk_seconds(_sums(mini_batch, padded), _sums(mini_batch, padded**2))
     starts, pipeline = mini_batch.rank_offsets, job.degrees.pipeline_size
     spent = (forward_s + backward_s).reshape(-1, pipeline, forward_s.shape[1]).sum(0)
@@ -219,20 +228,23 @@ def _slowest(job: Job, rules: PlanRules, mini_batch: StepPlan, padded: np.ndarra
     if 2 * forward_s.size > MAX_OPERATIONS:
         few = max(1, MAX_OPERATIONS * len(leaders) // (2 * forward_s.size))
         leaders = leaders[np.argsort(-work[leaders], kind="stable")[:few]]
+    # The timeline of each block, and the one that ends last.
     best: tuple[int, Timeline] | None = None
     for leader in leaders.tolist():
         first = leader // block * block
         ranks = [slice(starts[r], starts[r + 1]) for r in range(first, first + block)]
         f, b = (np.max([x[:, r] for r in ranks], axis=0) for x in (forward_s, backward_s))
-        found = simulate(*_whole_groups(f, b, job.degrees), pipeline=pipeline)
-        if best is None or found.makespan > best[1].makespan:
-            best = (leader, found)
+        timeline = simulate(*_whole_groups(f, b, job.degrees), pipeline=pipeline)
+        if best is None or timeline.makespan > best[1].makespan:
+            best = (leader, timeline)
     return (*best, work)
 
 
 def _whole_groups(forward_s: np.ndarray, backward_s: np.ndarray, degrees: Degrees) -> tuple[np.ndarray, np.ndarray]:
-    """Micro-batches that take no time up to a multiple of the pipeline, for what-if plans that the interleaved schedule
-    would refuse."""
+    """Pad to a multiple of the pipeline with micro-batches that take no time.
+
+    The interleaved schedule would refuse such what-if plans without them.
+    """
     short = -forward_s.shape[1] % degrees.pipeline_size if degrees.virtual_size > 1 else 0
     return tuple(np.pad(x, ((0, 0), (0, short))) for x in (forward_s, backward_s))
 
@@ -247,12 +259,13 @@ def _drawn(rank: int, timeline: Timeline, mini_batch: StepPlan, lengths: np.ndar
 def _constraints(
     job: Job, rules: PlanRules, signal: np.ndarray, found: Outcome, *, drops: bool
 ) -> tuple[Constraint, ...]:
-    """Most binding first: plans without one rule each, on the same clock."""
+    """Return the constraints, most binding first, from plans without one rule each, on the same clock."""
     epochs_s, longest = found.update_s, int(padded_lengths(job.workload.lengths, rules.pad_multiple).max(initial=0))
 
     def saved(**changed) -> float:
         return epochs_s - run_plan(job, dataclasses.replace(rules, **changed), signal, drops=drops).update_s
 
+    # Limits that the outcome itself shows.
     bubble, uneven = found.pipeline_s - found.busiest_s, found.busiest_s - found.mean_s
     balance = found.busiest_s * (1 - 1 / (1 + found.imbalance))
     constraints = [
@@ -271,6 +284,7 @@ def _constraints(
                 name="uneven stages", saves_s=uneven, note="the busiest stage (the LM head's) over the mean of all"
             )
         )
+    # Limits that show only against a plan without the rule.
     if rules.samples_per_microbatch is None:
         more = saved(max_tokens=2 * rules.max_tokens)
         constraints.append(

@@ -1,6 +1,6 @@
-"""Seconds: what a GPU does per second, stated or fitted, and a run's own coefficients → the costs that a forecast uses.
+"""Converts a GPU's rates, stated or fitted, or a run's own coefficients to the seconds that a forecast uses.
 
-FLOPs of a token, forward and backward: 6 per element of each matrix it passes (8 under full recompute; 8 in the LM
+FLOPs of a token, forward and backward: 6 per element of each matrix that it passes (8 under full recompute; 8 in the LM
 head, whose logits are made twice, and only at loss positions), and 6 · heads · head_dim per layer and Σ l² for causal
 attention.
 """
@@ -23,19 +23,20 @@ from megatron_rl.simulator.memory import full_recompute, stage_parameters
 from megatron_rl.weights.model_shape import ModelShape
 
 # Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16
-# weights back)
-# over 100 GB/s per GPU.
+# weights back) over 100 GB/s per GPU.
 ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One GPU's (or process's) rates.
+    """Holds the rates of one GPU (or process).
 
-    flops_per_s: in matrix products. attention_flops_per_s: in attention scores. layer_overhead_s: per micro-batch and
-    layer, forward and backward. adam_s: per parameter whose optimizer state the rank holds. reduce_s: per parameter
-    held, where gradients are reduced.
-    update_overhead_s: per update.
+    flops_per_s: FLOP/s in matrix products.
+    attention_flops_per_s: FLOP/s in attention scores.
+    layer_overhead_s: seconds per micro-batch and layer, forward and backward.
+    adam_s: seconds per parameter whose optimizer state the rank holds.
+    reduce_s: seconds per held parameter whose gradient is reduced.
+    update_overhead_s: seconds per update.
     """
 
     flops_per_s: float
@@ -48,10 +49,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a forecast counts with. forward_share: of a micro-batch's time. optimizer_s: reduction, norm, AdamW, gather.
-    source: words.
+    """Holds the costs from which a forecast computes seconds.
 
-    from_run: the model is what a run of these stages has fitted, so that a calibrated planner would plan by it.
+    forward_share: share of a micro-batch's time that its forward pass takes.
+    optimizer_s: seconds of reduction, norm, AdamW and gather.
+    source: the origin of the costs, in words.
+    from_run: True if a run of these stages has fitted the model, so that a calibrated planner would plan by it.
     """
 
     model: CostModel
@@ -61,47 +64,50 @@ class Costs:
     from_run: bool = False
 
     def chunk_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward seconds [stages x virtual, M], in the order of the layers.
+        """Return the forward and backward seconds [stages x virtual, M], in the order of the layers.
 
-        A stage's time lies evenly on its chunks; what the last stage takes beyond the one before it (the LM head) on
+        A stage's time lies evenly on its chunks; the last stage's excess over the stage before it (the LM head) lies on
         the last chunk.
         """
         virtual = self.model.virtual
-        each = np.array([stage.seconds(tokens, squares) for stage in self.model.stages]).reshape(
+        stage_s = np.array([stage.seconds(tokens, squares) for stage in self.model.stages]).reshape(
             len(self.model.stages), len(tokens)
         )
-        even = each.copy()
+        even_s = stage_s.copy()
         if virtual > 1:
-            even[-1] = np.minimum(each[-1], each[-2])
-        every = np.concatenate([even / virtual] * virtual)
-        every[-1] += each[-1] - even[-1]
-        return every * self.forward_share, every * (1 - self.forward_share)
+            even_s[-1] = np.minimum(stage_s[-1], stage_s[-2])
+        chunk_s = np.concatenate([even_s / virtual] * virtual)
+        chunk_s[-1] += stage_s[-1] - even_s[-1]
+        return chunk_s * self.forward_share, chunk_s * (1 - self.forward_share)
 
 
 def layer_flops(shape: ModelShape) -> tuple[float, float]:
-    """Forward and backward FLOPs of one layer per token without attention scores, and per Σ l² of them."""
+    """Return the FLOPs of one layer, forward and backward: per token without attention scores, and per Σ l²."""
     return 6.0 * shape.layer_parameters, 6.0 * shape.num_heads * shape.head_dim
 
 
 def machine_costs(
     machine: Machine, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float, source: str
 ) -> Costs:
-    """The costs of every stage. loss_share: loss tokens over all tokens."""
+    """Return the costs of every stage.
+
+    loss_share: loss tokens over all tokens.
+    """
     layers = shape.num_layers // degrees.pipeline_size
-    again = 4 / 3 if full_recompute(config) else 1.0
+    recompute_factor = 4 / 3 if full_recompute(config) else 1.0
     split = degrees.tensor_size * degrees.context_size
     linear, scores = layer_flops(shape)
     inner = StageCost(
-        overhead=machine.layer_overhead_s * layers * again,
-        token=linear * again * layers / split / machine.flops_per_s,
-        square=scores * again * layers / split / machine.attention_flops_per_s,
+        overhead=machine.layer_overhead_s * layers * recompute_factor,
+        token=linear * recompute_factor * layers / split / machine.flops_per_s,
+        square=scores * recompute_factor * layers / split / machine.attention_flops_per_s,
     )
     head = 8.0 * shape.padded_vocab_size * shape.hidden_size * loss_share / split / machine.flops_per_s
     last = dataclasses.replace(inner, token=inner.token + head)
     stages = (inner,) * (degrees.pipeline_size - 1) + (last,)
     return Costs(
         model=CostModel(stages=stages, virtual=degrees.virtual_size),
-        forward_share=1 / 4 if again > 1 else 1 / 3,
+        forward_share=1 / 4 if recompute_factor > 1 else 1 / 3,
         optimizer_s=max(
             optimizer_seconds(machine, shape, config, degrees, stage) for stage in range(degrees.pipeline_size)
         ),
@@ -110,7 +116,7 @@ def machine_costs(
 
 
 def optimizer_parameters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[float, float]:
-    """Parameters (that AdamW updates, that are reduced) on a rank of the stage."""
+    """Return the numbers of parameters on a rank of the stage that AdamW updates and that are reduced."""
     dense, experts = stage_parameters(shape, degrees, stage)
     replicas = degrees.data_size * degrees.context_size
     own = dense / replicas + experts / degrees.expert_data_size if config.optimizer.distributed else dense + experts
@@ -123,8 +129,10 @@ def optimizer_seconds(machine: Machine, shape: ModelShape, config: Config, degre
 
 
 def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degrees: Degrees) -> Machine:
-    """Stated FLOP/s, and the planner's own ``plan.microbatch_overhead_tokens`` for what a micro-batch costs besides its
-    tokens."""
+    """Return the machine of a stated FLOP/s.
+
+    A micro-batch's fixed cost is the planner's own ``plan.microbatch_overhead_tokens``.
+    """
     token = layer_flops(shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
     return Machine(
         flops_per_s=flops_per_s,
@@ -134,7 +142,7 @@ def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degree
 
 
 def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, int | str]:
-    """What a stage's seconds per token belong to besides the machine; the number of replicas is not among it."""
+    """Return the settings, besides the machine and the replicas' number, on which a stage's fit depends."""
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -149,12 +157,12 @@ def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) 
 def load_coefficients(
     path: str | pathlib.Path, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float
 ) -> Costs:
-    """A JSON file with a ``machine`` (Machine's fields) or with a run's ``stages``, or a run's folder with such a
-    coefficients.json.
+    """Read costs from a JSON file, or from the coefficients.json in a run's folder.
 
+    The file holds a run's ``stages``, or a ``machine`` (Machine's fields):
     ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on":
-    "..."}``, one per pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see there), which then must
-    be this configuration's; ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
+    "..."}``, one per pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see that function), which
+    then must be this configuration's; ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
     """
     path = pathlib.Path(path)
     path = path / "coefficients.json" if path.is_dir() else path
@@ -164,23 +172,24 @@ def load_coefficients(
             "step"
         )
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        source = f"coefficients of {path.name}: {given.get('measured_on', 'not said where measured')}"
-        if "machine" in given:
-            machine = Machine(**given["machine"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        source = f"coefficients of {path.name}: {content.get('measured_on', 'not said where measured')}"
+        # Rates of a machine give every stage's costs; a run's own stages are taken as they were fitted.
+        if "machine" in content:
+            machine = Machine(**content["machine"])
             return machine_costs(machine, shape, config, degrees, loss_share=loss_share, source=source)
         model = CostModel(
-            stages=tuple(StageCost(**stage) for stage in given["stages"]), virtual=given.get("virtual", 1)
+            stages=tuple(StageCost(**stage) for stage in content["stages"]), virtual=content.get("virtual", 1)
         )
-        forward_share = float(given.get("forward_share", 1 / 4 if full_recompute(config) else 1 / 3))
+        forward_share = float(content.get("forward_share", 1 / 4 if full_recompute(config) else 1 / 3))
         costs = Costs(
             model=model,
             forward_share=forward_share,
-            optimizer_s=float(given["optimizer_s"]),
+            optimizer_s=float(content["optimizer_s"]),
             source=source,
             from_run=True,
         )
-        fitted = dict(given.get("fitted_with", {}))
+        fitted = dict(content.get("fitted_with", {}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--coefficients {path} cannot be read ({type(error).__name__}: {error}); it holds JSON with stages, "
@@ -191,13 +200,17 @@ def load_coefficients(
 
 
 def _check_fitted(path: pathlib.Path, model: CostModel, fitted: dict, degrees: Degrees, wanted: dict) -> None:
-    way = "give a file fitted there, one with machine rates, or --flops (with --trace for a run's samples alone)"
+    fix = "give a file fitted there, one with machine rates, or --flops (with --trace for a run's samples alone)"
     if (len(model.stages), model.virtual) != (degrees.pipeline_size, degrees.virtual_size):
         raise ConfigError(
             f"--coefficients {path} was fitted with {len(model.stages)} pipeline stages of {model.virtual} chunks and "
-            f"this configuration has {degrees.pipeline_size} of {degrees.virtual_size}; {way}"
+            f"this configuration has {degrees.pipeline_size} of {degrees.virtual_size}; {fix}"
         )
-    odd = {name: (fitted[name], value) for name, value in wanted.items() if name in fitted and fitted[name] != value}
-    if odd:
-        said = ", ".join(f"{name}={was} where this configuration has {value}" for name, (was, value) in odd.items())
-        raise ConfigError(f"--coefficients {path} was fitted with {said}; {way}")
+    different = {
+        name: (fitted[name], value) for name, value in wanted.items() if name in fitted and fitted[name] != value
+    }
+    if different:
+        differences = ", ".join(
+            f"{name}={was} where this configuration has {value}" for name, (was, value) in different.items()
+        )
+        raise ConfigError(f"--coefficients {path} was fitted with {differences}; {fix}")

@@ -1,12 +1,11 @@
-"""Bytes on one GPU of each pipeline stage: weights, the reference policy's, gradients, optimizer state, activations,
-logits.
+"""Counts the bytes on one GPU of each pipeline stage: weights, reference, gradients, optimizer, activations, logits.
 
 Weights are counted from the shape and equal those of the built model (tests/tools/test_simulate_cluster.py). Gradients
 lie in one buffer per rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per
 parameter and, for bfloat16 weights, a float32 master, which ``optimizer.distributed`` shards over data and context
-parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. Activations are what autograd saves
-per token and layer with an attention that keeps no scores; not in the sum: allocator fragments, communication buffers,
-CUDA itself.
+parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. Activations are the elements that
+autograd saves per token and layer with an attention that keeps no scores. The sum leaves out allocator fragments,
+communication buffers, and CUDA itself.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes on a GPU of one pipeline stage.
+    """Holds the bytes on a GPU of one pipeline stage.
 
-    optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``. activations: as the
-    config recomputes; the two after it without and with full recompute. reference: weights again where a KL is measured
-    under ``reference.placement=device``.
+    reference: weights again if a KL is measured under ``reference.placement=device``.
+    optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``.
+    activations: as the config recomputes them; the two after it without and with full recompute.
     """
 
     stage: int
@@ -51,7 +50,7 @@ class StageMemory:
 
 
 def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
-    """(parameters of one layer on a rank outside the experts, those of the experts that it holds)."""
+    """Return a rank's parameters of one layer: those outside the experts, and those of its experts."""
     tensor, hidden, heads = degrees.tensor_size, shape.hidden_size, shape.num_heads
     qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
     attention = qkv * hidden + (qkv if shape.qkv_bias else 0) + heads * shape.head_dim // tensor * hidden
@@ -65,8 +64,10 @@ def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
 
 
 def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
-    """(dense, experts') parameters that a rank of the pipeline stage holds; a tied embedding lies on both ends of a
-    pipeline."""
+    """Return the dense and the experts' parameters that a rank of the pipeline stage holds.
+
+    A tied embedding lies on both ends of a pipeline.
+    """
     dense, experts = (n * shape.num_layers // degrees.pipeline_size for n in layer_parameters(shape, degrees))
     vocabulary = shape.padded_vocab_size // degrees.tensor_size * shape.hidden_size
     last = stage == degrees.pipeline_size - 1
@@ -80,7 +81,7 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
 
 
 def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees) -> int:
-    """Numbers of the adapters that a rank of any pipeline stage holds; 0 where every weight is trained."""
+    """Count the adapter parameters on a rank of any pipeline stage; 0 if every weight is trained."""
     adapted = shape.with_adapters(config.lora)
     entries = [pair for weight in target_entries(adapted) for pair in pair_entries(weight)]
     layer = sum(math.prod(shard_size(entry, adapted, degrees.tensor_size)) for entry in entries)
@@ -92,12 +93,12 @@ def full_recompute(config: Config) -> bool:
 
 
 def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
-    """Elements that autograd saves per token of a rank and layer, with torch's layers; Transformer Engine's fuse some
-    and keep less.
+    """Return the elements that autograd saves per token of a rank and per layer, with torch's layers.
 
-    Of both norms input, normalised and output (6 h, split by sequence parallelism); q, k, v and the attention's output
-    twice, and the cosines and sines; under q/k norms their inputs and the normalised too; of the MLP gate and up, the
-    activated gate, up, their product. An expert's tokens lie in memory before and after it, once per choice.
+    Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
+    sequence parallelism); attention keeps q, k, v and its output twice, and the cosines and sines, and under q/k norms
+    their inputs and the normalised too; the MLP keeps gate and up, the activated gate, up, their product. An expert's
+    tokens lie in memory before and after it, once per choice.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     attention = (3 * heads + 2 * kv_heads) / tensor + 4 + (3 * (heads + kv_heads) / tensor if shape.qk_norm else 0)
@@ -110,7 +111,7 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
 
 
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
-    """Micro-batches whose activations a rank of the stage holds at most, each for all of its layers."""
+    """Return the most micro-batches whose activations a rank of the stage holds, each for all of its layers."""
     virtual = degrees.virtual_size
     warm = warmup_forwards(stage, degrees.pipeline_size, virtual, microbatches, degrees.pipeline_size)
     return min(warm + 1, microbatches * virtual) / virtual
@@ -119,19 +120,25 @@ def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
 def stage_memory(
     shape: ModelShape, config: Config, degrees: Degrees, stage: int, *, tokens: int, loss_tokens: int, microbatches: int
 ) -> StageMemory:
-    """tokens, loss_tokens: of the largest micro-batch; microbatches: the most that a data-parallel rank runs."""
+    """Compute the memory of one pipeline stage.
+
+    tokens, loss_tokens: of the largest micro-batch.
+    microbatches: the most that a data-parallel rank runs.
+    """
+    # Parameters, and their optimizer state.
     size, layers = ELEMENT_BYTES[config.model.dtype], shape.num_layers // degrees.pipeline_size
     dense, experts = stage_parameters(shape, degrees, stage)
     adapters = stage_adapters(shape, config, degrees)
     weights = dense + experts + adapters
     if adapters:
-        dense, experts = adapters, 0  # what is trained
+        dense, experts = adapters, 0  # only the adapters are trained
     per_parameter = 8 + (4 if size == 2 else 0)
     whole = (dense + experts) * per_parameter
     sharded = round(
         per_parameter * (dense / (degrees.data_size * degrees.context_size) + experts / degrees.expert_data_size)
     )
     gradient_bytes = 4 if config.megatron.ddp.get("grad_reduce_in_fp32", True) else size
+    # Activations of the micro-batches in flight, kept and recomputed.
     own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)
     layer = own_tokens * kept_elements(shape, config, degrees) * size
     boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)

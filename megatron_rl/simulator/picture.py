@@ -1,7 +1,7 @@
-"""A forecast → SVG: the pipeline's clock with the dense run above and the skip run below, on one axis of seconds.
+"""Draws a forecast as SVG: the pipeline's clock, the dense run above the skip run, on one axis of seconds.
 
 Colours are those of the run report (observability/report.py), light and dark. In the dense run the part of a
-micro-batch without signal is grey: it is what the skip run lacks.
+micro-batch without signal is grey: the skip run lacks that part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CSS = """
 
 
 def picture(forecast: Forecast, title: str) -> str:
-    """The first mini-batch that runs, dense and skip, each on its slowest replica."""
+    """Draw the first mini-batch that runs, dense and skip, each on its slowest replica."""
     panels = [
         (name, drawn)
         for name, drawn in (("dense", forecast.dense.drawn), ("skip", forecast.skip.drawn))
@@ -90,16 +90,14 @@ def _panel(kind: str, drawn: Drawn, top: int, rows: int, seconds: float) -> str:
 
 
 def _boxes(drawn: Drawn, rank: int, y: int, seconds: float, limit: int) -> str:
-    """One box per operation of a rank, a hair apart; its grey foot is the share of tokens without signal."""
+    """Draw one box per operation of a rank, a hair apart, with a grey foot for its tokens without signal."""
     timeline, parts = drawn.timeline, []
     for css, starts, ends in (
         ("forward", timeline.forward_start, timeline.forward_end),
         ("backward", timeline.backward_start, timeline.backward_end),
     ):
         for stage in range(rank, starts.shape[0], timeline.pipeline):
-            for m in range(
-                min(len(drawn.dead), limit)
-            ):  # what lies behind are micro-batches of a what-if, without time
+            for m in range(min(len(drawn.dead), limit)):  # later micro-batches pad a what-if plan and take no time
                 left, right = float(_x(starts[stage, m], seconds)), float(_x(ends[stage, m], seconds))
                 wide = max(right - left - 0.6, 0.3)
                 kind = "filler" if drawn.filler[m] else css

@@ -1,8 +1,7 @@
-"""What a run leaves for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the fit after its last
-optimizer step.
+"""Writes a run's files for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the latest fit.
 
-Both lie in the run's folder and are written by the main rank alone. ``tools/simulate_cluster.py --from-run FOLDER``
-reads them.
+Both lie in the run's folder and are written by the main rank alone; the fit is that after the last optimizer step.
+``tools/simulate_cluster.py --from-run FOLDER`` reads them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ from megatron_rl.types import BatchFacts
 
 
 class Recorder:
-    """Writes both files; on ranks that are not the main one it writes nothing. What an earlier run left in the folder
-    is renamed, unless this run goes on from a checkpoint (``resumed``)."""
+    """Writes both files on the main rank, and nothing on the others.
+
+    An earlier run's files in the folder are renamed, unless this run resumes from a checkpoint (``resumed``).
+    """
 
     def __init__(self, config: Config, backend: MegatronBackend, *, resumed: bool = False) -> None:
         self.config = config
@@ -43,8 +44,10 @@ class Recorder:
                     set_aside(path)
 
     def rollout(self, facts: BatchFacts, rewards: np.ndarray, by_function: np.ndarray) -> None:
-        """One line of the trace, numbered as ``rollout`` in the metrics. rewards [S], by_function [S, F]: NaN where
-        there is none."""
+        """Write one line of the trace, numbered as ``rollout`` in the metrics.
+
+        rewards: [S], by_function: [S, F], NaN for a sample without a reward.
+        """
         self.num_rollouts += 1
         if not self.is_main:
             return
@@ -61,7 +64,7 @@ class Recorder:
         append_trace(self.trace, self.num_rollouts, workload, list(prompts))
 
     def fit(self) -> None:
-        """Replaces coefficients.json by what is measured so far, at once: a reader never sees half of it."""
+        """Replace coefficients.json by the current measurement, at once: a reader never sees half of it."""
         backend = self.backend
         if not self.is_main or not backend.fit.is_fitted or not backend.optimizer_s:
             return
@@ -78,10 +81,10 @@ class Recorder:
         _replace(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def _where(self) -> str:
-        place = self.backend.topology
+        topology = self.backend.topology
         device = torch.cuda.get_device_name() if HOST.is_cuda else f"{platform.machine()} CPU of {os.cpu_count()} cores"
         return (
-            f"{device}, {place.world_size} process(es), {place.degrees}, torch {torch.__version__}, "
+            f"{device}, {topology.world_size} process(es), {topology.degrees}, torch {torch.__version__}, "
             f"{self.backend.step_index} step(s)"
         )
 

@@ -1,4 +1,4 @@
-"""A forecast → the figures that are written as JSON, and their tables."""
+"""Turns a forecast into the figures that are written as JSON, and into their tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _outcome(found: Outcome) -> dict[str, Any]:
 def figures(
     found: Forecast, config: Config, degrees: Degrees, *, title: str, workload: str, num_rollouts: int
 ) -> dict[str, Any]:
-    """Everything that is printed. Seconds, tokens, bytes."""
+    """Return all printed figures as JSON-able values, in seconds, tokens and bytes."""
     return {
         "title": title,
         "world_size": degrees.world_size,
@@ -78,16 +78,16 @@ def _cell(value: Any, unit: str) -> str:
 
 
 def binding(content: dict[str, Any], gpu_memory_gib: float) -> str:
-    """In words, what keeps the update from being shorter, or from running at all."""
+    """Say in words which limit keeps the update from being shorter, or from running at all."""
     worst = max(content["memory"], key=lambda stage: stage["total"])
     if worst["total"] > gpu_memory_gib * GIB:
-        way = "more TP or PP, a smaller plan.max_tokens_per_microbatch"
+        fix = "more TP or PP, a smaller plan.max_tokens_per_microbatch"
         if content["recompute"] == "none":
-            way += (
+            fix += (
                 ", or megatron.transformer.recompute_granularity=full with recompute_method=uniform and "
                 "recompute_num_layers=1"
             )
-        return f"memory: stage {worst['stage']} needs {worst['total'] / GIB:.1f} GiB of {gpu_memory_gib:g}; {way}"
+        return f"memory: stage {worst['stage']} needs {worst['total'] / GIB:.1f} GiB of {gpu_memory_gib:g}; {fix}"
     first = content["constraints"][0]
     share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0
     return f"{first['name']}: {100 * share:.1f} % of the skip run's update ({first['note']})"
@@ -121,9 +121,12 @@ def show(content: dict[str, Any], gpu_memory_gib: float) -> None:
     for name in ("constraint", "would save", "share", "what it is"):
         limits.add_column(name, justify="right" if name in ("would save", "share") else "left")
     whole = content["skip"]["update_s"] or 1.0
-    for each in content["constraints"]:
+    for constraint in content["constraints"]:
         limits.add_row(
-            each["name"], f"{short(each['saves_s'])} s", f"{100 * each['saves_s'] / whole:.1f} %", each["note"]
+            constraint["name"],
+            f"{short(constraint['saves_s'])} s",
+            f"{100 * constraint['saves_s'] / whole:.1f} %",
+            constraint["note"],
         )
     console.print(limits)
     console.print(f"binds: {binding(content, gpu_memory_gib)}", highlight=False)

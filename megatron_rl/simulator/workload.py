@@ -1,16 +1,15 @@
-"""What a simulated job trains on: lengths and rewards per sample, recorded by a run or drawn from a stated
-distribution.
+"""Holds a simulated job's lengths and rewards per sample, recorded by a run or drawn from a stated distribution.
 
 A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder`` in
 simulator/record.py):
 
-    {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97], "loss_tokens": [41, 97],
-    "reward": [1, null]}
+    {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97],
+     "loss_tokens": [41, 97], "reward": [1, null]}
 
 A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch without it).
-``loss_tokens`` (response tokens with loss) may be left out: all. ``reward: null`` is a sample that was taken out of its
-group. ``reward_functions``, a list for each function by name, is what ``advantage.estimator=gdpo`` needs where there
-are several. Other keys are ignored.
+``loss_tokens`` (response tokens with loss) may be left out: all have loss. ``reward: null`` is a sample that was taken
+out of its group. ``reward_functions``, a list for each function by name, is needed by ``advantage.estimator=gdpo`` if
+there are several functions. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ TOKENS = ("group", "prompt_tokens", "response_tokens", "loss_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """One rollout's samples, struct of arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
+    """Holds one rollout's samples as arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
 
-    by_function: float64 [S] of each reward function by name, NaN where it did not apply; {} where only their weighted
-    sum is known.
+    by_function: float64 [S] of each reward function by name, NaN if it did not apply; {} if only their weighted sum is
+        known.
 
     Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12], rewards=[1, 0],
     groups=[0, 0]``.
@@ -54,17 +53,20 @@ class Workload:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[S] int64 tokens of prompt and response."""
+        """Return [S] int64 tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
     def signal(self, config: Config) -> np.ndarray:
-        """[S] bool, by the run's own advantages and rule; every sample with a loss token where these hang on values or
-        log-probs."""
-        given, rewards = config.advantage, self.rewards
-        if given.estimator == "gae" or config.kl_in_reward:
+        """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
+
+        Under GAE or a KL in the reward, advantages need values or log-probs, which a trace lacks: every sample with a
+        loss token then counts as one with signal.
+        """
+        advantage, rewards = config.advantage, self.rewards
+        if advantage.estimator == "gae" or config.kl_in_reward:
             return self.loss_tokens > 0
         columns, weights = rewards[:, None], ()
-        if given.estimator == "gdpo" and self.by_function:
+        if advantage.estimator == "gdpo" and self.by_function:
             names, weights = config.reward.functions, config.reward.resolved_weights
             unknown = [name for name in names if name not in self.by_function]
             if unknown or not names:
@@ -82,15 +84,17 @@ class Workload:
             by_function=columns,
             function_weights=weights,
         )
-        values = advantages(group_rewards, estimator=given.estimator, epsilon=given.epsilon, whiten=given.whiten)
+        values = advantages(
+            group_rewards, estimator=advantage.estimator, epsilon=advantage.epsilon, whiten=advantage.whiten
+        )
         return has_signal(values, self.loss_tokens, advantage_epsilon=signal_rule(config).advantage_epsilon)
 
 
 def read_trace(path: str | pathlib.Path) -> list[Workload]:
-    """One Workload per rollout of a trace file, or of ``trace.jsonl`` in a run's folder. ConfigError ``<file>:<line>:
-    ...``.
+    """Read one Workload per rollout from a trace file, or from ``trace.jsonl`` in a run's folder.
 
-    A last line without its newline is what an interrupted write leaves: it is left out, with a warning in the log.
+    Raises ConfigError ``<file>:<line>: ...``. An interrupted write leaves a last line without its newline: that line is
+    left out, with a warning in the log.
     """
     path = pathlib.Path(path)
     file = path / "trace.jsonl" if path.is_dir() else path
@@ -116,19 +120,19 @@ def read_trace(path: str | pathlib.Path) -> list[Workload]:
 
 
 def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
-    """A line's samples, as columns, to their rollout's."""
+    """Add a line's samples, as columns, to those of its rollout."""
     try:
-        given = json.loads(line)
-        whole = isinstance(given["reward"], list)
-        given.setdefault("loss_tokens", given["response_tokens"])
-        columns = {name: _column(given[name], np.int64) for name in TOKENS} | {
-            "reward": _column(given["reward"], np.float64)
+        row = json.loads(line)
+        whole = isinstance(row["reward"], list)
+        row.setdefault("loss_tokens", row["response_tokens"])
+        columns = {name: _column(row[name], np.int64) for name in TOKENS} | {
+            "reward": _column(row["reward"], np.float64)
         }
-        columns |= {f"of {name}": _column(x, np.float64) for name, x in given.get("reward_functions", {}).items()}
+        columns |= {f"of {name}": _column(x, np.float64) for name, x in row.get("reward_functions", {}).items()}
         sizes = {name: len(x) for name, x in columns.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"lists of different lengths: {sizes}")
-        rollout = int(given.get("rollout", 0))
+        rollout = int(row.get("rollout", 0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{where}: {line[:80]!r} is no sample of a trace ({type(error).__name__}: {error}); each line needs "
@@ -156,10 +160,10 @@ def _workload(parts: list[dict]) -> Workload:
 
 
 def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompts: Sequence[str] = ()) -> None:
-    """Adds one rollout to a trace, in one write; ``read_trace`` reads it back. With several functions the reward is
-    their weighted sum.
+    """Add one rollout to a trace, in one write; ``read_trace`` reads it back.
 
-    prompts: the name of each group's prompt, in the order of the groups; for people, and for whoever counts them.
+    With several functions the reward is their weighted sum.
+    prompts: the name of each group's prompt, in the order of the groups, for readers of the trace alone.
     """
 
     def plain(values: np.ndarray) -> list[float | None]:
@@ -198,10 +202,11 @@ def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, floa
 def draw(
     config: Config, *, lengths: str | None, pass_rate: str | None, prompt_tokens: int | None, seed: int
 ) -> tuple[Workload, str]:
-    """A rollout of ``train.prompts_per_rollout`` groups from stated distributions, and those in words.
+    """Draw a rollout of ``train.prompts_per_rollout`` groups from stated distributions; return it and those in words.
 
     lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm), cut at
-    rollout.max_response_tokens. pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
+        rollout.max_response_tokens.
+    pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
     """
     limit = config.rollout.max_response_tokens
     lengths, pass_rate = lengths or f"lognormal:{max(1, limit // 2)},0.5", pass_rate or "beta:0.5,0.5"

@@ -1,5 +1,7 @@
-"""The cells of the support matrix and what each must show; data only. tools/acceptance.py starts them,
-acceptance_matrix/checks.py runs one."""
+"""Lists the cells of the support matrix and the checks that each must pass, as data only.
+
+tools/acceptance.py starts the cells, acceptance_matrix/checks.py runs one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One row: a feature on a layout. ``needs``: a module without which it is not run."""
+    """Describes one row of the matrix: a feature on a layout.
+
+    needs: a module without which the cell is not run.
+    """
 
     name: str
     feature: str
@@ -56,18 +61,20 @@ class Cell:
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """Every one must be there for the cell to pass."""
+        """Return the names of the checks; each must have a result for the cell to pass."""
         return tuple(x for x in LABELS if self.data > 1 or x not in ("silent", "replicas"))
 
 
 def tolerances(dtype: str, *, cuda: bool) -> dict[str, float]:
-    """The largest error allowed per check.
+    """Return the largest error allowed per check.
 
     float32: another order of summation, seen 3e-7 to 1e-6 on a CPU; on a GPU, TF32 off, the kernels differ from the
-    reference's too, and TF32 left on would show at 1e-3. A token weight lost or counted twice shows at 1e-2 and above.
+        reference's too, and TF32 left on would show at 1e-3. A token weight lost or counted twice shows at 1e-2 and
+        above.
     bfloat16: 8 bits of mantissa, 4e-3 per rounding, through 4 layers of weights three times their usual size, against a
-    float32 reference of the same rounded weights; skip and dense round alike but for what is packed together.
-    The rest is exact in any dtype.
+        float32 reference of the same rounded weights; skip and dense differ in rounding only by packing other samples
+        together.
+    The other checks are exact in any dtype.
     """
     exact = {"bitwise": 0.0, "ghost": 0.0, "replicas": 0.0}
     if dtype == "bfloat16":
@@ -114,9 +121,8 @@ def _on(layout: dict, *overrides: str, **given: object) -> dict:
 
 def _cells() -> tuple[Cell, ...]:
     layouts = {name: layout for name, _, layout in LAYOUTS}
-    te = dict(
-        dtype="bfloat16", needs="transformer_engine"
-    )  # its attention takes packed sequences in half precision only
+    # Transformer Engine's attention takes packed sequences in half precision only.
+    te = dict(dtype="bfloat16", needs="transformer_engine")
     te_spec = "model.layer_spec=transformer_engine"
     cells = [Cell(name=name, feature=feature, **_on(layout, *TORCH)) for name, feature, layout in LAYOUTS]
     cells += [

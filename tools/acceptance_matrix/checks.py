@@ -1,5 +1,4 @@
-"""One cell of the support matrix, inside its process group: builds a tiny model and measures what cells.LABELS
-names."""
+"""Runs one cell of the support matrix in its process group: measures the checks of cells.LABELS on a tiny model."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ GROUPS = [i // 2 for i in range(NUM_SAMPLES)]
 ADVANTAGES = np.where(np.arange(NUM_SAMPLES) % 4 < 2, 0.0, np.linspace(-1, 1, NUM_SAMPLES))
 ONE_ALIVE = np.where(np.arange(NUM_SAMPLES) == 3, 0.7, 0.0)
 # Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped (at 0.8, 1.2), none near the
-# edge of
-# clipping, where bfloat16 would fall on the other side.
+# edge of clipping, since bfloat16 could fall on its other side.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
 DEFAULTS = (
     "plan.max_tokens_per_microbatch=40",
@@ -52,7 +50,7 @@ DEFAULTS = (
 
 @dataclasses.dataclass(kw_only=True)
 class Bench:
-    """A backend, the reference model of the same weights, and a batch that every rank agrees on."""
+    """Holds a backend, the reference model of the same weights, and a batch that is the same on every rank."""
 
     cell: Cell
     fault: str
@@ -63,7 +61,7 @@ class Bench:
 
     @property
     def is_last(self) -> bool:
-        """The rank on which faults are planted."""
+        """Return True on the last rank, on which faults are planted."""
         return self.backend.topology.rank == self.backend.topology.world_size - 1
 
     def plan(self, advantages: np.ndarray, *, drops: bool) -> BatchPlan:
@@ -90,7 +88,7 @@ class Bench:
         return {name: x.float().cpu() for name, x in gradient.items()}
 
     def reference(self, advantages: np.ndarray, found: dict[str, torch.Tensor]) -> float:
-        """Relative error against the reference, on the main rank; 0 on the others."""
+        """Return the relative error against the reference on the main rank, and 0 on the others."""
         if not self.backend.topology.is_main:
             return 0.0
         return relative_error(found, reference_gradient(self.model, self.samples, GROUPS, advantages.tolist())[0])
@@ -100,31 +98,36 @@ class Bench:
             parameter.data.add_(by)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """As they are: ``backend.export`` gathers first, and would mend what is looked for here."""
+        """Return the weights of this moment, without a parameter gather.
+
+        ``backend.export`` gathers first, and would mend the very fault that the check is to find.
+        """
         parameters = dict(self.backend.chunks[0].module.named_parameters())
         tensors = export_weights([parameters], self.backend.shape, self.backend.topology)
         return {name: x.float().cpu().clone() for name, x in tensors}
 
 
 def whole_gradient(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    """``backend.gradient()``, also where the distributed optimizer's reduce-scatter leaves each rank its shard of the
-    sum."""
-    place = backend.topology
-    if place.data_size == 1 or not backend.config.optimizer.distributed:
+    """Return ``backend.gradient()``, whole on every rank.
+
+    The distributed optimizer's reduce-scatter leaves each rank its shard of the sum; the shards are gathered here.
+    """
+    ranks = backend.topology
+    if ranks.data_size == 1 or not backend.config.optimizer.distributed:
         return backend.gradient()
     backend.optimizer._reduce_gradients()
     for group in backend.chunks[0].bucket_groups:
         for bucket in group.buckets:
-            mine = bucket.grad_data.chunk(place.data_size)[place.data_rank].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=place.data_group)
+            mine = bucket.grad_data.chunk(ranks.data_size)[ranks.data_rank].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks.data_group)
     gradients = {name: p.main_grad for name, p in backend.chunks[0].module.named_parameters()}
-    return {name: x.clone() for name, x in export_weights([gradients], backend.shape, place)}
+    return {name: x.clone() for name, x in export_weights([gradients], backend.shape, ranks)}
 
 
 @contextlib.contextmanager
 def open_bench(cell: Cell, fault: str, deadline_s: float) -> Iterator[Bench]:
     hf_config, model = tiny_model(cell.family, layers=LAYERS, hidden=HIDDEN)
-    if cell.dtype == "bfloat16":  # what is left to measure is the arithmetic's rounding, not the weights'
+    if cell.dtype == "bfloat16":  # so that only the arithmetic's rounding is measured, not the weights'
         model = model.bfloat16().float()
     overrides = [
         f"parallel.tensor={cell.tensor}",
@@ -156,12 +159,12 @@ def open_bench(cell: Cell, fault: str, deadline_s: float) -> Iterator[Bench]:
 def check_logprobs(bench: Bench) -> float:
     if bench.fault == "wrong-weight" and bench.is_last:
         bench.move_weights(0.01)
-    found = bench.backend.logprobs(bench.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
+    logprobs = bench.backend.logprobs(bench.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
     if bench.fault == "wrong-weight" and bench.is_last:
         bench.move_weights(-0.01)
     with torch.no_grad():
         wanted = np.concatenate([reference_logprobs(bench.model, s)[0].numpy() * s.loss_mask for s in bench.samples])
-    return float(np.abs(found - wanted).max())
+    return float(np.abs(logprobs - wanted).max())
 
 
 def check_gradients(bench: Bench) -> dict[str, float]:
@@ -169,19 +172,19 @@ def check_gradients(bench: Bench) -> dict[str, float]:
     lost = bench.fault == "drop-survivor"
     plan = bench.plan(np.where(np.arange(NUM_SAMPLES) == 11, 0.0, ADVANTAGES) if lost else ADVANTAGES, drops=True)
     assert len(plan.mini_batches[0].dropped) >= NUM_SAMPLES // 2, plan.mini_batches[0].dropped
-    found = {
+    errors = {
         "gradient": bench.reference(ADVANTAGES, dense),
         "skip": relative_error(bench.gradient(ADVANTAGES, plan), dense),
     }
     if bench.backend.topology.data_size > 1:
         plan = bench.plan(ONE_ALIVE, drops=True)
         assert plan.mini_batches[0].silent_ranks == bench.backend.topology.data_size - 1
-        found["silent"] = bench.reference(ONE_ALIVE, bench.gradient(ONE_ALIVE, plan))
-    return found
+        errors["silent"] = bench.reference(ONE_ALIVE, bench.gradient(ONE_ALIVE, plan))
+    return errors
 
 
 def check_bitwise(bench: Bench) -> float:
-    """Micro-batches cut before the drop, whole ones dropped: what they added was exact zeros."""
+    """Drop whole micro-batches, cut before the drop, and compare: they must have added exact zeros."""
     usual = bench.backend.rules
     bench.backend.rules = dataclasses.replace(usual, repack=False, samples_per_microbatch=2)
     dense = bench.gradient(ADVANTAGES, bench.plan(ADVANTAGES, drops=False))
@@ -195,34 +198,38 @@ def check_bitwise(bench: Bench) -> float:
 
 
 def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """The largest absolute difference; 0.0 only where every tensor is equal to the bit (-0.0 counts as 0.0)."""
+    """Return the largest absolute difference; 0.0 only if every tensor is equal to the bit (-0.0 counts as 0.0)."""
     assert set(found) == set(wanted), sorted(set(found) ^ set(wanted))
     return max(0.0 if torch.equal(found[k], wanted[k]) else float((found[k] - wanted[k]).abs().max()) for k in wanted)
 
 
 def trajectory(bench: Bench, *, ghost: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
-    """Weights after the second and the third of three steps (real, without signal, real), and every rank's digest of
-    both."""
+    """Return weights after the second and the third of three steps, and every rank's digest of both.
+
+    The three steps are real, without signal, and real.
+    """
     if bench.fault == "no-ghost-gather":
         bench.backend.optimizer._end_parameter_gather = lambda: None
-    found = []
+    snapshots = []
     for step, advantages in enumerate((ADVANTAGES, np.zeros(NUM_SAMPLES), ADVANTAGES)):
         kind = bench.accumulate(advantages, bench.plan(advantages, drops=ghost and step == 1))
         assert (kind is StepKind.GHOST) == (ghost and step == 1)
         bench.backend.optim_step(kind)
-        # A forward pass between steps is what leaves a parameter gather owed, under overlap_param_gather.
+        # Under overlap_param_gather, a forward pass between steps leaves a parameter gather pending.
         bench.backend.logprobs(bench.batch, np.ones(NUM_SAMPLES, dtype=bool))
         if step == 2 and bench.fault == "stale-replica" and bench.is_last:
             bench.move_weights(1e-3)
         if step > 0:
-            found.append(bench.weights())
+            snapshots.append(bench.weights())
     # After the second step too: a third that gathers would mend what differed.
-    digest = hashlib.sha256(b"".join(x.numpy().tobytes() for weights in found for x in weights.values())).hexdigest()
-    return found, gather_json(digest)
+    digest = hashlib.sha256(
+        b"".join(x.numpy().tobytes() for weights in snapshots for x in weights.values())
+    ).hexdigest()
+    return snapshots, gather_json(digest)
 
 
 def measure(cell: Cell, fault: str, deadline_s: float) -> dict:
-    """Every check's error, the worst over ranks, and what the cell turned out to run on."""
+    """Return every check's error, the worst over ranks, and the kernels and backend that the cell ran on."""
     with open_bench(cell, fault, deadline_s) as bench:
         if fault == "hang" and bench.is_last:
             time.sleep(3600)
@@ -244,15 +251,15 @@ def measure(cell: Cell, fault: str, deadline_s: float) -> dict:
         if cell.data > 1:
             errors["replicas"] = float(sum(x != digests[0] for x in digests))
         everyone = np.array(gather_json(list(errors.values())))
-    return {
-        "errors": dict(zip(errors, everyone.max(axis=0).tolist(), strict=True)),
-        **facts,
-    }  # a NaN anywhere stays one
+    # A NaN on any rank stays one in the maximum.
+    return {"errors": dict(zip(errors, everyone.max(axis=0).tolist(), strict=True)), **facts}
 
 
 def _exit_with_parent() -> None:
-    """stdin is a pipe that the starting process holds open and never writes to: its end means that nobody waits for
-    this cell."""
+    """Exit when the starting process has closed stdin: then no process waits for this cell.
+
+    stdin is a pipe that the starting process holds open and never writes to.
+    """
     while os.read(0, 1):
         continue
     os._exit(1)
@@ -264,7 +271,7 @@ def run(cell: Cell, out: pathlib.Path, *, fault: str, deadline_s: float) -> None
     if HOST.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-    found = measure(cell, fault, deadline_s)
+    result = measure(cell, fault, deadline_s)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(result))
     dist.destroy_process_group()

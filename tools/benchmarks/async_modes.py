@@ -1,5 +1,4 @@
-"""Times rollouts made while the trainer trains, against one after the other: wall time of a rollout, and the overlap
-that is achieved.
+"""Times a rollout made while the trainer trains, and one made before it trains: wall time, and the achieved overlap.
 
 Each mode is a short run of its own of the same model and data, one trainer and one engine, round after round in turn.
 The ideal is max(production, training) of the synchronous run, production being generation and rewards; an overlap of 1
@@ -34,11 +33,11 @@ MODES = {
         "weight_sync.in_flight=true",
     ),
 }
-FIRST_ROLLOUTS = 2  # left out: the engine starts in the first, and nothing was made ahead of it
+FIRST_ROLLOUTS = 2  # left out: the engine starts in the first, and no rollout was made ahead of it
 
 
 def slow_arithmetic(prompts, completions, completion_ids, answer, **columns):
-    """The quickstart's reward, after --reward-ms for each sample, as a verifier that runs a program would take them."""
+    """Return the quickstart's reward after --reward-ms per sample, as a verifier that runs a program would."""
     from megatron_rl.reward.arithmetic import arithmetic
 
     time.sleep(len(prompts) * float(os.environ["BENCHMARK_REWARD_MS"]) / 1000)
@@ -83,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(given: argparse.Namespace, folder: pathlib.Path) -> None:
-    """Data, tokenizer and model, as examples/quickstart/prepare.py makes them."""
+    """Make data, tokenizer and model by examples/quickstart/prepare.py."""
     sizes = {
         "hidden": given.hidden,
         "layers": given.layers,
@@ -100,8 +99,10 @@ def prepare(given: argparse.Namespace, folder: pathlib.Path) -> None:
 def short_run(
     given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str
 ) -> list[dict]:
-    """Rows of metrics.jsonl of one run of a process and a thread, on the quickstart's data; variables: for its
-    environment."""
+    """Run one process and one thread on the quickstart's data; return its rows of metrics.jsonl.
+
+    variables: variables for the run's environment.
+    """
     command = [
         sys.executable,
         "-m",
@@ -139,7 +140,7 @@ def short_run(
 
 
 def in_turn(given: argparse.Namespace, modes: Iterable[str], run: Callable[..., list[dict]]) -> dict[str, list[dict]]:
-    """What ``run(given, inputs, run_dir, mode)`` measures of each mode, round after round."""
+    """Return the results of ``run(given, inputs, run_dir, mode)`` for each mode, run round after round."""
     measured: dict[str, list[dict]] = {mode: [] for mode in modes}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -151,7 +152,7 @@ def in_turn(given: argparse.Namespace, modes: Iterable[str], run: Callable[..., 
 
 
 def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict]:
-    """The measured rollouts of one short run: seconds in all, of generation and rewards, and how stale they were."""
+    """Return one short run's measured rollouts: total seconds, seconds of generation and rewards, and staleness."""
     overrides = (
         "reward.functions=[async_modes:slow_arithmetic]",
         f"rollout.producer.min_groups={given.min_groups}",
@@ -162,32 +163,35 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
     )
     rollouts: dict[int, dict] = {}
     for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_REWARD_MS=str(given.reward_ms)):
-        into = rollouts.setdefault(row["rollout"], {"seconds": 0.0, "production": 0.0, "staleness": 0.0})
-        into["seconds"] += row["time/step_s"]
-        into["production"] += row.get("perf/rollout_generation_s", 0.0) + row.get("time/reward_s", 0.0)
-        into["staleness"] = max(into["staleness"], row.get("async/staleness_max", 0.0))
+        rollout = rollouts.setdefault(row["rollout"], {"seconds": 0.0, "production": 0.0, "staleness": 0.0})
+        rollout["seconds"] += row["time/step_s"]
+        rollout["production"] += row.get("perf/rollout_generation_s", 0.0) + row.get("time/reward_s", 0.0)
+        rollout["staleness"] = max(rollout["staleness"], row.get("async/staleness_max", 0.0))
     return [rollouts[number] for number in sorted(rollouts) if number > FIRST_ROLLOUTS]
 
 
 def table_of(measured: dict[str, list[dict]]) -> list[dict]:
-    """Medians per mode; ``overlap``: of what could be hidden behind the longer of the two."""
-    middle = {
+    """Return the medians per mode.
+
+    ``overlap`` is the hidden share of the shorter of production and training, which the longer could hide.
+    """
+    by_mode = {
         mode: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         for mode, rows in measured.items()
     }
-    production = middle["sync"]["production"]
-    training = middle["sync"]["seconds"] - production
+    production = by_mode["sync"]["production"]
+    training = by_mode["sync"]["seconds"] - production
     ideal = max(production, training)
     return [
         {
             "mode": mode,
-            "seconds": found["seconds"],
-            "over sync": found["seconds"] / middle["sync"]["seconds"],
-            "over ideal": found["seconds"] / ideal,
-            "overlap": (production + training - found["seconds"]) / min(production, training),
-            "staleness": found["staleness"],
+            "seconds": medians["seconds"],
+            "over sync": medians["seconds"] / by_mode["sync"]["seconds"],
+            "over ideal": medians["seconds"] / ideal,
+            "overlap": (production + training - medians["seconds"]) / min(production, training),
+            "staleness": medians["staleness"],
         }
-        for mode, found in middle.items()
+        for mode, medians in by_mode.items()
     ]
 
 

@@ -1,15 +1,14 @@
-"""Log-probs from the logits (plain) and without them (lean), forward and backward: peak extra memory, and time as
-alternating medians.
+"""Measures log-probs from logits (plain) and without them (lean), forward and backward: peak extra memory, and time.
 
     python tools/benchmarks/logprob.py --tokens 2048 4096 --vocab 62000 --hidden 256
 
 plain is F.linear and vocab_parallel_logprob, lean is linear_logprob; one tensor rank, so --vocab is the shard's width.
-Peak extra memory is what forward and backward add to hidden, weight and targets, the two gradients included. On CUDA:
-max_memory_allocated. On the CPU: the growth of the kernel's high-water mark of resident memory (VmHWM in
-/proc/self/status), each measurement in a process of its own, after a warm-up on a few tokens. Where plain would not fit
---plain-limit-gb, it is not run: its memory is extrapolated on the line through the sizes that were, and marked ~; its
-time is left out. On a busy host the ratio of CPU seconds under --threads 1 says more than that of seconds: it counts
-this process's work alone.
+Times are alternating medians. Peak extra memory is the memory that forward and backward add to hidden, weight and
+targets, the two gradients included. On CUDA: max_memory_allocated. On the CPU: the growth of the kernel's high-water
+mark of resident memory (VmHWM in /proc/self/status), each measurement in a process of its own, after a warm-up on a few
+tokens. If plain would not fit --plain-limit-gb, it is not run: its memory is extrapolated on the line through the sizes
+that were run, and marked ~; its time is left out. On a busy host the ratio of CPU seconds under --threads 1 says more
+than that of seconds: it counts this process's work alone.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ GIB = 2**30
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: python tools/benchmarks/logprob.py --tokens 4096 8192 32768 --repeats 0 --json "
-        "runs/benchmark_logprob.json",
+        epilog="example: python tools/benchmarks/logprob.py --tokens 4096 8192 32768 --repeats 0 "
+        "--json runs/benchmark_logprob.json",
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096], help="sizes, one row each")
     parser.add_argument("--vocab", type=int, default=62_000, help="columns of this tensor rank's shard")
@@ -49,9 +48,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--plain-limit-gb", type=float, default=8.0, help="plain is not run where its two [tokens, vocab] exceed this"
     )
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
-    parser.add_argument(
-        "--measure", nargs=2, metavar=("PATH", "TOKENS"), help=argparse.SUPPRESS
-    )  # the child that measures memory
+    # --measure is for the child process that measures memory.
+    parser.add_argument("--measure", nargs=2, metavar=("PATH", "TOKENS"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     for name in ("vocab", "hidden"):
         if getattr(given, name) < 1:
@@ -63,7 +61,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_inputs(given: argparse.Namespace, tokens: int):
-    """hidden [tokens, H], weight [V, H] with logits of standard deviation 1, targets [tokens], on the device."""
+    """Return hidden [tokens, H], weight [V, H] and targets [tokens], on the device.
+
+    The logits have a standard deviation of 1.
+    """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +76,7 @@ def make_inputs(given: argparse.Namespace, tokens: int):
 
 
 def step(path: str, given: argparse.Namespace, hidden, weight, targets) -> None:
-    """One forward and backward; leaves no gradients behind."""
+    """Run one forward and backward; no gradients stay."""
     import torch
 
     from megatron_rl.model.logprob import linear_logprob, vocab_parallel_logprob
@@ -91,18 +92,21 @@ def step(path: str, given: argparse.Namespace, hidden, weight, targets) -> None:
 
 
 def peak_resident_bytes() -> int:
-    """The high-water mark of this process since its exec. Not ru_maxrss, which starts from the parent's."""
+    """Return the high-water mark of this process since its exec.
+
+    ru_maxrss is not used: it starts from the parent's.
+    """
     status = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def measure_here(path: str, given: argparse.Namespace, tokens: int) -> int:
-    """Peak extra bytes in this process; on the CPU it must be a fresh one."""
+    """Return the peak extra bytes in this process; on the CPU the process must be a fresh one."""
     import torch
 
     inputs = make_inputs(given, tokens)
     few = min(64, given.vocab)
-    step(path, given, inputs[0][:2], inputs[1][:few], inputs[2][:2] % few)  # what the libraries load and allocate once
+    step(path, given, inputs[0][:2], inputs[1][:few], inputs[2][:2] % few)  # warms up: libraries load and allocate once
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -118,7 +122,7 @@ def measure_memory(path: str, given: argparse.Namespace, tokens: int) -> int:
 
     if torch.cuda.is_available():
         return measure_here(path, given, tokens)
-    passed = [
+    options = [
         "--vocab",
         given.vocab,
         "--hidden",
@@ -128,10 +132,10 @@ def measure_memory(path: str, given: argparse.Namespace, tokens: int) -> int:
         "--temperature",
         given.temperature,
     ]
-    passed += ["--chunk-tokens", given.chunk_tokens] if given.chunk_tokens is not None else []
-    passed += ["--threads", given.threads] if given.threads is not None else []
-    passed += ["--train-entropy"] if given.train_entropy else []
-    command = [sys.executable, os.path.abspath(__file__), "--measure", path, tokens, *passed]
+    options += ["--chunk-tokens", given.chunk_tokens] if given.chunk_tokens is not None else []
+    options += ["--threads", given.threads] if given.threads is not None else []
+    options += ["--train-entropy"] if given.train_entropy else []
+    command = [sys.executable, os.path.abspath(__file__), "--measure", path, tokens, *options]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(
@@ -141,8 +145,10 @@ def measure_memory(path: str, given: argparse.Namespace, tokens: int) -> int:
 
 
 def measure_times(given: argparse.Namespace, tokens: int, paths: tuple[str, ...]) -> dict[str, float]:
-    """Median seconds and CPU seconds of each path, the paths taken in turn; with both paths, the ratios lean /
-    plain."""
+    """Return the median seconds and CPU seconds of each path, the paths taken in turn.
+
+    With both paths, the ratios lean / plain are returned too.
+    """
     import torch
 
     inputs = make_inputs(given, tokens)
@@ -168,7 +174,7 @@ def plain_fits(given: argparse.Namespace, tokens: int) -> bool:
 
 
 def extrapolated(measured: dict[int, int], tokens: int) -> float:
-    """On the line through the smallest and the largest size measured; in proportion where there is one size."""
+    """Extrapolate on the line through the smallest and the largest size; with one size, in proportion."""
     low, high = min(measured), max(measured)
     slope = (measured[high] - measured[low]) / (high - low) if high > low else measured[high] / high
     return measured[high] + slope * (tokens - high)

@@ -1,4 +1,4 @@
-"""Seconds that planning takes, far beyond one host: no process group, numpy alone.
+"""Measures the seconds of planning, far beyond one host: no process group, numpy alone.
 
 python tools/benchmarks/planner.py --samples 1000000 --dp 1024 --pp 8
 """
@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def planning_seconds(samples: int, given: argparse.Namespace) -> dict[str, float]:
-    """Medians of planning and of the fingerprints that ranks compare, dense and with the skip."""
+    """Return median seconds of planning and of the fingerprints that ranks compare, dense and with the skip."""
     random = np.random.default_rng(0)
     lengths = np.clip(
         random.lognormal(np.log(given.mean_tokens), 0.6, samples).astype(np.int64), 8, given.max_tokens_per_microbatch
@@ -49,7 +49,7 @@ def planning_seconds(samples: int, given: argparse.Namespace) -> dict[str, float
     )
     rules = PlanRules(data_size=given.dp, cost=cost, max_tokens=given.max_tokens_per_microbatch)
     mini_batches = np.array_split(np.arange(samples), given.mini_batches)
-    found = {}
+    medians = {}
     for name, drops in (("dense", False), ("skip", True)):
         seconds = []
         for _ in range(given.repeats):
@@ -57,8 +57,8 @@ def planning_seconds(samples: int, given: argparse.Namespace) -> dict[str, float
             plan = plan_steps("train", mini_batches, lengths, signal, rules, drops=drops)
             plan.fingerprints()
             seconds.append(time.perf_counter() - started)
-        found[name] = statistics.median(seconds)
-    return found
+        medians[name] = statistics.median(seconds)
+    return medians
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,12 +1,12 @@
-"""The loss is 0 and it learns: runs the quickstart's first RL steps on the CPU, with and without noise on the
-advantages, and draws them.
+"""Draws the quickstart's first RL steps on the CPU, in which the loss is 0 and the policy learns.
 
 Example:
   python tools/benchmarks/plot_zero_loss.py --out docs/zero-loss.svg --seeds 0 1 2 --noise-stds 0 0.01 0.1
 
-Each run is one process and one optimizer step a rollout under loss.reduction=sequence_mean, so that every loss is
-on-policy and over whole groups. Printed: a Markdown table of what was measured, over all seeds. Drawn: loss, gradient
-norm and reward of the first seed. docs/zero-loss.md says what it shows.
+The runs are made with and without noise on the advantages. Each run is one process and one optimizer step a rollout
+under loss.reduction=sequence_mean, so that every loss is on-policy and over whole groups. Printed: a Markdown table of
+the measurements over all seeds. Drawn: loss, gradient norm and reward of the first seed. docs/zero-loss.md explains
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CSS = """
 
 
 def run(work: pathlib.Path, std: float, seed: int, steps: int) -> list[dict]:
-    """The RL rows of one run. Raises RuntimeError with its last words where it fails."""
+    """Return the RL rows of one run; raises RuntimeError with its last output if it fails."""
     folder = work / f"std_{std:g}_seed_{seed}"
     noise = [f"advantage.noise_std={std}", f"advantage.noise_steps={steps}"] if std else []
     command = [
@@ -80,7 +80,7 @@ def run(work: pathlib.Path, std: float, seed: int, steps: int) -> list[dict]:
 
 
 def measure(work: pathlib.Path, stds: Sequence[float], seeds: Sequence[int], steps: int, jobs: int) -> Runs:
-    """Every run, ``jobs`` at a time."""
+    """Run all the runs, ``jobs`` at a time."""
     prepare = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(work / "inputs")]
     subprocess.run(prepare, cwd=ROOT, capture_output=True, text=True, check=True)
     with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
@@ -89,7 +89,7 @@ def measure(work: pathlib.Path, stds: Sequence[float], seeds: Sequence[int], ste
 
 
 def table(runs: Runs) -> str:
-    """Markdown: one row per noise_std, over all seeds and steps; rewards over five rollouts."""
+    """Return the Markdown table: one row per noise_std, over all seeds and steps; rewards over five rollouts."""
     lines = [
         "| `noise_std` | \\|loss\\|, median | largest | gradient norm, median | smallest | reward, first 5 | last 5, "
         "per seed |"
@@ -110,7 +110,7 @@ def table(runs: Runs) -> str:
 
 
 def picture(runs: Runs, seed: int) -> str:
-    """One SVG: the panels below each other, a line for each noise_std, steps counted from the first of RL."""
+    """Draw one SVG: the panels below each other, a line for each noise_std, steps counted from the first of RL."""
     steps = len(next(iter(runs.values()))[seed])
     frame = Frame(first_step=1, last_step=steps, shaded=(), ghost_steps=np.empty(0, dtype=np.int64))
     height = TOP + len(PANELS) * (HEIGHT + TITLE)

@@ -1,5 +1,4 @@
-"""This repository's skip beside the three planning policies of verl #5838: what each costs, and how far it ends from
-the dense run.
+"""Compares this repository's skip with verl #5838's three planning policies: cost, and distance from the dense run.
 
     torchrun --nproc_per_node 2 tools/benchmarks/policies.py --dp 2 --dead-share 0.75 --json policies.json
 
@@ -11,9 +10,9 @@ at its fastest.
 Error: several rollouts of several mini-batches from the same initial weights under AdamW, then ‖w − w_dense‖ over
 ‖w_dense − w_start‖, all weights together, and over ‖w_dense‖. The loss is a sum over tokens whose weights are each
 sample's own in the dense run, so that an error comes from the step that a sample is trained in; "renormalised" counts
-fewest_steps' denominator over what the step runs, as #5838 does there. The row "dense, other cut" is the same dense run
-under another token cap: what float rounding alone makes of it. Predicted seconds: the cost model fitted to the measured
-micro-batches, and dense optimizer steps.
+fewest_steps' denominator over the samples that the step runs, as #5838 does in that mode. The row "dense, other cut" is
+the same dense run under another token cap: its error is float rounding alone. Predicted seconds: the cost model fitted
+to the measured micro-batches, and dense optimizer steps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from skip_table import machine_name, write_json
 LEAST_CAPS = 3
 LEAST_TOKENS = 8  # of a sample of benchmark_skip.make_batch
 DEFAULT_CAPS = (512, 1024, 2048)
-VARIANTS = (  # row's name, policy, under renormalised weights
+VARIANTS = (  # name of the row, policy, True for renormalised weights
     ("dense", "dense", False),
     ("dense, other cut", "dense", False),
     ("ours", "ours", False),
@@ -42,11 +41,11 @@ VARIANTS = (  # row's name, policy, under renormalised weights
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options, over skip.py's defaults for what its model and samples need besides."""
+    """Return the options, over skip.py's defaults for its model and samples."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/policies.py --pp 2 --dead-share 0.75 0.9 --json "
-        "policies.json",
+        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/policies.py --pp 2 --dead-share 0.75 0.9 "
+        "--json policies.json",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
@@ -90,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def fault_of(given: argparse.Namespace) -> str | None:
-    """What is wrong with the options, None where nothing is."""
+    """Return the fault in the options, or None if they are valid."""
     degrees, world = given.tp * given.pp * given.dp, int(os.environ.get("WORLD_SIZE", "1"))
     if degrees != world:
         return (
@@ -114,7 +113,10 @@ def fault_of(given: argparse.Namespace) -> str | None:
 
 
 def make_rollouts(backend, given: argparse.Namespace, share: float) -> list:
-    """Other samples and advantages in each, the same for every policy; no sample is longer than the smallest cap."""
+    """Make rollouts, each of other samples and advantages, the same for every policy.
+
+    No sample is longer than the smallest cap.
+    """
     import numpy as np
     import policies_run as run
 
@@ -122,7 +124,7 @@ def make_rollouts(backend, given: argparse.Namespace, share: float) -> list:
 
     count = given.groups * given.group_size
     members = split_mini_batches(np.arange(count), count // given.mini_batches)
-    found = []
+    rollouts = []
     for number in range(given.rollouts):
         seeded = vars(given) | {
             "seed": given.seed + 100 * number,
@@ -130,13 +132,17 @@ def make_rollouts(backend, given: argparse.Namespace, share: float) -> list:
         }
         sizes = argparse.Namespace(**seeded)
         values = benchmark_skip.make_advantages(share, sizes)
-        found.append(run.Rollout(batch=benchmark_skip.make_batch(backend, sizes), values=values, mini_batches=members))
-    return found
+        rollouts.append(
+            run.Rollout(batch=benchmark_skip.make_batch(backend, sizes), values=values, mini_batches=members)
+        )
+    return rollouts
 
 
 def measure(backend, given: argparse.Namespace, share: float) -> dict:
-    """One dead share: costs at every setting, and each variant's error at its policy's fastest setting. Starts at the
-    reference weights."""
+    """Measure one dead share: costs at every setting, and each variant's error at its policy's fastest setting.
+
+    Every trajectory starts at the reference weights.
+    """
     import policies_run as run
 
     caps, rules = given.max_tokens_per_microbatch, backend.rules
@@ -144,8 +150,10 @@ def measure(backend, given: argparse.Namespace, share: float) -> dict:
     with backend.reference_weights():
         start = run.exported(backend)
     backend.reset_optimizer(total_steps=10_000)
+    # Time every policy at every cap; each then trains at its fastest.
     costs = run.costs(backend, rollouts[0], rules, caps, given.repeats)
     best = {name: min(rows, key=lambda row: row["seconds"]) for name, rows in costs.items()}
+    # Train every variant from the same start, and compare its weights with the dense run's.
     rows, truth = [], None
     for name, policy, renormalised in VARIANTS:
         cost = best[policy]
@@ -171,16 +179,18 @@ def measure(backend, given: argparse.Namespace, share: float) -> dict:
 
 
 def describe(rollouts: list, rules, best: dict[str, dict]) -> dict[str, dict]:
-    """Sums over a trajectory's rollouts: tokens, micro-batches, REAL and ghost steps of each policy at its fastest
-    setting."""
+    """Return sums over a trajectory's rollouts for each policy at its fastest setting.
+
+    They count tokens, micro-batches, REAL and ghost steps.
+    """
     import policies_run as run
 
-    found = {}
+    sums = {}
     for policy, cost in best.items():
         cut = run.with_cap(rules, cost["max_tokens"])
-        each = [run.describe(x.plan(policy, cut), x.batch.facts.total_tokens) for x in rollouts]
-        found[policy] = {key: sum(x[key] for x in each) for key in each[0]}
-    return found
+        descriptions = [run.describe(x.plan(policy, cut), x.batch.facts.total_tokens) for x in rollouts]
+        sums[policy] = {key: sum(x[key] for x in descriptions) for key in descriptions[0]}
+    return sums
 
 
 def show(shares: list[dict], given: argparse.Namespace, machine: str) -> None:

@@ -1,4 +1,4 @@
-"""The three planning policies of verl #5838, each as a BatchPlan that this backend's schedule runs. Pure numpy.
+"""Builds the three planning policies of verl #5838 as BatchPlans that this backend's schedule runs. Pure numpy.
 
 Read: https://github.com/verl-project/verl/pull/5838 (open) and its author's branch dev-skip-zero-adv
 (github.com/sheilaliuxl/verl at 22e71151 and 09fcbfd0: ``filter_zero_adv_batch`` of verl/trainer/ppo/metric_utils.py,
@@ -6,33 +6,33 @@ Read: https://github.com/verl-project/verl/pull/5838 (open) and its author's bra
 verl/workers/actor/dp_actor.py). How each policy is understood:
 
 - ``keep_one`` (``match_mini_batch_data_split=True``): the batch is cut as in the dense run; each micro-batch keeps its
-  samples with signal, and its shortest sample where none has any, so that all ranks run as many micro-batches as in the
+  samples with signal, or its shortest sample if none has any, so that all ranks run as many micro-batches as in the
   dense run.
-- ``filter_pad`` (``match_loss_curve=True``, as in the description: "the same #mini-batches as before, but with less
-  #samples"): the batch is filtered as a whole, padded with the shortest samples without signal to a multiple of DP ×
-  mini-batches (of fewer mini-batches where survivors are too few for one per rank in each) and cut in even pieces;
-  steps that are left over follow as ghosts.
+- ``filter_pad`` (``match_loss_curve=True``, in the words of the description: "the same #mini-batches as before, but
+  with less #samples"): the batch is filtered as a whole, padded with the shortest samples without signal to a multiple
+  of DP × mini-batches (of fewer mini-batches if survivors are too few for one per rank in each) and cut in even pieces;
+  the remaining steps follow as ghosts.
 - ``fewest_steps`` (``match_loss_curve=False``: "It can be reduced into 1 single mini-batch"): the same filter and
   padding, then cut in pieces of the original mini-batch size, with fewer optimizer steps than the dense run.
 
-The filter gives up, and the batch runs dense, where no more samples lack signal than the padding needs; of a batch
-without signal the DP shortest samples run. A padding sample is a real sample of advantage 0: it costs a forward and a
-backward and adds no gradient.
+The filter gives up, and the batch runs dense, if no more samples lack signal than the padding needs; of a batch without
+signal the DP shortest samples run. A padding sample is a real sample of advantage 0: it costs a forward and a backward
+and adds no gradient.
 
-Weights: under ``match_loss_curve`` #5838 corrects its means so that each sample weighs what it weighs in the dense run;
-``fewest_steps`` takes the mean over what the step runs. So the first two are at home under the original weights, the
-last one under renormalised ones.
+Weights: under ``match_loss_curve`` #5838 corrects its means so that each sample has its weight of the dense run;
+``fewest_steps`` takes the mean over the samples that the step runs. So the first two belong with the original weights,
+the last one with renormalised ones.
 
-What #5838 leaves to its surroundings is done in its favour: survivors keep the batch's order, so that they move to
-another step as rarely as even pieces allow; a ghost decays and counts as this backend's does; ranks and micro-batches
-are balanced by this repository's planner, and ranks need not run equally many micro-batches.
+Choices that #5838 leaves to its surroundings are made in its favour: survivors keep the batch's order, so that they
+move to another step as rarely as even pieces allow; a ghost decays and counts as this backend's does; ranks and
+micro-batches are balanced by this repository's planner, and ranks need not run equally many micro-batches.
 
 Invariants (tests/tools/test_benchmark_policies.py):
 
 1. Under every policy each sample with signal runs exactly once, and no sample runs twice (fillers apart).
 2. ``keep_one`` runs, rank by rank, as many micro-batches as the dense plan.
-3. ``filter_pad`` has the dense plan's number of steps, ghosts last; what it runs is a multiple of DP × REAL steps, or
-   the dense plan.
+3. ``filter_pad`` has the dense plan's number of steps, ghosts last; it runs a multiple of DP × REAL steps of samples,
+   or the dense plan.
 4. ``fewest_steps`` has ⌈kept / mini-batch size⌉ steps, all REAL, of the samples that ``filter_pad`` keeps.
 """
 
@@ -50,17 +50,17 @@ Policy = Callable[[list[np.ndarray], np.ndarray, np.ndarray, PlanRules], BatchPl
 
 
 def dense(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
-    """Every sample in its own step: the truth."""
+    """Plan every sample in its own step: the truth."""
     return plan_steps("train", mini_batches, lengths, signal, rules, drops=False)
 
 
 def ours(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
-    """Every survivor in its own step, a ghost at its own position."""
+    """Plan every survivor in its own step, a ghost at its own position."""
     return plan_steps("train", mini_batches, lengths, signal, rules, drops=True)
 
 
 def keep_one(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
-    """The dense micro-batches, each thinned to its survivors or to one sample.
+    """Plan the dense micro-batches, each thinned to its survivors or to one sample.
 
     Example: micro-batches [0, 1] and [2, 3] with signal in 1 alone, 3 shorter than 2 → [1] and [3].
     """
@@ -70,7 +70,7 @@ def keep_one(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.nda
 
 
 def filter_pad(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules) -> BatchPlan:
-    """Survivors in even pieces over the dense number of steps.
+    """Plan survivors in even pieces over the dense number of steps.
 
     Example: two mini-batches [0, 1, 2, 3] and [4, 5, 6, 7], signal in 0, 1, 2, one rank, 7 the shortest of the others →
     [0, 1] and [2, 7]: sample 2 is trained a step later than in the dense run.
@@ -86,7 +86,7 @@ def filter_pad(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.n
 def fewest_steps(
     mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, rules: PlanRules
 ) -> BatchPlan:
-    """Survivors in as few steps as the mini-batch size allows.
+    """Plan survivors in as few steps as the mini-batch size allows.
 
     Example: two mini-batches [0, 1, 2, 3] and [4, 5, 6, 7], signal in 0, 1, 5, 6, one rank → one step [0, 1, 5, 6].
     """
@@ -105,8 +105,10 @@ RIVALS = ("keep_one", "filter_pad", "fewest_steps")
 
 
 def filtered(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.ndarray, data_size: int) -> np.ndarray:
-    """int64: the survivors in order, then the shortest samples without signal as padding; all samples where those do
-    not suffice."""
+    """Return int64 the survivors in order, then the shortest samples without signal as padding.
+
+    Returns all samples if those without signal do not suffice.
+    """
     samples = np.concatenate(mini_batches)
     live, dead = samples[signal[samples]], samples[~signal[samples]]
     multiple = data_size * min(len(mini_batches), max(1, -(-len(live) // data_size)))
@@ -117,8 +119,10 @@ def filtered(mini_batches: list[np.ndarray], lengths: np.ndarray, signal: np.nda
 
 
 def _thinned(mini_batch: StepPlan, padded: np.ndarray, signal: np.ndarray) -> StepPlan:
-    """Each micro-batch with its survivors alone, or its shortest sample; a filler holds the shortest sample that runs,
-    as ever."""
+    """Thin each micro-batch to its survivors, or to its shortest sample.
+
+    A filler holds the shortest sample that runs, as in every plan.
+    """
     if mini_batch.kind is StepKind.GHOST:
         return mini_batch
     bounds = mini_batch.microbatch_offsets

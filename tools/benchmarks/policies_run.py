@@ -1,8 +1,8 @@
-"""One rollout's updates under a plan: their cost, and the weights that several rollouts of them end in.
+"""Runs rollouts' updates under a plan, and measures their cost and the final weights.
 
 Every policy trains the same samples with the same advantages from the same initial weights under a fresh AdamW, so that
-what differs at the end is which optimizer step a sample was trained in. Old log-probs are the trainer's own, taken at
-each rollout's start over all of its samples under one plan for every policy.
+policies differ at the end only by the optimizer step in which a sample was trained. Old log-probs are the trainer's
+own, taken at each rollout's start over all of its samples under one plan for every policy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ REDUCTION = "token_mean"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One batch and what is trained on it. values: advantages float64 [S] · mini_batches: members of each of the dense
-    run's steps."""
+    """Holds one batch and its training data.
+
+    values: float64 [S], advantages.
+    mini_batches: members of each of the dense run's steps.
+    """
 
     batch: Batch
     values: np.ndarray
@@ -43,7 +46,7 @@ class Rollout:
 
     @property
     def weights(self) -> np.ndarray:
-        """float64 [S]: of each sample in the dense run, its denominator counted over its own mini-batch."""
+        """Return float64 [S], each sample's weight in the dense run, whose denominator counts its own mini-batch."""
         return sum(self._weights(members) for members in self.mini_batches)
 
     def _weights(self, counted: np.ndarray) -> np.ndarray:
@@ -55,11 +58,13 @@ class Rollout:
     def inputs(
         self, plan: BatchPlan, old_logprobs: np.ndarray | None, *, renormalised: bool = False
     ) -> list[LossInputs]:
-        """Of each step: under the dense run's weights, or the denominator counted over the samples that the step
-        runs."""
+        """Return the inputs of each step.
+
+        renormalised: count the denominator over the samples that the step runs; otherwise use the dense run's weights.
+        """
         original = self.weights
-        each = [self._weights(np.unique(x.order)) if renormalised else original for x in plan.mini_batches]
-        return [LossInputs(advantages=self.values * w, weights=w, old_logprobs=old_logprobs) for w in each]
+        weights_by_step = [self._weights(np.unique(x.order)) if renormalised else original for x in plan.mini_batches]
+        return [LossInputs(advantages=self.values * w, weights=w, old_logprobs=old_logprobs) for w in weights_by_step]
 
 
 def with_cap(rules: PlanRules, max_tokens: int) -> PlanRules:
@@ -69,10 +74,10 @@ def with_cap(rules: PlanRules, max_tokens: int) -> PlanRules:
 def update(
     backend: MegatronBackend, batch: Batch, plan: BatchPlan, inputs: Sequence[LossInputs]
 ) -> tuple[float, float]:
-    """Seconds of all the plan's updates, and of their optimizer steps. Rows must have been loaded."""
+    """Return the seconds of all the plan's updates, and of their optimizer steps; rows must have been loaded."""
     timed = [
-        benchmark_skip.update(backend, batch, mini_batch, fingerprint, each)
-        for mini_batch, fingerprint, each in zip(plan.mini_batches, plan.fingerprints(), inputs, strict=True)
+        benchmark_skip.update(backend, batch, mini_batch, fingerprint, step_inputs)
+        for mini_batch, fingerprint, step_inputs in zip(plan.mini_batches, plan.fingerprints(), inputs, strict=True)
     ]
     return sum(whole for whole, _ in timed), sum(step for _, step in timed)
 
@@ -80,7 +85,7 @@ def update(
 def costs(
     backend: MegatronBackend, rollout: Rollout, rules: PlanRules, caps: Sequence[int], repeats: int
 ) -> dict[str, list[dict]]:
-    """Per policy a row per cap: medians over updates that alternate between all of them, after one to warm up.
+    """Return per policy a row per cap: medians over updates that alternate between all of them, after one to warm up.
 
     A time is the slowest rank's, so that every rank picks the same best setting.
     """
@@ -98,19 +103,20 @@ def costs(
     step_s = statistics.median(medians["dense", cap][1] for cap in caps) / len(rollout.mini_batches)
     padded = padded_lengths(rollout.batch.facts.total_tokens, rules.pad_multiple)
     model = backend.fit.model()
-    found: dict[str, list[dict]] = {name: [] for name in POLICIES}
+    rows: dict[str, list[dict]] = {name: [] for name in POLICIES}
     for (name, cap), plan in plans.items():
         whole, step = medians[name, cap]
         sizes = describe(plan, rollout.batch.facts.total_tokens)
         predicted = sum(plan_seconds(model, x, padded) for x in plan.mini_batches) + step_s * len(plan.mini_batches)
-        found[name].append(
-            {"max_tokens": cap, "seconds": whole, "optimizer_s": step, "predicted_s": predicted, **sizes}
-        )
-    return found
+        rows[name].append({"max_tokens": cap, "seconds": whole, "optimizer_s": step, "predicted_s": predicted, **sizes})
+    return rows
 
 
 def describe(plan: BatchPlan, tokens: np.ndarray) -> dict:
-    """What a plan runs: tokens [S] without pads, fillers counted."""
+    """Count the tokens, samples, micro-batches and steps that a plan runs.
+
+    tokens: [S], without pads; fillers are counted.
+    """
     steps = plan.mini_batches
     return {
         "tokens": int(sum(tokens[x.order].sum() for x in steps)),
@@ -131,11 +137,10 @@ def train(
     weight_decay: float = 0.0,
     renormalised: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The weights after all rollouts, whole, by Hugging Face names, float64 on the host; from the reference weights,
-    fresh AdamW.
+    """Train all rollouts from the reference weights with a fresh AdamW; return the final weights.
 
-    ``backend.keep_reference()`` must have been called where the trajectory starts. The backend's own weights are as
-    before, its optimizer is not: it belongs to the trajectory.
+    They are whole, by Hugging Face names, float64 on the host. ``backend.keep_reference()`` must have been called at
+    the trajectory's start. The backend's own weights are unchanged; its optimizer is not: it belongs to the trajectory.
     """
     with backend.reference_weights():
         backend.reset_optimizer(
@@ -146,8 +151,10 @@ def train(
             plan = rollout.plan(policy, rules)
             batch = backend.fetch_rows(rollout.batch, plan)
             inputs = rollout.inputs(plan, old, renormalised=renormalised)
-            for mini_batch, fingerprint, each in zip(plan.mini_batches, plan.fingerprints(), inputs, strict=True):
-                backend.forward_backward(batch, mini_batch, each, fingerprint=fingerprint)
+            for mini_batch, fingerprint, step_inputs in zip(
+                plan.mini_batches, plan.fingerprints(), inputs, strict=True
+            ):
+                backend.forward_backward(batch, mini_batch, step_inputs, fingerprint=fingerprint)
                 backend.optim_step(mini_batch.kind)
         return exported(backend)
 
@@ -159,7 +166,10 @@ def exported(backend: MegatronBackend) -> dict[str, torch.Tensor]:
 def errors(
     found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
 ) -> dict:
-    """Over all weights: ‖w − truth‖ over ‖truth − start‖ (None where the truth has not moved), and over ‖truth‖."""
+    """Return ‖w − truth‖ over ‖truth − start‖ and over ‖truth‖, all weights together.
+
+    The first is None if the truth has not moved.
+    """
     apart, moved = distance(found, truth), distance(truth, start)
     norm = sum(float(x.square().sum()) for x in truth.values()) ** 0.5
     return {"error_of_movement": apart / moved if moved else None, "error_of_weights": apart / norm}

@@ -1,9 +1,9 @@
-"""Compares what to do about groups without signal: train them all, skip them (skip.mode=exact), or ask further prompts
-in their places (rollout.dynamic_sampling). Per rollout: generated tokens, seconds of generation, log-probs and update,
-and groups with signal.
+"""Compares training on groups without signal, skipping them, and asking further prompts in their places.
 
-Each mode is a short run of its own of the same model and data, round after round in turn; --dead of the prompts never
-have signal. The learning rate is 0, so that all modes sample from the same policy.
+The settings are skip.mode=off, skip.mode=exact and rollout.dynamic_sampling. Per rollout: generated tokens, seconds of
+generation, log-probs and update, and groups with signal. Each mode is a short run of its own of the same model and
+data, round after round in turn; --dead of the prompts never have signal. The learning rate is 0, so that all modes
+sample from the same policy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COUNTED = {
 
 
 def partly_dead(prompts, completions, completion_ids, **columns):
-    """1 for so many prompts, whatever is answered; for the others 1 where the completion's length is odd."""
+    """Return 1 for a share of the prompts, whatever the answer; for the others 1 if the completion's length is odd."""
     dead = float(os.environ["BENCHMARK_DEAD"])
     return [
         1.0 if zlib.crc32(prompt.encode()) / 2**32 < dead else float(len(ids) % 2)
@@ -68,7 +68,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict[str, float]]:
-    """One short run, rollout by rollout, but for the first, in which the engine starts."""
+    """Return one short run's rollouts without the first, in which the engine starts."""
     from async_modes import short_run
 
     overrides = (
@@ -77,24 +77,24 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
         "optimizer.lr=0",
         *MODES[mode],
     )
-    found = []
+    rollouts = []
     for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_DEAD=str(given.dead)):
         live = (1.0 - row["skip/zero_advantage_ratio"]) * given.prompts
-        found.append(
+        rollouts.append(
             {
                 "groups with signal": live,
                 **{name: row.get(key, 0.0) for name, key in COUNTED.items()},
                 "all s": row["time/step_s"],
             }
         )
-    return found[1:]
+    return rollouts[1:]
 
 
 def table_of(measured: dict[str, list[dict[str, float]]]) -> list[dict]:
-    """Means per mode, since refills come in rounds; the last column is what a group with signal cost in all."""
+    """Return means per mode, since refills come in rounds; the last column is a live group's total seconds."""
     rows = []
-    for mode, found in measured.items():
-        mean = {name: statistics.fmean(row[name] for row in found) for name in found[0]}
+    for mode, rollouts in measured.items():
+        mean = {name: statistics.fmean(row[name] for row in rollouts) for name in rollouts[0]}
         live = max(mean["groups with signal"], 1e-9)
         rows.append(
             {"mode": mode, **mean, "tokens a live group": mean["tokens"] / live, "s a live group": mean["all s"] / live}

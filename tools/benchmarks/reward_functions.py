@@ -1,5 +1,4 @@
-"""The reward function that reward_pool.py has scored in workers, by dotted path, and the same value computed
-elsewhere."""
+"""Defines the reward function that reward_pool.py scores in workers, and the same value for its check."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ HANG_S = 3600.0
 
 
 def value_of(prompt: str, completion: str, ids: Sequence[int], answer: str) -> float:
-    """A number made of everything that the function is given of a sample: what is told of another sample is another
-    number."""
+    """Return a number made of all of a sample's arguments, so that another sample's arguments give another number."""
     return float(zlib.crc32(repr((prompt, completion, list(ids), answer)).encode()))
 
 
@@ -26,8 +24,9 @@ def misbehave(
     journal: Sequence[str],
     **_: object,
 ) -> list[float]:
-    """[S] the value of each sample; one whose text begins with raise, hang or kill does that. journal: a file, told of
-    every hang.
+    """Return [S] the value of each sample; one whose text begins with raise, hang or kill does that.
+
+    journal: a file in which every hang is noted.
 
     Example: completions ``["answer 0", "raise 1"]`` raise RuntimeError; ``["answer 0"]`` alone gives its value.
     """
@@ -44,7 +43,7 @@ def misbehave(
 
 
 def note(file: str, line: str) -> None:
-    """One write to the end of a file that other processes write to as well."""
+    """Append a line in one write to a file that other processes write to as well."""
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, line.encode())

@@ -1,16 +1,15 @@
-"""Reward workers under faults: samples that raise, hang and kill their process among thousands that do not, and what
-they cost.
+"""Measures reward workers under faults: samples that raise, hang or kill their process among thousands that do not.
 
     python tools/benchmarks/reward_pool.py --samples 10000 --workers 4 --deadline 1
 
-Every answer is compared with the value computed here, at its place, and every error with what its sample was told to
-do: the tool ends with status 1 and names the samples where an innocent one carries an error, a guilty one carries none,
-or a value is not its own.
+Every answer is compared with the value computed here, at its index, and every error with the fault that its sample was
+    told to make: the tool ends with status 1 and names the samples if an innocent one carries an error, a guilty one
+    carries none, or a value is not its own.
 
-A hanging sample holds a worker until the deadline, and once more alone where its group has other samples. Nothing is
-faster than the deadlines alone, one per hanging sample over the workers: that is the ideal. Beside it stand the
-deadlines that were waited for. A hanging sample's own seconds run from its first call to the kill that ends its last
-one (both by the wall clock).
+A hanging sample holds a worker until the deadline, and once more alone if its group has other samples. Nothing is
+    faster than the deadlines alone, one per hanging sample over the workers: that is the ideal. The table shows beside
+    it the deadlines that were waited for. A hanging sample's own seconds run from its first call to the kill that ends
+    its last one (both by the wall clock).
 
 With --data FOLDER, GSM8K's (test.jsonl), math_verify then judges right and wrong answers with 0 and with --workers
 workers, in turn, on samples that neither has seen; the medians of --repeats turns count.
@@ -42,8 +41,8 @@ from megatron_rl.reward.function import Outcome  # noqa: E402
 from megatron_rl.types import Prompt, Rollout  # noqa: E402
 
 FUNCTION = "reward_functions:misbehave"
-POOL_LOG = "megatron_rl.reward.pool"  # tells of every worker that is killed, with its process number
-# What the error of a sample that was told to do so says; an answer has none.
+POOL_LOG = "megatron_rl.reward.pool"  # logs every worker that is killed, with its process number
+# The words in the error of a sample, by the fault that it was told to make; an answer has no error.
 SAID = {"raise": "RuntimeError: no reward for", "hang": "reward.deadline_s", "kill": "it killed its worker twice"}
 SHOWN = 5  # faults named, of each run
 
@@ -51,8 +50,8 @@ SHOWN = 5  # faults named, of each run
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: python tools/benchmarks/reward_pool.py --samples 10000 --workers 4 --deadline 1 --data gsm8k "
-        "--json runs/reward.json",
+        epilog="example: python tools/benchmarks/reward_pool.py --samples 10000 --workers 4 --deadline 1 "
+        "--data gsm8k --json runs/reward.json",
     )
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt, which go to a worker together")
@@ -90,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def draw_kinds(given: argparse.Namespace) -> list[str]:
-    """What each sample does: answer, raise, hang or kill, in the shares that were asked for, at random places."""
+    """Draw each sample's kind, answer, raise, hang or kill, in the given shares, in random order."""
     counts = {"raise": given.raising, "hang": given.hanging, "kill": given.killing}
     guilty = [kind for kind, share in counts.items() for _ in range(round(share * given.samples))][: given.samples]
     kinds = np.array(guilty + ["answer"] * (given.samples - len(guilty)))
@@ -119,28 +118,30 @@ def make_rollouts(kinds: Sequence[str], group_size: int, journal: str) -> list[R
 
 
 def faults_in(rollouts: Sequence[Rollout], kinds: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
-    """What is wrong with the outcomes; empty where every value is its sample's own and exactly the guilty carry their
-    own error."""
-    found = []
+    """Return the faults in the outcomes.
+
+    It is empty if every value is its sample's own and exactly the guilty samples carry their own error.
+    """
+    faults = []
     for rollout, kind, outcome in zip(rollouts, kinds, outcomes, strict=True):
         if kind == "answer":
             wanted = value_of(rollout.prompt.text, rollout.text, rollout.response_ids, rollout.prompt.columns["answer"])
             if outcome.error is not None:
-                found.append(f"{rollout.sample_id} is innocent and carries the error {outcome.error[-300:]!r}")
+                faults.append(f"{rollout.sample_id} is innocent and carries the error {outcome.error[-300:]!r}")
             elif outcome.value != wanted:
-                found.append(f"{rollout.sample_id} has the value {outcome.value} and {wanted} is its own")
+                faults.append(f"{rollout.sample_id} has the value {outcome.value} and {wanted} is its own")
         elif outcome.error is None or SAID[kind] not in outcome.error:
-            found.append(
+            faults.append(
                 f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} and the error "
                 f"{outcome.error!r:.300}"
             )
         elif outcome.value is not None:
-            found.append(f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} beside its error")
-    return found
+            faults.append(f"{rollout.sample_id} was told to {kind} and has the value {outcome.value} beside its error")
+    return faults
 
 
 class Kills(logging.Handler):
-    """(process number, wall clock) of every worker that the pool told of, in place of its warnings."""
+    """Records (process number, wall clock) of every worker that the pool reports, in place of its warnings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,10 +153,10 @@ class Kills(logging.Handler):
 
 
 def hang_seconds(journal: str, kills: Sequence[tuple[int, float]]) -> list[float]:
-    """Of each sample that hung, from its first call to the kill that ended its last.
+    """Return the seconds of each sample that hung, from its first call to the kill that ended its last.
 
-    journal: lines of process number, sample, wall clock. kills: the same without the sample. A call ends at the first
-    kill of its process that comes after it.
+    journal: lines of process number, sample, wall clock.
+    kills: the same without the sample. A call ends at the first kill of its process that comes after it.
 
     Example: calls ``7 3 10.0`` and ``8 3 11.2``, kills ``(7, 11.0), (8, 12.2)`` → 2.2 s for sample 3.
     """
@@ -163,7 +164,10 @@ def hang_seconds(journal: str, kills: Sequence[tuple[int, float]]) -> list[float
     last: dict[str, float] = {}
     for line in journal.splitlines():
         pid, sample, began = line.split()
-        ended = min((at for killed, at in kills if killed == int(pid) and at >= float(began)), default=float("nan"))
+        ended = min(
+            (killed_at for process, killed_at in kills if process == int(pid) and killed_at >= float(began)),
+            default=float("nan"),
+        )
         first.setdefault(sample, float(began))
         last[sample] = ended
     return [last[sample] - first[sample] for sample in first]
@@ -171,7 +175,11 @@ def hang_seconds(journal: str, kills: Sequence[tuple[int, float]]) -> list[float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one run gave. table: name → figure, as printed. faults: what was wrong, a text each."""
+    """Holds the result of one run.
+
+    table: name → figure, as printed.
+    faults: a text for each fault.
+    """
 
     table: Mapping[str, float | int]
     faults: Sequence[str]
@@ -180,6 +188,7 @@ class Measured:
 def measure_faults(given: argparse.Namespace) -> Measured:
     from megatron_rl.reward.pool import Pool
 
+    # Score all samples in a pool whose log tells of the killed workers.
     kinds = draw_kinds(given)
     handler, logger = Kills(), logging.getLogger(POOL_LOG)
     logger.addHandler(handler)
@@ -202,6 +211,7 @@ def measure_faults(given: argparse.Namespace) -> Measured:
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
+    # Compare every outcome with the fault that its sample was told to make.
     hangs, hanging = hang_seconds(calls, handler.seen), kinds.count("hang")
     faults = faults_in(rollouts, kinds, work.outcomes[0])
     faults += [
@@ -233,15 +243,17 @@ def measure_faults(given: argparse.Namespace) -> Measured:
 def math_rollouts(
     rows: Sequence[Mapping[str, str]], turn: int, given: argparse.Namespace
 ) -> tuple[list[Rollout], list[float]]:
-    """Groups of worked solutions, every second one with digits too many at its end; and what each is worth. Another
-    turn, other rows."""
+    """Make groups of worked solutions, every second one with too many digits at its end; return them and their rewards.
+
+    Another turn takes other rows.
+    """
     rollouts, wanted = [], []
     groups = -(-given.math_samples // given.group_size)
-    for place in range(turn * groups, (turn + 1) * groups):
-        row = rows[place % len(rows)]
-        prompt = Prompt(prompt_id=f"{place}@0", text=row["question"], token_ids=(1,), columns={"answer": row["answer"]})
+    for group in range(turn * groups, (turn + 1) * groups):
+        row = rows[group % len(rows)]
+        prompt = Prompt(prompt_id=f"{group}@0", text=row["question"], token_ids=(1,), columns={"answer": row["answer"]})
         solution, mark, gold = row["answer"].rpartition("####")
-        for index in range(min(given.group_size, given.math_samples - (place - turn * groups) * given.group_size)):
+        for index in range(min(given.group_size, given.math_samples - (group - turn * groups) * given.group_size)):
             number = gold.strip().replace(",", "") + "1" * (index if index % 2 else 0)
             rollouts.append(
                 Rollout(
@@ -267,6 +279,7 @@ def measure_math(given: argparse.Namespace) -> Measured:
     rewards = {
         count: Reward(RewardConfig(functions=("math_verify",), num_workers=count)) for count in (0, given.workers)
     }
+    # Judge in turns, so that a busy host slows both counts of workers.
     seconds: dict[int, list[float]] = {count: [] for count in rewards}
     faults = []
     try:
@@ -316,24 +329,26 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(machine)
-    found = {"faults": measure_faults(given)}
+    parts_measured = {"faults": measure_faults(given)}
     show(
         f"one call in {given.workers} workers, {given.deadline:g} s for a sample, groups of {given.group_size}",
-        found["faults"],
+        parts_measured["faults"],
     )
     if given.data:
-        found["math_verify"] = measure_math(given)
-        show("math_verify on GSM8K's answers", found["math_verify"])
+        parts_measured["math_verify"] = measure_math(given)
+        show("math_verify on GSM8K's answers", parts_measured["math_verify"])
     else:
         print("\nmath_verify was not measured: --data names no folder")
     if given.json:
         settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-        parts = {name: {"table": dict(part.table), "faults": list(part.faults)} for name, part in found.items()}
+        parts = {
+            name: {"table": dict(part.table), "faults": list(part.faults)} for name, part in parts_measured.items()
+        }
         given.json.write_text(
             json.dumps({"machine": machine, "settings": settings, "parts": parts}, indent=1) + "\n", encoding="utf-8"
         )
         print(f"written: {given.json}")
-    return 1 if any(part.faults for part in found.values()) else 0
+    return 1 if any(part.faults for part in parts_measured.values()) else 0
 
 
 if __name__ == "__main__":

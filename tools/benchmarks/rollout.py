@@ -1,17 +1,17 @@
-"""Rollouts by vLLM, measured on this host: weight sync by channel and bucket, tokens a second against the trainer's own
-engine, waiting.
+"""Measures rollouts by vLLM on this host: weight sync, tokens a second against the trainer's own engine, and waiting.
 
-    python tools/benchmarks/rollout.py --hidden 512 --layers 8                 # under an environment with vLLM (make
-    .venv-vllm/.installed)
+    python tools/benchmarks/rollout.py --hidden 512 --layers 8                 # under an environment with vLLM
     python tools/benchmarks/rollout.py --model FOLDER --skip generation run    # a model of your own, its syncs alone
+
+`make .venv-vllm/.installed` makes such an environment.
 
 sync:       a running engine is sent the model's weights, --repeats times for each channel and bucket; the median, in
             GB/s and as a multiple of the time of one copy of the same bytes within this process (torch, the same run).
             The gather over model-parallel ranks is not part of it.
-generation: the same prompts, samples and lengths on vLLM and on rollout.engine=transformers, in turn; medians of tokens
-a second.
-run:        a short training run with each engine; the share of the time between two rollouts that waits for weights and
-            rollouts.
+generation: the same prompts, samples and lengths on vLLM and on rollout.engine=transformers, in turn; medians of
+            tokens a second.
+run:        a short training run with each engine; the share of the time between two rollouts that waits for weights
+            and rollouts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(given: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
-    """A folder with data, tokenizer and model, as examples/quickstart/prepare.py makes them."""
+    """Make a folder with data, tokenizer and model by examples/quickstart/prepare.py."""
     sizes = {
         "hidden": given.hidden,
         "layers": given.layers,
@@ -79,7 +79,7 @@ def prepare(given: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
 
 
 def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path, kind: str):
-    """The engine that a run of one rank would have, started, with weights; and the weights."""
+    """Start the engine that a run of one rank would have, with weights; return it and the weights."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer
@@ -98,14 +98,14 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
             "rollout.allow_large_embedded_model=true",
         ],
     )
-    seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    location = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     weights = {name: x for file in sorted(model.glob("*.safetensors")) for name, x in load_file(file).items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = build_engine(
         config,
         AutoTokenizer.from_pretrained(model),
-        seat=seat,
-        place=role_of(config, seat),
+        seat=location,
+        place=role_of(config, location),
         device=device,
         dtype=torch.float32,
         vocab_size=AutoConfig.from_pretrained(model).vocab_size,
@@ -128,8 +128,10 @@ def measure_sync(given: argparse.Namespace, model: pathlib.Path, folder: pathlib
     rows = []
     try:
         num_bytes = sum(x.numel() * x.element_size() for x in weights.values())
+        # The yardstick: one copy of the same bytes.
         copies = [_seconds(lambda: [x.clone() for x in weights.values()]) for _ in range(given.repeats + 1)][1:]
         rows.append({"channel": "one copy in this process", "bytes": num_bytes, "seconds": statistics.median(copies)})
+        # Every channel with every bucket.
         version = 0
         for channel in given.channels:
             for bucket_mb in given.buckets_mb:
@@ -169,14 +171,15 @@ def _seconds(act) -> float:
 
 
 def measure_generation(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path) -> list[dict]:
-    """Both engines stay up and take turns, so that a busy host slows both."""
+    """Measure tokens a second; both engines stay up and take turns, so that a busy host slows both."""
     import numpy as np
 
     from megatron_rl.types import Prompt
 
-    drawn = np.random.default_rng(0).integers(5, 15, size=(given.prompts, given.prompt_tokens))
+    prompt_ids = np.random.default_rng(0).integers(5, 15, size=(given.prompts, given.prompt_tokens))
     prompts = [
-        Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(row.tolist()), columns={}) for i, row in enumerate(drawn)
+        Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(row.tolist()), columns={})
+        for i, row in enumerate(prompt_ids)
     ]
     engines, rates = {}, {}
     try:
@@ -185,18 +188,18 @@ def measure_generation(given: argparse.Namespace, model: pathlib.Path, folder: p
         for turn in range(given.repeats + 1):
             for kind, engine in engines.items():
                 started = time.perf_counter()
-                found = engine.generate(
+                rollouts = engine.generate(
                     [dataclasses.replace(prompt, attempt=turn) for prompt in prompts], given.samples
                 )
-                rates[kind].append(sum(len(x.response_ids) for x in found) / (time.perf_counter() - started))
+                rates[kind].append(sum(len(x.response_ids) for x in rollouts) / (time.perf_counter() - started))
     finally:
         for engine in engines.values():
             engine.close()
-    return [{"engine": kind, "tokens_per_second": statistics.median(seen[1:])} for kind, seen in rates.items()]
+    return [{"engine": kind, "tokens_per_second": statistics.median(measured[1:])} for kind, measured in rates.items()]
 
 
 def measure_run(given: argparse.Namespace, inputs: pathlib.Path, folder: pathlib.Path) -> list[dict]:
-    """The quickstart's data and settings on one process."""
+    """Measure short runs with the quickstart's data and settings on one process."""
     rows = []
     for kind in ("vllm", "transformers"):
         run_dir = folder / f"run_{kind}"
@@ -256,19 +259,19 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         model = prepare(given, folder / "inputs")
-        found: dict[str, list[dict]] = {}
+        parts: dict[str, list[dict]] = {}
         if "sync" not in given.skip:
-            found["sync"] = measure_sync(given, model, folder)
+            parts["sync"] = measure_sync(given, model, folder)
         if "generation" not in given.skip:
-            found["generation"] = measure_generation(given, model, folder)
+            parts["generation"] = measure_generation(given, model, folder)
         if "run" not in given.skip:
-            found["run"] = measure_run(given, folder / "inputs", folder)
+            parts["run"] = measure_run(given, folder / "inputs", folder)
     print(machine_name())
-    show(found)
+    show(parts)
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(
-            json.dumps({"machine": machine_name(), "arguments": vars(given), **found}, indent=1, default=str)
+            json.dumps({"machine": machine_name(), "arguments": vars(given), **parts}, indent=1, default=str)
         )
     return 0
 

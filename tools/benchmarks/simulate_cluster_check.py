@@ -1,15 +1,13 @@
-"""Predicted against measured update times: skip.py over a dozen configurations, each predicted from rates fitted to the
-others.
+"""Compares predicted with measured update times over a dozen launches, each predicted from rates fitted to the others.
 
-    python tools/benchmarks/simulate_cluster_check.py --json check.json            # measures (some minutes, on an idle
-    machine), then checks
-    python tools/benchmarks/simulate_cluster_check.py --measured check.json        # checks again what was measured
+    python tools/benchmarks/simulate_cluster_check.py --json check.json        # measures for some minutes, then checks
+    python tools/benchmarks/simulate_cluster_check.py --measured check.json    # checks earlier measurements again
 
-Each launch is torchrun with one or two processes of one thread; measured are the dense update and the skip's at each
-dead share. For every launch simulator/machine.py's six rates are fitted by least squares of relative errors to all
-launches but that one, and its updates are predicted by the real planner and the clock of planning/timeline.py. The
-median of the relative errors is to be at most 15 %: above it the exit code is 1. The table goes to stdout as Markdown,
-progress to stderr.
+Measure on an idle machine. Each launch is skip.py under torchrun with one or two processes of one thread; it measures
+the dense update and the skip's at each dead share. For every launch simulator/machine.py's six rates are fitted by
+least squares of relative errors to all launches but that one, and its updates are predicted by the real planner and the
+clock of planning/timeline.py. The median of the relative errors is to be at most 15 %: above it the exit code is 1. The
+table goes to stdout as Markdown, progress to stderr.
 """
 
 from __future__ import annotations
@@ -60,14 +58,17 @@ LAUNCHES = tuple(
 
 
 def arguments_of(launch: dict, given: argparse.Namespace) -> list[str]:
-    """skip.py's, for one launch."""
+    """Return skip.py's arguments for one launch."""
     options = launch | {"groups": given.groups, "mean_tokens": given.mean_tokens, "repeats": given.repeats}
     flat = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     return [*flat, "--dead-share", *map(str, given.dead_share)]
 
 
 def measure(launch: dict, given: argparse.Namespace) -> dict:
-    """One launch's settings and rows, as skip.py writes them; RuntimeError with its output where it fails."""
+    """Return one launch's settings and rows, as skip.py writes them.
+
+    Raises RuntimeError with its output if it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "skip.json"
         command = [
@@ -84,13 +85,13 @@ def measure(launch: dict, given: argparse.Namespace) -> dict:
             command, env=environment, capture_output=True, text=True, timeout=given.timeout_s, check=False
         )
         if not out.exists():
-            said = (done.stdout + done.stderr)[-3000:]
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode} and wrote nothing:\n{said}")
+            output = (done.stdout + done.stderr)[-3000:]
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode} and wrote nothing:\n{output}")
         return json.loads(out.read_text())
 
 
 def case_of(settings: dict, share: float) -> tuple[Job, np.ndarray]:
-    """The job that skip.py ran (without costs), and its signal [S]."""
+    """Return the job that skip.py ran (without costs), and its signal [S]."""
     from transformers import Qwen2Config
 
     named = argparse.Namespace(**settings)
@@ -126,8 +127,11 @@ def case_of(settings: dict, share: float) -> tuple[Job, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """One update or optimizer step: seconds, and how to predict them. kind: dense, skip or step; plan: of the first
-    two."""
+    """Holds one measured update or optimizer step, in seconds, and the job that predicts it.
+
+    kind: dense, skip or step.
+    plan: the plan of a dense or skip update, None for a step.
+    """
 
     launch: int
     name: str
@@ -138,8 +142,11 @@ class Measured:
     plan: BatchPlan | None
 
     def predict(self, theta: np.ndarray) -> float:
-        """theta [6]: seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced
-        parameter, per update."""
+        """Return the predicted seconds.
+
+        theta: [6], seconds per FLOP, per attention FLOP, per layer and micro-batch, per AdamW's and per reduced
+            parameter, per update.
+        """
         linear, scores, *others = (max(float(x), 1e-30) for x in theta)
         names = ("layer_overhead_s", "adam_s", "reduce_s", "update_overhead_s")
         rates = Machine(
@@ -156,9 +163,11 @@ class Measured:
 
 
 def cases(records: list[dict]) -> list[Measured]:
-    """Every skip update that was measured, and each launch's dense update and optimizer step, once, as medians over its
-    rows."""
-    found = []
+    """Return every measured skip update, and each launch's dense update and optimizer step, once.
+
+    The last two are medians over the launch's rows.
+    """
+    measured = []
     for number, record in enumerate(records):
         settings = record["settings"]
         parts = (("DP", "dp"), ("PP", "pp"), ("h", "hidden"), ("l", "layers"), ("cap", "max_tokens_per_microbatch"))
@@ -171,11 +180,11 @@ def cases(records: list[dict]) -> list[Measured]:
                 dense_s, step_s = (
                     statistics.median(x[key] for x in record["rows"]) for key in ("dense_s", "optimizer_step_s")
                 )
-                found.append(
+                measured.append(
                     Measured(name=f"{name} dense", kind="dense", seconds=dense_s, plan=plans["dense"], **common)
                 )
-                found.append(Measured(name=f"{name} step", kind="step", seconds=step_s, plan=None, **common))
-            found.append(
+                measured.append(Measured(name=f"{name} step", kind="step", seconds=step_s, plan=None, **common))
+            measured.append(
                 Measured(
                     name=f"{name} skip {row['dead_share']:g}",
                     kind="skip",
@@ -184,12 +193,14 @@ def cases(records: list[dict]) -> list[Measured]:
                     **common,
                 )
             )
-    return found
+    return measured
 
 
 def plans_of(name: str, row: dict, job: Job, signal: np.ndarray) -> dict[str, BatchPlan]:
-    """The dense and the skip plan; ValueError where the planner, now, cuts otherwise than it did when they were
-    measured."""
+    """Return the dense and the skip plan.
+
+    Raises ValueError if the planner now cuts otherwise than in the measured run.
+    """
     rules, plans = plan_rules(job.config, job.degrees, job.shape), {}
     for kind in ("dense", "skip"):
         plans[kind] = job.plan(rules, signal, drops=kind == "skip")
@@ -203,23 +214,26 @@ def plans_of(name: str, row: dict, job: Job, signal: np.ndarray) -> dict[str, Ba
 
 
 def fit(measured: list[Measured]) -> np.ndarray:
-    """theta [6] ≥ 0 of least relative error: the prediction is piecewise linear in it, so a few linear problems in
-    turn."""
+    """Return theta [6] ≥ 0 of least relative error.
+
+    The prediction is piecewise linear in theta, so a few linear problems are solved in turn.
+    """
     theta = np.array([1e-10, 1e-10, 1e-4, 1e-9, 1e-9, 1e-4])
     for _ in range(ROUNDS):
         rows = []
-        for each in measured:
-            base = each.predict(theta)
+        for update in measured:
+            base = update.predict(theta)
             slopes = [
-                (each.predict(theta + np.eye(6)[k] * step) - base) / step for k, step in enumerate(theta * 1e-4 + 1e-16)
+                (update.predict(theta + np.eye(6)[k] * step) - base) / step
+                for k, step in enumerate(theta * 1e-4 + 1e-16)
             ]
-            rows.append(np.array(slopes) / each.seconds)
+            rows.append(np.array(slopes) / update.seconds)
         theta = nonnegative_least_squares(np.stack(rows), np.ones(len(rows)))
     return theta
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 5000) -> np.ndarray:
-    """argmin over x ≥ 0 of ‖a x − b‖, coordinate by coordinate, columns scaled to length 1."""
+    """Return argmin over x ≥ 0 of ‖a x − b‖, coordinate by coordinate, columns scaled to length 1."""
     scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     gram, moment = (a / scale).T @ (a / scale), (a / scale).T @ b
     x = np.zeros(len(moment))
@@ -233,8 +247,10 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 5000) 
 
 
 def check(records: list[dict]) -> dict:
-    """Every update predicted from rates fitted without its launch. Seconds; gains are the launch's dense update over
-    this one."""
+    """Predict every update, in seconds, from rates fitted without its launch.
+
+    Gains are the launch's dense update over the update.
+    """
     if len(records) < 2:
         raise ValueError(
             f"{len(records)} launch(es) were measured and each is predicted from the others; measure at least 2"
@@ -243,18 +259,18 @@ def check(records: list[dict]) -> dict:
     for launch in range(len(records)):
         theta = fit([x for x in measured if x.launch != launch])
         dense: tuple[float, float] | None = None
-        for each in (x for x in measured if x.launch == launch and x.kind != "step"):
-            predicted = each.predict(theta)
+        for update in (x for x in measured if x.launch == launch and x.kind != "step"):
+            predicted = update.predict(theta)
             row = {
-                "name": each.name,
-                "measured_s": each.seconds,
+                "name": update.name,
+                "measured_s": update.seconds,
                 "predicted_s": predicted,
-                "error": predicted / each.seconds - 1,
+                "error": predicted / update.seconds - 1,
             }
-            if each.kind == "dense":
-                dense = (each.seconds, predicted)
+            if update.kind == "dense":
+                dense = (update.seconds, predicted)
             else:
-                row |= {"measured_gain": dense[0] / each.seconds, "predicted_gain": dense[1] / predicted}
+                row |= {"measured_gain": dense[0] / update.seconds, "predicted_gain": dense[1] / predicted}
             rows.append(row)
     errors = [abs(row["error"]) for row in rows]
     return {
@@ -268,7 +284,7 @@ def check(records: list[dict]) -> dict:
 
 
 def markdown(checked: dict) -> str:
-    """The table for docs/simulate-cluster.md."""
+    """Return the table for docs/simulate-cluster.md."""
     lines = [
         f"{checked['machine']}: {len(checked['rows'])} predictions of {checked['launches']} launches, each from rates "
         f"fitted to the other launches; relative error in the median **{100 * checked['median_error']:.1f} %** "

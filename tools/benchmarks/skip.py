@@ -1,17 +1,16 @@
-"""Dense and skip updates, alternately, in one process group on the same samples: the ratio of medians and its share of
-the ideal.
+"""Measures dense and skip updates in turn on the same samples: the ratio of medians and its share of the ideal.
 
     torchrun --nproc_per_node 2 tools/benchmarks/skip.py --dp 2 --dead-share 0.75
     torchrun --nproc_per_node 4 tools/benchmarks/skip.py --pp 4 --layers 8 --virtual-clock --dead-share 0.75
 
-The update phase runs from zeroing the gradients to the end of the parameter gather; the whole phase has the pass for
-old log-probs before it. The ideal is dense tokens over surviving tokens; the planned ideal is what the dense plan takes
-over what the skip's plan takes when a micro-batch costs nothing but its tokens, on planning/timeline.py's clock: the
-pipeline's bubble and uneven ranks are in both, its fixed costs in neither. The fixed part f is the optimizer step
-(reduction, norm, AdamW, gather) over the dense update: with it no skip can pass ideal / (1 + f · (ideal − 1)), which at
-75 % is a share of 1 / (1 + 3f). At 100 % there is no ideal: the ghost step is set against an optimizer step. The spread
-is the standard deviation of measured over predicted seconds, over their mean, among batches and repeats; on the virtual
-clock also among micro-batches.
+Both run in one process group. The update phase runs from zeroing the gradients to the end of the parameter gather; the
+whole phase has the pass for old log-probs before it. The ideal is dense tokens over surviving tokens; the planned ideal
+is the dense plan's time over the skip plan's time if a micro-batch costs nothing but its tokens, on
+planning/timeline.py's clock: the pipeline's bubble and uneven ranks are in both, its fixed costs in neither. The fixed
+part f is the optimizer step (reduction, norm, AdamW, gather) over the dense update: with it no skip can pass ideal / (1
++ f · (ideal − 1)), which at 75 % is a share of 1 / (1 + 3f). At 100 % no ideal exists: the ghost step is set against an
+optimizer step. The spread is the standard deviation of measured over predicted seconds, over their mean, among batches
+and repeats; on the virtual clock also among micro-batches.
 
 With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are measured and laid
 on planning/timeline.py's clock, and no optimizer step runs.
@@ -35,8 +34,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/skip.py --pp 2 --dead-share 0.75 0.9 --json "
-        "skip.json",
+        epilog="example: torchrun --nproc_per_node 2 tools/benchmarks/skip.py --pp 2 --dead-share 0.75 0.9 "
+        "--json skip.json",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
@@ -124,7 +123,10 @@ def build_backend(given: argparse.Namespace):
 
 
 def make_batch(backend, given: argparse.Namespace, number: int = 0):
-    """The same ragged samples on every rank; each hands in its own share. Another ``number``, other samples."""
+    """Make the same ragged samples on every rank; each rank contributes its own share.
+
+    number: another number gives other samples.
+    """
     from megatron_rl.types import Sample
 
     random = np.random.default_rng(given.seed + 1000 * number)
@@ -145,13 +147,13 @@ def make_batch(backend, given: argparse.Namespace, number: int = 0):
                 logprobs=np.full(response, -5.0, dtype=np.float32),
             )
         )
-    place = backend.topology
-    mine = list(range(place.rank, count, place.world_size))
+    topology = backend.topology
+    mine = list(range(topology.rank, count, topology.world_size))
     return backend.gather([samples[i] for i in mine], [i // given.group_size for i in mine], mine)
 
 
 def make_advantages(share: float, given: argparse.Namespace) -> np.ndarray:
-    """Whole groups are dead; the others have advantages of both signs."""
+    """Return advantages: 0 in whole dead groups, of both signs in the others."""
     random = np.random.default_rng(given.seed + 1)
     dead = random.permutation(given.groups)[: round(share * given.groups)]
     values = random.normal(size=given.groups * given.group_size)
@@ -160,7 +162,7 @@ def make_advantages(share: float, given: argparse.Namespace) -> np.ndarray:
 
 
 def update(backend, batch, mini_batch, fingerprint: bytes, inputs) -> tuple[float, float]:
-    """Seconds of one whole update, and of its optimizer step."""
+    """Return the seconds of one whole update, and of its optimizer step."""
     import torch.distributed as dist
 
     from megatron_rl.distributed.platform import HOST
@@ -171,7 +173,7 @@ def update(backend, batch, mini_batch, fingerprint: bytes, inputs) -> tuple[floa
     backend.zero_grad()
     backend.forward_backward(batch, mini_batch, inputs, fingerprint=fingerprint)
     HOST.synchronize()
-    dist.barrier()  # so that the optimizer's share is not another rank's lateness
+    dist.barrier()  # so that the optimizer's share excludes another rank's lateness
     stepped = time.perf_counter()
     backend.optim_step(mini_batch.kind)
     backend.schedule.gather_parameters()
@@ -181,7 +183,7 @@ def update(backend, batch, mini_batch, fingerprint: bytes, inputs) -> tuple[floa
 
 
 def logprob_pass(backend, batch, plan) -> float:
-    """Seconds of the pass for old log-probs."""
+    """Return the seconds of the pass for old log-probs."""
     import torch.distributed as dist
 
     from megatron_rl.distributed.platform import HOST
@@ -196,8 +198,10 @@ def logprob_pass(backend, batch, plan) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """One batch at one share: its inputs; its plans and their rows by ("train" or "logprob", "dense" or "skip"); what
-    was measured."""
+    """Holds one batch at one share: its inputs, plans, rows and measurements.
+
+    plans, batches: by ("train" or "logprob", "dense" or "skip").
+    """
 
     batch: object
     inputs: object
@@ -231,8 +235,10 @@ def make_case(backend, batch, share: float, given: argparse.Namespace) -> Case:
 
 
 def measure(backend, batches: list, share: float, given: argparse.Namespace) -> dict:
-    """One row of the table: medians over batches of medians over alternating dense and skip updates on the same
-    samples."""
+    """Return one row of the table.
+
+    It holds medians over batches of medians over alternating dense and skip updates on the same samples.
+    """
     cases = [make_case(backend, batch, share, given) for batch in batches]
     for repeat in range(given.repeats + 1):
         for case in cases:
@@ -243,16 +249,16 @@ def measure(backend, batches: list, share: float, given: argparse.Namespace) -> 
 
 
 def update_once(backend, case: Case, name: str, *, keep: bool) -> None:
-    passed = logprob_pass(backend, case.batches["logprob", name], case.plans["logprob", name])
+    pass_s = logprob_pass(backend, case.batches["logprob", name], case.plans["logprob", name])
     plan = case.plans["train", name]
-    updated = update(backend, case.batches["train", name], plan.mini_batches[0], plan.fingerprints()[0], case.inputs)
+    update_s = update(backend, case.batches["train", name], plan.mini_batches[0], plan.fingerprints()[0], case.inputs)
     if keep:
-        case.passes[name].append(passed)
-        case.updates[name].append(updated)
+        case.passes[name].append(pass_s)
+        case.updates[name].append(update_s)
 
 
 def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
-    """CPU seconds of every stage's micro-batches, laid on the schedule's clock."""
+    """Lay the CPU seconds of every stage's micro-batches on the schedule's clock."""
     plan = case.plans["train", name]
     backend.zero_grad()
     backend.forward_backward(
@@ -266,8 +272,7 @@ def clock_once(backend, case: Case, name: str, *, keep: bool) -> None:
 
 
 def calibrate(backend, batches: list, given: argparse.Namespace) -> None:
-    """Dense and skip updates of several sizes on each batch, so that the costs are fitted before the first plan that
-    counts."""
+    """Run updates of several sizes on each batch, so that the costs are fitted before the first measured plan."""
     for share in (0.5, 0.9):
         for batch in batches:
             case = make_case(backend, batch, share, given)

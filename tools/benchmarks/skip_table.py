@@ -1,5 +1,4 @@
-"""What skip.py makes of its measurements: predicted times on planning/timeline.py's clock, shares of the ideals, the
-table."""
+"""Turns skip.py's measurements into its table: times predicted on planning/timeline.py's clock, shares of ideals."""
 
 from __future__ import annotations
 
@@ -21,15 +20,17 @@ from megatron_rl.types import StepPlan
 
 
 def plan_clock(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> float:
-    """Predicted forward and backward of a plan: the makespan of the slowest data-parallel rank, a third of each stage's
-    time forward."""
+    """Predict forward and backward of a plan: the makespan of the slowest data-parallel rank.
+
+    A third of each stage's time is forward.
+    """
     slowest = 0.0
     for rank in range(len(mini_batch.rank_offsets) - 1):
         cut = [padded[m.samples].astype(np.float64) for m in mini_batch.microbatches(rank)]
         tokens, squares = np.array([x.sum() for x in cut]), np.array([(x**2).sum() for x in cut])
-        each = np.array([stage.seconds(tokens, squares) for stage in model.stages]) / model.virtual
-        every = np.concatenate([each] * model.virtual)
-        slowest = max(slowest, simulate(every / 3, every * 2 / 3, pipeline=len(model.stages)).makespan)
+        stage_s = np.array([stage.seconds(tokens, squares) for stage in model.stages]) / model.virtual
+        chunk_s = np.concatenate([stage_s] * model.virtual)
+        slowest = max(slowest, simulate(chunk_s / 3, chunk_s * 2 / 3, pipeline=len(model.stages)).makespan)
     return slowest
 
 
@@ -38,36 +39,41 @@ def without_overhead(model: CostModel) -> CostModel:
 
 
 def replay(backend) -> tuple[float, list[float]]:
-    """The makespan of the last ``forward_backward`` from what each stage's micro-batches took on their own ranks: the
-    slowest replica's; and of each micro-batch on each stage, measured over predicted seconds."""
+    """Return the last ``forward_backward``'s makespan, from the times of each stage's micro-batches on their own ranks.
+
+    It is the slowest replica's. The second value is, for each micro-batch on each stage, measured over predicted
+    seconds.
+    """
     import torch.distributed as dist
 
-    place = backend.topology
+    topology = backend.topology
     runs = backend.schedule.take_laps()
-    stage = backend.fit.model().stages[place.pipeline_rank]
+    stage = backend.fit.model().stages[topology.pipeline_rank]
     factors = [
         x for run in runs for x in (run.forward_s + run.backward_s).sum(0) / stage.seconds(run.tokens, run.squares)
     ]
     mine = [(run.forward_s, run.backward_s) for run in runs]
-    everyone: list = [None] * place.world_size
-    dist.all_gather_object(everyone, (place.data_rank, place.pipeline_rank, mine, factors))
+    everyone: list = [None] * topology.world_size
+    dist.all_gather_object(everyone, (topology.data_rank, topology.pipeline_rank, mine, factors))
     replicas: dict[int, dict[int, list]] = {}
     for data_rank, pipeline_rank, theirs, _ in everyone:
         replicas.setdefault(data_rank, {})[pipeline_rank] = theirs
     slowest = 0.0
-    for of_rank in replicas.values():
-        if any(of_rank[0]):
-            chunks = range(place.virtual_size)
+    for runs_by_rank in replicas.values():
+        if any(runs_by_rank[0]):
+            chunks = range(topology.virtual_size)
             forward_s, backward_s = (
-                np.array([of_rank[rank][0][kind][chunk] for chunk in chunks for rank in range(place.pipeline_size)])
+                np.array(
+                    [runs_by_rank[rank][0][kind][chunk] for chunk in chunks for rank in range(topology.pipeline_size)]
+                )
                 for kind in (0, 1)
             )
-            slowest = max(slowest, simulate(forward_s, backward_s, pipeline=place.pipeline_size).makespan)
+            slowest = max(slowest, simulate(forward_s, backward_s, pipeline=topology.pipeline_size).makespan)
     return slowest, [float(x) for *_, theirs in everyone for x in theirs]
 
 
 def summarise(share: float, cases: list, backend) -> dict:
-    """One row; the fields of several batches are medians over them."""
+    """Return one row; the fields of several batches are medians over them."""
     alone = [_of_case(case, backend) for case in cases]
     row = {"dead_share": share} | {
         name: [x[name] for x in alone][0] if isinstance(value, list) else statistics.median(x[name] for x in alone)
@@ -97,6 +103,7 @@ def _of_case(case, backend) -> dict:
         "dense_microbatches": plans["dense"].num_microbatches.tolist(),
         "skip_microbatches": plans["skip"].num_microbatches.tolist(),
     }
+    # Measured seconds, and predictions of the same plans.
     row |= _clock_fields(case) if case.clocks["dense"] else _wall_fields(case)
     row["ratio"] = row["dense_s"] / row["skip_s"] if row["skip_s"] else float("inf")
     model, bare = backend.fit.model(), without_overhead(backend.fit.model())
@@ -105,6 +112,7 @@ def _of_case(case, backend) -> dict:
         predicted = plan_clock(model, plan, padded) + (0.0 if case.clocks[name] else row["optimizer_step_s"])
         row[f"{name}_over_predicted"] = [x / predicted for x in seconds] if survivors or name == "dense" else []
     if survivors:
+        # Shares of the ideals, which a ghost step does not have.
         ideal = dense_tokens / survivors
         planned = plan_clock(bare, plans["dense"], padded) / plan_clock(bare, plans["skip"], padded)
         fixed = row.get("fixed_fraction", 0.0)
@@ -126,8 +134,8 @@ def _clock_fields(case) -> dict:
 
 def _wall_fields(case) -> dict:
     (dense_s, skip_s), (dense_pass, skip_pass) = (
-        (statistics.median(of["dense"]), statistics.median(of["skip"]))
-        for of in ({k: [x for x, _ in v] for k, v in case.updates.items()}, case.passes)
+        (statistics.median(times["dense"]), statistics.median(times["skip"]))
+        for times in ({k: [x for x, _ in v] for k, v in case.updates.items()}, case.passes)
     )
     step_s = statistics.median(x for _, x in case.updates["dense"])
     fields = {
@@ -153,7 +161,7 @@ def machine_name() -> str:
 
 
 def write_json(given: argparse.Namespace, machine: str, **content: object) -> None:
-    """What was measured, with the settings that it was measured by, where ``--json`` asks for it."""
+    """Write the measurements, with their settings, if ``--json`` asks for it."""
     if given.json:
         settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
         given.json.write_text(json.dumps({"machine": machine, "settings": settings, **content}, indent=1) + "\n")

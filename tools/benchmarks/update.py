@@ -1,15 +1,14 @@
-"""One GRPO update, by TRL and by megatron_rl (dense and skip), on the same model, samples, host and threads; only if
-gradients agree.
+"""Times one GRPO update by TRL and by megatron_rl (dense and skip) on the same model and samples, if gradients agree.
 
     python tools/benchmarks/update.py --dead-share 0 0.75 --json runs/benchmark_update.json
 
-float32 on the CPU, one process. First the gradient of every setting of either side is compared, by Hugging Face name,
-for every share; where the relative error over all weights is not below the bar, the tool names both, ends with status 1
-and measures nothing. Then every setting takes whole optimizer steps in turn, and the medians count. Tokens/s is the
-batch's tokens, dropped samples included and pads not, over the seconds of the step: the dense run's work done. TRL's
-best is given twice: as it ships (the whole batch padded to its longest prompt and its longest response), and of all
-settings, with each micro-batch cut to its own longest and the samples sorted by length, which TRL does not do.
---trl-compile adds torch.compile to both.
+float32 on the CPU, one process, the same host and threads. First the gradient of every setting of either side is
+compared, by Hugging Face name, for every share; if the relative error over all weights is not below the bar, the tool
+names both, ends with status 1 and measures nothing. Then every setting takes whole optimizer steps in turn, and the
+medians count. Tokens/s is the batch's tokens, dropped samples included and pads not, over the seconds of the step: the
+dense run's work done. TRL's best is given twice: as it ships (the whole batch padded to its longest prompt and its
+longest response), and of all settings, with each micro-batch cut to its own longest and the samples sorted by length,
+which TRL does not do. --trl-compile adds torch.compile to both.
 
 Neither side's rollout is timed. TRL's padding is not timed, as it belongs to its rollout; megatron_rl's planning and
 packing are. Its packing has a thread of its own beside --threads: the CPU seconds, of the whole process, count that
@@ -37,8 +36,8 @@ FAULTS = ("weight", "advantage", "denominator")
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="example: python tools/benchmarks/update.py --dead-share 0 0.75 --repeats 5 --json "
-        "runs/benchmark_update.json",
+        epilog="example: python tools/benchmarks/update.py --dead-share 0 0.75 --repeats 5 "
+        "--json runs/benchmark_update.json",
     )
     parser.add_argument(
         "--dead-share", type=float, nargs="+", default=[0.0, 0.75], help="shares of groups without signal, 0 to below 1"
@@ -79,7 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Ends with status 2 on what cannot be measured, naming the value and what would do."""
+    """End with status 2 on settings that cannot be measured, naming the value and a valid one."""
     for name in ("repeats", "groups", "mean_tokens", "threads", "layers", "vocab"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} must be at least 1")
@@ -115,7 +114,7 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def build_model(given: argparse.Namespace):
-    """The Hugging Face model whose weights both sides start from."""
+    """Build the Hugging Face model from whose weights both sides start."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -134,7 +133,7 @@ def build_model(given: argparse.Namespace):
 
 
 def build_backend(model, given: argparse.Namespace):
-    """MegatronBackend over copies of the model's weights; --fault weight doubles one weight of its first norm."""
+    """Build MegatronBackend over copies of the model's weights; --fault weight doubles one weight of its first norm."""
     import copy
 
     from megatron_rl.backend.backend import MegatronBackend
@@ -159,7 +158,7 @@ def build_backend(model, given: argparse.Namespace):
 
 
 class OurUpdate:
-    """megatron_rl's update of one batch: planned, packed, accumulated, stepped."""
+    """Runs megatron_rl's update of one batch: planned, packed, accumulated, stepped."""
 
     def __init__(self, backend, batch, values, *, fault: str | None):
         import numpy as np
@@ -194,9 +193,9 @@ class OurUpdate:
     def gradient(self, cap: int, drops: bool) -> Mapping:
         self.backend.zero_grad()
         self.accumulate(cap, drops)
-        found = self.backend.gradient()
+        gradient = self.backend.gradient()
         self.backend.zero_grad()
-        return found
+        return gradient
 
     def update(self, cap: int, drops: bool) -> None:
         mini_batch = self.accumulate(cap, drops)
@@ -205,11 +204,11 @@ class OurUpdate:
 
     def contenders(self, caps: Sequence[int]) -> list[Contender]:
         total = self.batch.facts.total_tokens
-        made = []
+        contenders = []
         for family, drops in (("dense", False), ("skip", True)):
             for cap in caps:
                 (mini_batch,) = self.plan(cap, drops).mini_batches
-                made.append(
+                contenders.append(
                     Contender(
                         family=family,
                         name=f"megatron_rl {family}, {cap} tokens",
@@ -218,16 +217,16 @@ class OurUpdate:
                         update=lambda cap=cap, drops=drops: self.update(cap, drops),
                     )
                 )
-        return made
+        return contenders
 
 
 def trl_contenders(side, samples: Sequence, values, given: argparse.Namespace) -> list[Contender]:
     from update_trl import make_microbatches, padded_tokens, trl_settings
 
-    made = []
+    contenders = []
     for setting in trl_settings(given.trl_samples, compiled=given.trl_compile):
         parts = make_microbatches(samples, values, setting)
-        made.append(
+        contenders.append(
             Contender(
                 family="trl_shipped" if setting.as_shipped else "trl_helped",
                 name=setting.name,
@@ -236,7 +235,7 @@ def trl_contenders(side, samples: Sequence, values, given: argparse.Namespace) -
                 update=lambda parts=parts, setting=setting: side.update(parts, setting),
             )
         )
-    return made
+    return contenders
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -244,8 +243,10 @@ def trl_contenders(side, samples: Sequence, values, given: argparse.Namespace) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One share of dead groups: every setting of both sides, ready to run on the same batch, and what their gradients
-    were found to be."""
+    """Holds one share of dead groups: every setting of both sides, ready to run on the same batch.
+
+    checks: the comparisons of their gradients.
+    """
 
     dead_share: float
     without_signal: int
@@ -254,7 +255,10 @@ class Share:
 
 
 def compare_share(backend, side, batch, share: float, given: argparse.Namespace) -> Share:
-    """Raises GradientsDiffer. No optimizer may have stepped: the two sides' weights are equal only until then."""
+    """Compare all gradients at one share; raises GradientsDiffer.
+
+    No optimizer may have stepped: the two sides' weights are equal only until then.
+    """
     values = make_advantages(share, given)
     ours = OurUpdate(backend, batch, values, fault=given.fault)
     contenders = [*trl_contenders(side, batch.local, values, given), *ours.contenders(given.max_tokens_per_microbatch)]
@@ -266,12 +270,12 @@ def compare_share(backend, side, batch, share: float, given: argparse.Namespace)
 
 
 def measure(share: Share, side, batch, given: argparse.Namespace) -> dict:
-    """One share's times, and how many samples TRL ran in one step."""
+    """Return one share's times, and the number of samples that TRL ran in one step."""
     before = side.samples_forwarded
     share.contenders[0].update()
     forwarded = side.samples_forwarded - before
     tokens = int(batch.facts.total_tokens.sum())
-    # two rounds where torch.compile takes part: it was seen to compile once more in the second
+    # Two rounds if torch.compile takes part: it was seen to compile once more in the second.
     rows = time_contenders(share.contenders, given.repeats, tokens, warm_up=2 if given.trl_compile else 1)
     return {
         "dead_share": share.dead_share,
@@ -346,19 +350,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     torch.set_num_threads(given.threads)
     model = build_model(given)
-    # before the backend: once torch.distributed is up, accelerate wraps the model in DistributedDataParallel, which TRL
-    # alone would not pay
+    # Before the backend: once torch.distributed is up, accelerate wraps the model in DistributedDataParallel, a cost
+    # that TRL alone does not have.
     num_samples = given.groups * given.group_size
     side = TrlUpdate(model, num_samples=num_samples, group_size=given.group_size, lr=LEARNING_RATE, seed=given.seed)
     backend = build_backend(model, given)
     batch = make_batch(
         backend, argparse.Namespace(**{**vars(given), "max_tokens_per_microbatch": given.max_tokens_per_microbatch[0]})
     )
-    torch.set_num_threads(given.threads)  # should a library have set it
-    found = versions()
+    torch.set_num_threads(given.threads)  # again, if a library has set it
+    package_versions = versions()
     machine = (
         f"{host_platform.machine()} CPU, {os.cpu_count()} cores, --threads {torch.get_num_threads()}, "
-        + ", ".join(f"{name} {version}" for name, version in found.items())
+        + ", ".join(f"{name} {version}" for name, version in package_versions.items())
     )
     try:
         shares = [compare_share(backend, side, batch, share, given) for share in given.dead_share]
@@ -375,7 +379,13 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(summary_table(result), settings_table(result))
     if given.json:
         settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-        written = {"machine": machine, "versions": found, "bar": BAR, "settings": settings, "results": results}
+        written = {
+            "machine": machine,
+            "versions": package_versions,
+            "bar": BAR,
+            "settings": settings,
+            "results": results,
+        }
         given.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         print(f"written: {given.json}")
     return 0

@@ -1,4 +1,4 @@
-"""update.py's contenders: their gradients against each other, their times in turn, the best of each family."""
+"""Compares update.py's contenders: their gradients with each other, their times in turn, the best of each family."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 BAR = 1e-5
-"""Seen on a CPU: 3e-7 where both are right; 3e-4 where the loss's denominator is one token of 3,373 off, 4e-3 where one
-of 64 samples has 1.1 times its advantage, 7e-2 where one weight of a norm is doubled (--fault)."""
+"""The largest relative error. Seen on a CPU: 3e-7 if both are right; 3e-4 if the loss's denominator is one token of
+3,373 off, 4e-3 if one of 64 samples has 1.1 times its advantage, 7e-2 if one weight of a norm is doubled (--fault)."""
 
 
 class GradientsDiffer(RuntimeError):
-    """Two sides' gradients are further apart than the bar, or are not of the same weights."""
+    """Says that two sides' gradients are further apart than the bar, or are not of the same weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One setting of one side. ``family``: trl_shipped, trl_helped, dense or skip. ``tokens``: positions that go
-    through the model."""
+    """Describes one setting of one side.
+
+    family: trl_shipped, trl_helped, dense or skip.
+    tokens: positions that go through the model.
+    """
 
     family: str
     name: str
@@ -38,9 +41,9 @@ FAMILIES = {
 
 
 def gradient_error(found: Mapping, wanted: Mapping) -> dict:
-    """‖found − wanted‖ / ‖wanted‖ over all weights, in float64, and the weight that adds most to it.
+    """Return ‖found − wanted‖ / ‖wanted‖ over all weights, in float64, and the weight that adds most to it.
 
-    Raises GradientsDiffer where the names or shapes are not the same.
+    Raises GradientsDiffer if the names or shapes are not the same.
     """
     if set(found) != set(wanted):
         missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
@@ -64,8 +67,7 @@ def gradient_error(found: Mapping, wanted: Mapping) -> dict:
 
 
 def compare_gradients(contenders: Sequence[Contender], bar: float) -> list[dict]:
-    """Each side against the other: TRL's settings against the first dense one, megatron_rl's against the first of
-    TRL's.
+    """Compare each side with the other: TRL's settings with the first dense one, megatron_rl's with the first of TRL's.
 
     Raises GradientsDiffer at the first that is not below the bar; not a number is not below it.
     """
@@ -88,9 +90,11 @@ def compare_gradients(contenders: Sequence[Contender], bar: float) -> list[dict]
 
 
 def time_contenders(contenders: Sequence[Contender], repeats: int, tokens: int, *, warm_up: int = 1) -> list[dict]:
-    """Medians over ``repeats`` rounds, in each of which every contender takes one step, after ``warm_up`` rounds that
-    do not count."""
-    seconds: dict[str, list[tuple[float, float]]] = {x.name: [] for x in contenders}
+    """Return medians over ``repeats`` rounds, in each of which every contender takes one step.
+
+    ``warm_up`` rounds come first and do not count.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = {entry.name: [] for entry in contenders}
     for repeat in range(-warm_up, repeats):
         for contender in contenders:
             started, cpu_started = time.perf_counter(), time.process_time()
@@ -99,24 +103,24 @@ def time_contenders(contenders: Sequence[Contender], repeats: int, tokens: int, 
             if repeat >= 0:
                 seconds[contender.name].append(timed)
     rows = []
-    for x in contenders:
-        wall, cpu = (statistics.median(each) for each in zip(*seconds[x.name], strict=True))
+    for entry in contenders:
+        wall, cpu = (statistics.median(values) for values in zip(*seconds[entry.name], strict=True))
         rows.append(
             {
-                "family": x.family,
-                "setting": x.name,
-                "positions": x.tokens,
+                "family": entry.family,
+                "setting": entry.name,
+                "positions": entry.tokens,
                 "s": wall,
                 "cpu_s": cpu,
                 "tokens_per_s": tokens / wall,
-                "all_s": [each for each, _ in seconds[x.name]],
+                "all_s": [values for values, _ in seconds[entry.name]],
             }
         )
     return rows
 
 
 def best_of(rows: Sequence[dict]) -> dict[str, dict]:
-    """The fastest row of each family, with its speed over each of TRL's two bests, by seconds and by CPU seconds.
+    """Return the fastest row of each family, with its speed over each of TRL's two bests, by seconds and CPU seconds.
 
     ``trl_helped`` is TRL's best of all its settings: the help must not make it slower.
     """

@@ -1,8 +1,8 @@
-"""TRL's side of update.py: GRPOTrainer's own training step on samples handed to it, padded as a setting says.
+"""Runs TRL's side of update.py: GRPOTrainer's own training step on given samples, padded as a setting says.
 
-What runs is TRL's: ``training_step`` (its loss, accelerate's backward), accelerate's clipping, the optimizer and the
-scheduler that the trainer makes. What is ours: no rollout (``_prepare_inputs`` hands the micro-batch on), and the
-padding of the two layouts TRL lacks. The padded tensors are made outside the timing, as TRL makes them with the
+TRL's own code runs ``training_step`` (its loss, accelerate's backward), accelerate's clipping, the optimizer and the
+scheduler that the trainer makes. Ours are the missing rollout (``_prepare_inputs`` hands the micro-batch on) and the
+padding of the two layouts that TRL lacks. The padded tensors are made outside the timing, as TRL makes them with the
 rollout.
 """
 
@@ -21,20 +21,23 @@ from megatron_rl.types import Sample
 INSTALL = "pip install -c constraints.txt -e '.[benchmark]'"
 LAYOUTS = ("batch", "trimmed", "sorted")
 """``batch``: prompts and completions padded to the longest of the whole batch, as GRPOTrainer pads before it splits.
-``trimmed``: to the longest of the micro-batch. ``sorted``: the same, the samples in order of length. TRL has the first
-    alone; the others favour it."""
+``trimmed``: padded to the longest of the micro-batch. ``sorted``: the same, the samples in order of length. TRL has the
+first alone; the others favour it."""
 
 
 class TrlMissing(RuntimeError):
-    """trl, or something it imports, is not installed."""
+    """Says that trl, or something it imports, is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlSetting:
-    """``samples``: per_device_train_batch_size; gradients accumulate over the batch. ``checkpointing``:
-    gradient_checkpointing.
-    ``compiled``: torch.compile over the decoder, with dynamic shapes; it compiles in the comparison, before anything is
-        timed."""
+    """Holds one setting of TRL's trainer.
+
+    samples: per_device_train_batch_size; gradients accumulate over the batch.
+    checkpointing: gradient_checkpointing.
+    compiled: torch.compile over the decoder, with dynamic shapes; it compiles in the comparison, before anything is
+        timed.
+    """
 
     samples: int
     layout: str
@@ -55,12 +58,13 @@ class TrlSetting:
 
 
 def trl_settings(sizes: Sequence[int], *, compiled: bool = False) -> list[TrlSetting]:
-    """Every size in every layout without recomputation, and GRPOConfig's default, 8 samples with recomputation, for the
-    record.
+    """Return every size in every layout without recomputation, and GRPOConfig's default for the record.
+
+    That default is 8 samples with recomputation.
     compiled: every size once more under torch.compile, as it ships and sorted.
 
     Example: sizes 4, 8, 16 → ten settings, of which four are TRL as it ships. Without 8 among the sizes the first
-    stands in for it.
+    replaces it.
     """
     settings = [TrlSetting(samples=size, layout=layout) for layout in LAYOUTS for size in sizes]
     settings.append(TrlSetting(samples=8 if 8 in sizes else sizes[0], layout="batch", checkpointing=True))
@@ -69,7 +73,7 @@ def trl_settings(sizes: Sequence[int], *, compiled: bool = False) -> list[TrlSet
 
 
 def pad_rows(rows: Sequence[np.ndarray], *, left: bool, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, both int64 [rows, width]; pads are id 0, mask 0.
+    """Return token ids and mask, both int64 [rows, width]; pads are id 0, mask 0.
 
     Example: [[7, 8], [9]], left, width 3 → ids [[0, 7, 8], [0, 0, 9]], mask [[0, 1, 1], [0, 0, 1]].
     """
@@ -79,20 +83,20 @@ def pad_rows(rows: Sequence[np.ndarray], *, left: bool, width: int) -> tuple[tor
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, place] = torch.from_numpy(np.asarray(row, dtype=np.int64))
-        mask[i, place] = 1
+        columns = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, columns] = torch.from_numpy(np.asarray(row, dtype=np.int64))
+        mask[i, columns] = 1
     return ids, mask
 
 
 def make_microbatches(
     samples: Sequence[Sample], advantages: np.ndarray, setting: TrlSetting
 ) -> list[dict[str, torch.Tensor]]:
-    """The batch as GRPOTrainer's ``_compute_loss`` takes it: one dict for each micro-batch, every sample in one of
-    them.
+    """Return the batch as GRPOTrainer's ``_compute_loss`` takes it: one dict for each micro-batch.
 
-    ``num_items_in_batch`` counts the whole batch's response tokens in every dict: the ``dapo`` loss divides by it. No
-    ``old_per_token_logps``: with one optimizer step per batch TRL takes the current ones, and so does megatron_rl.
+    Every sample is in one of them. ``num_items_in_batch`` counts the whole batch's response tokens in every dict: the
+    ``dapo`` loss divides by it. No ``old_per_token_logps``: with one optimizer step per batch TRL takes the current
+    ones, and so does megatron_rl.
     """
     order = np.arange(len(samples))
     if setting.layout == "sorted":
@@ -100,13 +104,15 @@ def make_microbatches(
     prompts = [samples[i].token_ids[: samples[i].prompt_tokens] for i in order]
     responses = [samples[i].token_ids[samples[i].prompt_tokens :] for i in order]
     items = torch.tensor(sum(len(x) for x in responses))
-    made = []
+    microbatches = []
     for start in range(0, len(order), setting.samples):
         part = slice(start, start + setting.samples)
-        reach = slice(None) if setting.layout == "batch" else part
-        prompt_ids, prompt_mask = pad_rows(prompts[part], left=True, width=max(map(len, prompts[reach])))
-        completion_ids, completion_mask = pad_rows(responses[part], left=False, width=max(map(len, responses[reach])))
-        made.append(
+        padded_with = slice(None) if setting.layout == "batch" else part
+        prompt_ids, prompt_mask = pad_rows(prompts[part], left=True, width=max(map(len, prompts[padded_with])))
+        completion_ids, completion_mask = pad_rows(
+            responses[part], left=False, width=max(map(len, responses[padded_with]))
+        )
+        microbatches.append(
             {
                 "prompt_ids": prompt_ids,
                 "prompt_mask": prompt_mask,
@@ -116,26 +122,26 @@ def make_microbatches(
                 "advantages": torch.from_numpy(advantages[order[part]]).float(),
             }
         )
-    return made
+    return microbatches
 
 
 def padded_tokens(microbatches: Sequence[dict[str, torch.Tensor]]) -> int:
-    """Positions that go through the model, pads included."""
+    """Count the positions that go through the model, pads included."""
     return sum(x["prompt_ids"].numel() + x["completion_ids"].numel() for x in microbatches)
 
 
 def load_trl():
-    """The module trl with its GRPOTrainer. Raises TrlMissing with the command that installs it."""
+    """Import the module trl with its GRPOTrainer; raises TrlMissing with the command that installs it."""
     try:
         import trl
-        from trl import GRPOConfig, GRPOTrainer  # noqa: F401  (trl imports lazily: here is where its own imports fail)
+        from trl import GRPOConfig, GRPOTrainer  # noqa: F401  (trl imports lazily: its own imports fail here)
     except (ImportError, RuntimeError) as error:
         raise TrlMissing(f"trl cannot be imported ({error}); install it with: {INSTALL}") from error
     return trl
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part. trl's own comes first."""
+    """Return the versions of the packages that take part, trl's first."""
     return {
         name: importlib.metadata.version(name)
         for name in ("trl", "transformers", "accelerate", "megatron-core", "torch")
@@ -143,7 +149,7 @@ def versions() -> dict[str, str]:
 
 
 def make_tokenizer():
-    """GRPOTrainer asks for one; the update never uses it."""
+    """Make the tokenizer that GRPOTrainer asks for; the update never uses it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -153,14 +159,14 @@ def make_tokenizer():
 
 
 class TrlUpdate:
-    """One model under one GRPOTrainer, whose settings change from call to call. It trains in float32 on the CPU."""
+    """Holds one model under one GRPOTrainer in float32 on the CPU; settings change from call to call."""
 
     def __init__(self, model, *, num_samples: int, group_size: int, lr: float, seed: int):
         trl = load_trl()
         from datasets import Dataset
 
         class GivenSamples(trl.GRPOTrainer):
-            """Takes its micro-batches as they are given, instead of generating."""
+            """Takes the given micro-batches instead of generating any."""
 
             def _prepare_inputs(self, inputs):
                 return inputs
@@ -200,7 +206,7 @@ class TrlUpdate:
         self.model, self.optimizer = self.trainer.accelerator.prepare(model, self.trainer.optimizer)
         self.scheduler = self.trainer.lr_scheduler
         self._eager = self.model.base_model.forward
-        self._compiled = torch.compile(self._eager, dynamic=True)  # lazily: costs nothing where no setting asks for it
+        self._compiled = torch.compile(self._eager, dynamic=True)  # lazy: costs nothing if no setting asks for it
         self.samples_forwarded = 0
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -208,12 +214,11 @@ class TrlUpdate:
         self.samples_forwarded += len(named["input_ids"])
 
     def accumulate(self, microbatches: Sequence[dict[str, torch.Tensor]], setting: TrlSetting) -> None:
-        """Adds the batch's gradient, by TRL's training_step on each micro-batch."""
+        """Add the batch's gradient, by TRL's training_step on each micro-batch."""
         self.trainer.args.per_device_train_batch_size = setting.samples
         self.trainer.args.gradient_accumulation_steps = self.trainer.args.steps_per_generation = len(microbatches)
-        self.trainer.current_gradient_accumulation_steps = len(
-            microbatches
-        )  # the training loop sets it, of which this is the inside
+        # Normally set by the training loop, which calls this method's steps.
+        self.trainer.current_gradient_accumulation_steps = len(microbatches)
         if setting.checkpointing != self.model.is_gradient_checkpointing:
             (
                 self.model.gradient_checkpointing_enable
@@ -225,16 +230,18 @@ class TrlUpdate:
             self.trainer.training_step(self.model, microbatch, num_items_in_batch=None)
 
     def gradient(self, microbatches: Sequence[dict[str, torch.Tensor]], setting: TrlSetting) -> dict[str, torch.Tensor]:
-        """Of the batch, by Hugging Face name; a tied head appears once. Leaves no gradient behind."""
+        """Return the batch's gradient by Hugging Face name, a tied head once; no gradient stays behind."""
         self.model.zero_grad()
         self.accumulate(microbatches, setting)
-        found = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        gradient = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()
-        return found
+        return gradient
 
     def update(self, microbatches: Sequence[dict[str, torch.Tensor]], setting: TrlSetting) -> None:
-        """One optimizer step, as Trainer's loop takes it: training steps, clipping, AdamW, schedule, gradients to
-        None."""
+        """Take one optimizer step as Trainer's loop does.
+
+        It runs training steps, clipping, AdamW and schedule, and sets gradients to None.
+        """
         self.accumulate(microbatches, setting)
         self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), self.trainer.args.max_grad_norm)
         self.optimizer.step()

@@ -1,5 +1,4 @@
-"""convert_checkpoint.py's way for a family without a table of ours: NVIDIA's megatron-bridge, where it is installed and
-there is a GPU.
+"""Converts, for convert_checkpoint.py, a family without a table of ours through NVIDIA's megatron-bridge on a GPU.
 
 Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt, export_ckpt); NOT RUN by
 us: it builds layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its place.
@@ -14,13 +13,13 @@ import pathlib
 
 
 def family_of(folder: pathlib.Path) -> str | None:
-    """``model_type`` of a Hugging Face directory; None where there is no config."""
+    """Return ``model_type`` of a Hugging Face directory, or None if it has no config."""
     path = folder / "config.json"
     return json.loads(path.read_text()).get("model_type") if path.exists() else None
 
 
 def needs_bridge(given: argparse.Namespace) -> bool:
-    """Whether the command is import or export and the model of a family that our tables do not hold."""
+    """Return True for an import or export of a family that our tables lack, if megatron-bridge is installed."""
     from megatron_rl.model.hf_config import FAMILIES
 
     if given.command not in ("import", "export"):
@@ -30,7 +29,10 @@ def needs_bridge(given: argparse.Namespace) -> bool:
 
 
 def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
-    """import or export by megatron-bridge. Raises ConfigError where it cannot, saying why and what can be done."""
+    """Import or export by megatron-bridge.
+
+    Raises ConfigError with the reason and the fix if it cannot.
+    """
     import torch
 
     from megatron_rl.errors import ConfigError

@@ -1,5 +1,7 @@
-"""What `convert_checkpoint.py roundtrip` proves: equality of every tensor, bit by bit, and of log-probs with
-transformers."""
+"""Compares, for `convert_checkpoint.py roundtrip`, every tensor bit by bit.
+
+It can also compare log-probs with those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ SEQUENCES, MOST_TOKENS = 4, 64
 
 
 def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype | None, shape: ModelShape) -> dict:
-    """Counts of equal tensors and other files, and the names of those that are not. dtype: to which the source's were
-    cast, if any.
+    """Return the counts of equal tensors and equal other files, and the names of those that differ.
+
+    dtype: the type to which the source's tensors were cast, if any.
 
     A tied model's own copy of the output matrix, and old rotary frequencies, are no tensors of the model: they are not
     counted.
@@ -35,10 +38,10 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
     for layer in stored_layers(shape):
         for name in (name for stored in layer for name in stored.entry.hf):
             total += 1
-            found, wanted = (x.read(name, 0, 0, x.size(name)[0]) for x in (ours, theirs))
-            wanted = wanted if dtype is None else wanted.to(dtype)
-            same = found.dtype == wanted.dtype and torch.equal(
-                found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+            ours_tensor, theirs_tensor = (x.read(name, 0, 0, x.size(name)[0]) for x in (ours, theirs))
+            theirs_tensor = theirs_tensor if dtype is None else theirs_tensor.to(dtype)
+            same = ours_tensor.dtype == theirs_tensor.dtype and torch.equal(
+                ours_tensor.contiguous().view(torch.uint8), theirs_tensor.contiguous().view(torch.uint8)
             )
             equal += same
             different += [] if same else [name]
@@ -59,7 +62,7 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
 
 
 def random_tokens(vocab_size: int, context_tokens: int) -> torch.Tensor:
-    """[sequences, tokens], the same each time."""
+    """Return random tokens [sequences, tokens], the same each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return torch.randint(vocab_size, (SEQUENCES, min(MOST_TOKENS, context_tokens)))
@@ -67,7 +70,7 @@ def random_tokens(vocab_size: int, context_tokens: int) -> torch.Tensor:
 
 @torch.no_grad()
 def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor) -> torch.Tensor:
-    """[sequences, tokens − 1, vocabulary] float32, of transformers' own model."""
+    """Return float32 log-probs [sequences, tokens − 1, vocabulary] of transformers' own model."""
     from transformers import AutoModelForCausalLM
 
     experts = {"experts_implementation": "eager"} if hf_config.model_type in ("mixtral", "qwen3_moe") else {}
@@ -77,14 +80,13 @@ def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor)
 
 @torch.no_grad()
 def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tensor) -> torch.Tensor:
-    """[sequences, tokens − 1, vocabulary] float32, of a GPTModel that Megatron-Core itself filled from the
-    checkpoint."""
-    # a world of this process alone, whatever launched it: topology.initialize would leave RANK in the environment
+    """Return float32 log-probs [sequences, tokens − 1, vocabulary] of a GPTModel loaded by Megatron-Core itself."""
+    # A world of this process alone, however it was launched: topology.initialize would leave RANK in the environment.
     dist.init_process_group(platform.HOST.backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        place = topology.initialize()
+        ranks = topology.initialize()
         config = load_config(None, ["model.dtype=float32", "model.layer_spec=torch"])
-        (model,), shape = build_model(config, hf_config, place)
+        (model,), shape = build_model(config, hf_config, ranks)
         asked = {"model": model.sharded_state_dict(metadata={})}
         loaded = dist_checkpointing.load(asked, str(checkpoint.path))
         model.load_state_dict(loaded["model"])
@@ -99,8 +101,8 @@ def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tenso
 
 
 def check_logits(source: pathlib.Path, checkpoint: MegatronFolder, hf_config) -> dict:
-    """The largest difference of a log-prob, over every position and the whole vocabulary, in float32."""
+    """Return the largest difference of a log-prob over all positions and the vocabulary, in float32."""
     tokens = random_tokens(hf_config.vocab_size, hf_config.max_position_embeddings)
     wanted = transformers_logprobs(source, hf_config, tokens)
-    found = megatron_logprobs(checkpoint, hf_config, tokens)
-    return {"logprob_tokens": wanted[..., 0].numel(), "logprob_gap": (found - wanted).abs().max().item()}
+    logprobs = megatron_logprobs(checkpoint, hf_config, tokens)
+    return {"logprob_tokens": wanted[..., 0].numel(), "logprob_gap": (logprobs - wanted).abs().max().item()}

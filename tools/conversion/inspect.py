@@ -1,5 +1,7 @@
-"""What `convert_checkpoint.py inspect` says of a Hugging Face directory or a Megatron checkpoint: headers are read,
-weights are not."""
+"""Describes, for `convert_checkpoint.py inspect`, a Hugging Face directory or a Megatron checkpoint.
+
+Headers are read, weights are not.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ ReadModel = Callable[[pathlib.Path], tuple[object, object]]
 
 
 def inspect(source: pathlib.Path, hf: pathlib.Path | None, iteration: int | None, read_model: ReadModel) -> dict:
-    """Facts by name, in the order in which they are shown; ``convertible`` is "yes" or the reason why not."""
+    """Return facts by name, in display order; ``convertible`` is "yes" or the reason why not."""
     if (source / "config.json").exists() and not (source / LATEST).exists():
         return _inspect_hugging_face(source, read_model)
     return _inspect_megatron(open_folder(source, iteration), hf, read_model)
 
 
 def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
-    """tensors: (name, shape, dtype)."""
+    """Return the number of parameters, the gigabytes and the dtypes of some tensors.
+
+    tensors: (name, shape, dtype) of each.
+    """
     kinds = Counter(str(dtype).removeprefix("torch.") for *_, dtype in tensors)
     return {
         "parameters": sum(math.prod(shape) for _, shape, _ in tensors),
@@ -40,7 +45,7 @@ def _sizes(tensors: list[tuple[str, tuple[int, ...], object]]) -> dict:
 def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
     reader = HuggingFaceReader(source)
     tensors = [(name, reader.size(name), reader.dtype(name)) for name in sorted(reader.files)]
-    found = {
+    facts = {
         "kind": "Hugging Face",
         "files": len(set(reader.files.values())),
         "tensors": len(tensors),
@@ -48,7 +53,7 @@ def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
     }
     try:
         _, shape = read_model(source)
-        found["family"] = shape.family
+        facts["family"] = shape.family
         wrong = [
             f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
             for layer in stored_layers(shape)
@@ -57,13 +62,13 @@ def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
             if reader.size(name) != hf_size(shape, name)
         ]
         wrong += [f"no table names {name}" for name in unmapped_tensors(reader, shape)]
-        found["convertible"] = (
+        facts["convertible"] = (
             f"no: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "") if wrong else "yes"
         )
     except ConfigError as error:
-        found["convertible"] = f"no: {error}"
-    found["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in tensors]
-    return found
+        facts["convertible"] = f"no: {error}"
+    facts["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in tensors]
+    return facts
 
 
 def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_model: ReadModel) -> dict:
@@ -71,18 +76,17 @@ def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_mode
     everything = [(key, reader.size(key), reader.dtype(key)) for key in sorted(reader.tensors)]
     weights = [x for x in everything if x[0].startswith(MODEL_KEYS)]
     others = [x for x in everything if x not in weights]
-    if (
-        "decoder.layers.pre_mlp_layernorm.weight" in reader.tensors
-    ):  # the same norm under the torch spec's name is not counted
+    # The torch spec's name and Transformer Engine's hold the same norm: it is counted once.
+    if "decoder.layers.pre_mlp_layernorm.weight" in reader.tensors:
         weights = [x for x in weights if x[0] != "decoder.layers.mlp.linear_fc1.layer_norm_weight"]
-    found = {"kind": "Megatron torch_dist", "checkpoint": str(source.path), "tensors": len(weights), **_sizes(weights)}
+    facts = {"kind": "Megatron torch_dist", "checkpoint": str(source.path), "tensors": len(weights), **_sizes(weights)}
     gigabytes = sum(math.prod(size) * dtype.itemsize for _, size, dtype in others) / 1e9
-    found["other_tensors"] = f"{len(others)} ({gigabytes:.3f} GB): an optimizer's, or another model's"
-    found["objects"] = len(reader.objects)
+    facts["other_tensors"] = f"{len(others)} ({gigabytes:.3f} GB): an optimizer's, or another model's"
+    facts["objects"] = len(reader.objects)
     try:
-        found["common"] = ", ".join(sorted(reader.common()))
+        facts["common"] = ", ".join(sorted(reader.common()))
     except pickle.UnpicklingError as error:
-        found["common"] = f"not read: it holds more than weights_only takes ({str(error).splitlines()[0]})"
+        facts["common"] = f"not read: it holds more than weights_only takes ({str(error).splitlines()[0]})"
     folder = hf or source.hf
     try:
         if folder is None:
@@ -90,10 +94,10 @@ def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_mode
                 f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
             )
         _, shape = read_model(folder)
-        found["family"] = shape.family
+        facts["family"] = shape.family
         plan_export(reader, shape, None)
-        found["convertible"] = "yes"
+        facts["convertible"] = "yes"
     except ConfigError as error:
-        found["convertible"] = f"no: {error}"
-    found["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in everything]
-    return found
+        facts["convertible"] = f"no: {error}"
+    facts["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in everything]
+    return facts

@@ -1,8 +1,8 @@
-"""What verify_topology.py concludes from two sets of measurements. Pure: tensors in, errors and sentences out.
+"""Compares two sets of measurements for verify_topology.py; pure: tensors in, errors and sentences out.
 
 An error is ‖found − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose
-gradient is nothing but cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors
-name the culprit.
+gradient is only cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors name the
+culprit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLASSES = (
     "experts",
     "lm head",
 )
-# The order of the forward pass within one layer, and of what surrounds the layers.
+# The order of the forward pass within one layer, and of the points before and after the layers.
 POINTS = (
     "embedding",
     "layer input",
@@ -52,26 +52,28 @@ TENSOR_OF_POINT = {
 LOOK_AT = {
     "embedding": "the vocabulary-parallel embedding and its reduction over tensor ranks",
     "layer input": "what the pipeline stage before it has sent",
-    "attention core": "the shards of q, k and v, the positions of the tokens that a rank holds, and the keys gathered "
-    "over context ranks",
-    "attention output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under "
-    "sequence parallelism)",
+    "attention core": "the shards of q, k and v, the positions of the tokens that a rank holds, "
+    "and the keys gathered over context ranks",
+    "attention output": "the tensor-parallel reduction behind this projection "
+    "(all-reduce; reduce-scatter under sequence parallelism)",
     "router": "the router's weights, the same on every rank, and the order of its tokens",
-    "experts output": "the all-to-all that takes tokens to their experts and back, and the experts' tensor-parallel "
-    "reduction",
-    "mlp output": "the tensor-parallel reduction behind this projection (all-reduce; reduce-scatter under sequence "
-    "parallelism)",
+    "experts output": "the all-to-all that takes tokens to their experts and back, "
+    "and the experts' tensor-parallel reduction",
+    "mlp output": "the tensor-parallel reduction behind this projection "
+    "(all-reduce; reduce-scatter under sequence parallelism)",
     "layer output": "the residual connection",
     "final norm": "the final norm's weight",
 }
-FACTOR_SLACK = 2.0  # a common factor is one where what it leaves unexplained is within so many tolerances
-FAINT = 0.1  # a tensor is named where its difference is also above this share of what its class may differ by
+FACTOR_SLACK = 2.0  # a common factor explains a difference if the rest is within so many tolerances
+FAINT = 0.1  # a tensor is named if its difference is also above this share of its class's allowed difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A place in the forward pass. ``layer`` counts from 0 over the whole model, as in ``model.layers.0``; −1 outside
-    the layers."""
+    """Names a point in the forward pass.
+
+    layer: counted from 0 over the whole model, as in ``model.layers.0``; −1 outside the layers.
+    """
 
     layer: int
     name: str
@@ -81,14 +83,17 @@ class Point:
         return (2 if self.name == "final norm" else int(self.layer >= 0), self.layer, POINTS.index(self.name))
 
     def __str__(self) -> str:
-        place = f"model.layers.{self.layer}" if self.layer >= 0 else ""
-        inside = ".".join(x for x in (place, TENSOR_OF_POINT[self.name]) if x)
+        prefix = f"model.layers.{self.layer}" if self.layer >= 0 else ""
+        inside = ".".join(x for x in (prefix, TENSOR_OF_POINT[self.name]) if x)
         return f"{self.name} ({inside})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table. ``error`` None: not compared, and ``note`` says why."""
+    """Holds one line of the table.
+
+    error: None if the check was not compared; ``note`` then says why.
+    """
 
     check: str
     error: float | None
@@ -101,11 +106,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one topology gave, whole, under Hugging Face names. Tensors are on the host.
+    """Holds one topology's measurements, whole, under Hugging Face names, with tensors on the host.
 
-    logprobs: per sample id, [response] float32 · gradient: the dense step's · weights: after the last step · grad_norm:
-    of the first step, as ``optim_step`` reports it · traces: per replica, the activations of one sample, [tokens,
-    columns] each, several where ranks hold copies · skip_gradient: None where skip is not compared.
+    logprobs: per sample id, [response] float32.
+    gradient: the dense step's gradient.
+    grad_norm: the first step's norm, as ``optim_step`` reports it.
+    weights: the weights after the last step.
+    traces: per replica, the activations of one sample, [tokens, columns] each, several if ranks hold copies.
+    skip_gradient: the skip step's gradient, None if skip is not compared.
     """
 
     logprobs: Mapping[str, np.ndarray]
@@ -118,7 +126,7 @@ class Measured:
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖; infinite where it is no number or the shapes differ, 0 where both are zero."""
+    """Return ‖found − wanted‖ / ‖wanted‖; inf if not a number or if shapes differ, 0 if both are zero."""
     if found.shape != wanted.shape:
         return math.inf
     return _ratio(float((found.double() - wanted.double()).norm()), float(wanted.double().norm()))
@@ -131,11 +139,11 @@ def _ratio(difference: float, norm: float) -> float:
 
 
 def tensor_class(name: str) -> str:
-    """One of CLASSES, from a Hugging Face name; biases go with their weights.
+    """Return the class (of CLASSES) of a Hugging Face name; biases go with their weights.
 
     Example: ``model.layers.0.self_attn.k_proj.bias`` → "attention qkv".
     """
-    for found, pattern in (
+    for kind, pattern in (
         ("embedding", r"embed_tokens"),
         ("lm head", r"lm_head"),
         ("experts", r"\.experts?\."),
@@ -147,7 +155,7 @@ def tensor_class(name: str) -> str:
         ("mlp down", r"\.down_proj"),
     ):
         if re.search(pattern, name):
-            return found
+            return kind
     raise ValueError(f"{name} belongs to no class of tensors that verify_topology knows; add it to tensor_class")
 
 
@@ -165,8 +173,10 @@ _BACKWARD = (
 
 
 def backward_order(names: Iterable[str]) -> list[str]:
-    """From the head to the embedding, as the backward pass meets them. A tied embedding comes last, though its head
-    came first."""
+    """Sort names from the head to the embedding, in the backward pass's order.
+
+    A tied embedding comes last, though its head came first.
+    """
 
     def key(name: str) -> tuple[int, int, int, str]:
         layer = re.search(r"layers\.(\d+)\.", name)
@@ -180,7 +190,12 @@ def backward_order(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassError:
-    """Of all tensors of one class together; ``tensors`` holds each one's own, ``worst`` names the largest."""
+    """Holds the error of all tensors of one class together.
+
+    worst: the tensor with the largest error of its own.
+    tensors: each tensor's own error.
+    judged: True for a tensor that differs enough to be named.
+    """
 
     error: float
     worst: str
@@ -191,7 +206,7 @@ class ClassError:
 def class_errors(
     found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> dict[str, ClassError]:
-    """By class, in the order of CLASSES. A tensor that one side lacks has an infinite error."""
+    """Return the errors by class, in the order of CLASSES; a tensor that one side lacks has an infinite error."""
     members: dict[str, list[str]] = {}
     for name in [*wanted, *(x for x in found if x not in wanted)]:
         members.setdefault(tensor_class(name), []).append(name)
@@ -215,7 +230,7 @@ def class_errors(
 
 
 def total_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """Of all tensors together."""
+    """Return the relative error of all tensors together."""
     if {k: x.shape for k, x in found.items()} != {k: x.shape for k, x in wanted.items()}:
         return math.inf
     difference = math.sqrt(sum(float((found[k].double() - wanted[k].double()).norm()) ** 2 for k in wanted))
@@ -225,7 +240,10 @@ def total_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
 def common_factor(
     found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> float | None:
-    """f where every class of ``found`` is f · ``wanted``, f not 1; None where no one factor explains the difference."""
+    """Return f if every class of ``found`` is f · ``wanted``, f not 1.
+
+    Returns None if no one factor explains the difference.
+    """
     if set(found) != set(wanted) or any(found[k].shape != wanted[k].shape for k in wanted):
         return None
     square = sum(float((wanted[k].double() ** 2).sum()) for k in wanted)
@@ -239,7 +257,7 @@ def common_factor(
 
 
 def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
-    """In words, by the counts that could stand behind it.
+    """Describe a factor in words, by the counts that could explain it.
 
     Example: 0.25 and {"micro-batches": 4} → "every gradient is 1/4 of the reference: divided by the 4 micro-batches".
     """
@@ -255,7 +273,7 @@ def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
 
 
 def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None:
-    """The first tensor of the backward pass that is beyond tolerance."""
+    """Return the first tensor of the backward pass that is beyond tolerance, with its error."""
     tensors = {name: x for kind in errors.values() for name, x in kind.tensors.items()}
     judged = {name: x for kind in errors.values() for name, x in kind.judged.items()}
     return next(((name, tensors[name]) for name in backward_order(tensors) if judged[name]), None)
@@ -263,8 +281,10 @@ def first_gradient(errors: Mapping[str, ClassError]) -> tuple[str, float] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationError:
-    """The worst copy's error at one point of one replica, and the tokens (of the sample's ``num_tokens``) that differ
-    there."""
+    """Holds the worst copy's error at one point of one replica.
+
+    tokens: indices of the tokens that differ at that point, of the sample's ``num_tokens``.
+    """
 
     replica: int
     point: Point
@@ -278,8 +298,10 @@ def activation_errors(
     wanted: Mapping[Point, Sequence[torch.Tensor]],
     tolerance: float,
 ) -> list[ActivationError]:
-    """Every point of every replica, in the order of the forward pass. A point that a replica lacks has an infinite
-    error."""
+    """Return the error at every point of every replica, in the order of the forward pass.
+
+    A point that a replica lacks has an infinite error.
+    """
     rows = []
     for replica, trace in enumerate(traces):
         for point, (truth,) in wanted.items():
@@ -299,13 +321,16 @@ def activation_errors(
 
 
 def say_activation(found: ActivationError, replicas: int, holders: Sequence[int]) -> str:
-    """holders: per token of the sample, the context rank that held it ([0, 0, …] without context parallelism)."""
+    """Describe one activation error in words.
+
+    holders: per token of the sample, the context rank that held it ([0, 0, …] without context parallelism).
+    """
     where = f", replica {found.replica}" if replicas > 1 else ""
     tokens = ""
     if found.tokens:
         first = found.tokens[0]
-        held = f", held by context rank {holders[first]}" if len(set(holders)) > 1 else ""
-        tokens = f"; {len(found.tokens)} of {found.num_tokens} tokens differ, the first is token {first}{held}"
+        holder = f", held by context rank {holders[first]}" if len(set(holders)) > 1 else ""
+        tokens = f"; {len(found.tokens)} of {found.num_tokens} tokens differ, the first is token {first}{holder}"
     return f"{found.point}{where}: relative error {found.error:.1e}{tokens}. Look at {LOOK_AT[found.point.name]}"
 
 

@@ -1,5 +1,4 @@
-"""Faults that verify_topology.py plants in the user's topology, to show that it says so: each a mistake that a port or
-a patch makes."""
+"""Plants faults in the user's topology, mistakes that ports and patches make, for verify_topology.py to report."""
 
 from __future__ import annotations
 
@@ -29,14 +28,17 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """``layer``: where tp_all_reduce is planted, counted from 0."""
+    """Names one fault to plant.
+
+    layer: the layer, counted from 0, in which tp_all_reduce is planted.
+    """
 
     name: str
     layer: int
 
     @contextlib.contextmanager
     def planted(self, backend: MegatronBackend) -> Iterator[None]:
-        """Raises ConfigError where the topology cannot host the fault."""
+        """Plant the fault while the block runs; raises ConfigError if the topology cannot host it."""
         with {
             "tp_all_reduce": _tp_all_reduce,
             "microbatch_mean": _microbatch_mean,
@@ -52,8 +54,8 @@ def _refuse(name: str, relation: str, way_out: str) -> ConfigError:
 
 @contextlib.contextmanager
 def _tp_all_reduce(backend: MegatronBackend, layer: int) -> Iterator[None]:
-    place = backend.topology
-    if place.tensor_size == 1:
+    topology = backend.topology
+    if topology.tensor_size == 1:
         raise _refuse(
             "tp_all_reduce", "parallel.tensor=1 has no tensor-parallel reduction to leave out", "give parallel.tensor=2"
         )
@@ -61,6 +63,7 @@ def _tp_all_reduce(backend: MegatronBackend, layer: int) -> Iterator[None]:
         raise _refuse(
             "tp_all_reduce", f"the {backend.shape.layer_spec} layers reduce in their own code", "give --dtype float32"
         )
+    # Replace the reductions, but only within the forward of this layer's projection.
     blocks = {block.layer_number - 1: block for chunk in backend.chunks for block in chunk.module.decoder.layers}
     if not 0 <= layer < backend.shape.num_layers:
         raise _refuse(
@@ -68,8 +71,8 @@ def _tp_all_reduce(backend: MegatronBackend, layer: int) -> Iterator[None]:
         )
     replaced = {
         "reduce_from_tensor_model_parallel_region": lambda x, **_: x,
-        "reduce_scatter_to_sequence_parallel_region": lambda x, **_: x.chunk(place.tensor_size)[
-            place.tensor_rank
+        "reduce_scatter_to_sequence_parallel_region": lambda x, **_: x.chunk(topology.tensor_size)[
+            topology.tensor_rank
         ].contiguous(),
     }
     original = {name: getattr(parallel_layers, name) for name in replaced}
@@ -114,8 +117,8 @@ def _microbatch_mean(backend: MegatronBackend, layer: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _context_offset(backend: MegatronBackend, layer: int) -> Iterator[None]:
-    place = backend.topology
-    if place.context_size == 1:
+    topology = backend.topology
+    if topology.context_size == 1:
         raise _refuse(
             "context_offset", "parallel.context=1 has one rank that holds every position", "give parallel.context=2"
         )
@@ -127,9 +130,9 @@ def _context_offset(backend: MegatronBackend, layer: int) -> Iterator[None]:
     true_angles = PackedRotary.forward
 
     def angles_one_further(self, position_ids: torch.Tensor, *given, **named) -> torch.Tensor:
-        return true_angles(self, position_ids + (place.context_rank == place.context_size - 1), *given, **named)
+        return true_angles(self, position_ids + (topology.context_rank == topology.context_size - 1), *given, **named)
 
-    # Transformer Engine's layers take their angles from Megatron-Core's table, torch's from model/rotary.py
+    # Transformer Engine's layers take their angles from Megatron-Core's table, torch's from model/rotary.py.
     rope_utils._get_thd_freqs_on_this_cp_rank = one_further
     PackedRotary.forward = angles_one_further
     try:

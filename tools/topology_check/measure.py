@@ -1,5 +1,4 @@
-"""What verify_topology.py measures of one topology: log-probs, gradients, three optimizer steps, and the activations of
-one sample."""
+"""Measures one topology for verify_topology.py: log-probs, gradients, optimizer steps, one sample's activations."""
 
 from __future__ import annotations
 
@@ -33,14 +32,14 @@ NUM_STEPS = 3
 
 @dataclass(kw_only=True)
 class Bench:
-    """A backend, and the work as a batch over its ranks."""
+    """Holds a backend, and the work as a batch over its ranks."""
 
     backend: MegatronBackend
     work: Work
     batch: Batch
 
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
-        """Plans the batch as one step, and brings the rows where they are needed."""
+        """Plan the batch as one step, and fetch the rows that each rank needs."""
         signal = has_signal(self.work.advantages, self.batch.facts.loss_tokens)
         plan = self.backend.plan("train", self.batch, signal, drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
@@ -76,7 +75,7 @@ class Bench:
         return dict(zip(self.batch.facts.sample_ids, parts, strict=True))
 
     def steps(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """The gradient norm of each of NUM_STEPS dense steps on the same samples, and the weights after them."""
+        """Return the gradient norms of NUM_STEPS dense steps on the same samples, and the weights after them."""
         norms = []
         for _ in range(NUM_STEPS):
             kind = self.accumulate(drops=False).kind
@@ -88,17 +87,17 @@ class Bench:
 def open_bench(
     config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work, fault: Fault | None = None
 ) -> Iterator[Bench]:
-    """Joins the world where that has not happened; it stays, Megatron's groups do not."""
-    with contextlib.ExitStack() as held:
+    """Open a bench, joining the world if needed; the world stays afterwards, Megatron's groups do not."""
+    with contextlib.ExitStack() as stack:
         backend = MegatronBackend(config, hf_config=hf_config, weights=weights, total_steps=NUM_STEPS)
-        held.callback(topology.destroy)
+        stack.callback(topology.destroy)
         if fault is not None:
-            held.enter_context(fault.planted(backend))
+            stack.enter_context(fault.planted(backend))
         yield Bench(backend=backend, work=work, batch=gather(backend, work.samples, work.groups))
 
 
 def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[int, ...]) -> Batch:
-    """Makes them a batch; sample i is handed in by rank i mod world."""
+    """Make the samples a batch; rank i mod world contributes sample i."""
     mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
     return backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
 
@@ -106,11 +105,10 @@ def gather(backend: MegatronBackend, samples: tuple[Sample, ...], groups: tuple[
 def measure_reference(
     config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work
 ) -> tuple[Measured, Work]:
-    """In a world of this process alone, which is gone afterwards; and the work with log-probs of an engine near the
-    policy.
+    """Measure one process in a world of its own; return it, and the work with an engine's log-probs near the policy.
 
-    The store is named here: under torchrun's agent torch's own rendezvous would take the launcher's, by
-    TORCHELASTIC_USE_AGENT_STORE.
+    That world is gone afterwards. The store is named here: under torchrun's agent torch's own rendezvous would take the
+    launcher's, by TORCHELASTIC_USE_AGENT_STORE.
     """
     timeout = datetime.timedelta(seconds=config.run.deadline_s)
     dist.init_process_group(HOST.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -130,7 +128,7 @@ def measure_reference(
 
 
 def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
-    """Log-probs, gradients and activations under the user's topology; ``add_steps`` adds the rest."""
+    """Measure log-probs, gradients and activations under the user's topology; ``add_steps`` adds the rest."""
     with watch.stage("activations of one sample"):
         traces = trace_sample(bench.backend, bench.work.traced)
     with watch.stage("log-probs"):
@@ -163,8 +161,10 @@ def add_steps(found: Measured, bench: Bench, watch: Watchdog) -> Measured:
 
 
 def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
-    """Per token of the traced sample, the context rank that holds it: of 2·CP chunks, rank r has chunks r and 2·CP − 1
-    − r."""
+    """Return the context rank that holds each token of the traced sample.
+
+    Of 2·CP chunks, rank r has chunks r and 2·CP − 1 − r.
+    """
     ranks = backend.topology.context_size
     if ranks == 1:
         return [0] * tokens
@@ -173,28 +173,31 @@ def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:
     return [min(chunk, 2 * ranks - 1 - chunk) for chunk in chunks]
 
 
-# ---- activations of one sample
-# -----------------------------------------------------------------------------------------
+# ---- activations of one sample ----
 
 
 def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, list[torch.Tensor]]]:
-    """On the main rank, per replica: the activations of the sample forwarded alone, whole and without pads; [] on the
-    others."""
-    place = backend.topology
-    copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(place.data_size))
-    batch = gather(backend, copies, tuple(range(place.data_size)))
+    """Return, per replica, the activations of the sample forwarded alone, whole and without pads.
+
+    They come to the main rank; the other ranks get [].
+    """
+    ranks = backend.topology
+    copies = tuple(dataclasses.replace(sample, sample_id=f"{sample.sample_id}{d}") for d in range(ranks.data_size))
+    batch = gather(backend, copies, tuple(range(ranks.data_size)))
     rules = backend.rules
     backend.rules = dataclasses.replace(rules, samples_per_microbatch=1, repack=True)  # so each replica runs one copy
     with record(backend) as taken:
-        backend.logprobs(batch, np.ones(place.data_size, dtype=bool))
+        backend.logprobs(batch, np.ones(ranks.data_size, dtype=bool))
     backend.rules = rules
     return assemble(backend, taken, len(sample.token_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """One rank's part of the activations at one point. ``columns``: tensor ranks hold columns of it, not tokens or
-    copies."""
+    """Holds one rank's part of the activations at one point.
+
+    columns: True if tensor ranks hold columns of it, not tokens or copies.
+    """
 
     point: Point
     part: torch.Tensor
@@ -207,7 +210,7 @@ class Record:
     positions: list[int] = dataclasses.field(default_factory=list)
 
     def keep(self, layer: int, name: str, value: torch.Tensor, *, columns: bool = False) -> None:
-        """The first time only: later micro-batches are fillers."""
+        """Keep the first value of a point only: later micro-batches are fillers."""
         point = Point(layer=layer, name=name)
         if point not in self.parts:
             flat = value.detach().float().reshape(-1, value.shape[-1])
@@ -216,7 +219,7 @@ class Record:
 
 @contextlib.contextmanager
 def record(backend: MegatronBackend) -> Iterator[Record]:
-    """Hooks on this rank's chunks while it lasts."""
+    """Hook this rank's chunks while the block runs, and yield the record that they fill."""
     taken, handles = Record(), []
 
     def output(module, layer: int, name: str, *, columns: bool = False) -> None:
@@ -232,7 +235,7 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def where(_module, args) -> None:
-        if not taken.positions:  # of one sequence alone, a token's position is its place
+        if not taken.positions:  # in a single sequence, a token's position is its index
             taken.positions.extend(args[1].flatten().tolist())
 
     for chunk in backend.chunks:
@@ -260,33 +263,35 @@ def record(backend: MegatronBackend) -> Iterator[Record]:
 
 
 def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[dict[Point, list[torch.Tensor]]]:
-    """Every rank's parts, put together on the main rank."""
-    place = backend.topology
+    """Put every rank's parts together on the main rank."""
+    ranks = backend.topology
+    # Every rank reports the shapes of its parts and sends them in one tensor.
     parts = list(taken.parts.values())
-    told = gather_json(
+    reports = gather_json(
         {
-            "replica": place.data_rank,
-            "tensor": place.tensor_rank,
-            "context": place.context_rank,
+            "replica": ranks.data_rank,
+            "tensor": ranks.tensor_rank,
+            "context": ranks.context_rank,
             "positions": taken.positions,
             "parts": [[x.point.layer, x.point.name, list(x.part.shape), x.columns] for x in parts],
         }
     )
     flat = torch.cat([x.part.reshape(-1) for x in parts])
-    if not place.is_main:
+    if not ranks.is_main:
         dist.send(flat.contiguous(), 0)
         return []
-    pieces: list[dict[Point, dict[tuple[int, int], torch.Tensor]]] = [{} for _ in range(place.data_size)]
+    # The main rank sorts them by replica and point, then joins each point's parts.
+    pieces: list[dict[Point, dict[tuple[int, int], torch.Tensor]]] = [{} for _ in range(ranks.data_size)]
     columns, positions = {}, {}
-    for rank, said in enumerate(told):
-        sizes = [math.prod(shape) for _, _, shape, _ in said["parts"]]
+    for rank, report in enumerate(reports):
+        sizes = [math.prod(shape) for _, _, shape, _ in report["parts"]]
         if rank:
             flat = torch.empty(sum(sizes), dtype=torch.float32, device=HOST.device)
             dist.recv(flat, rank)
-        positions[said["context"]] = said["positions"]
-        for (layer, name, shape, split), part in zip(said["parts"], flat.cpu().split(sizes), strict=True):
+        positions[report["context"]] = report["positions"]
+        for (layer, name, shape, split), part in zip(report["parts"], flat.cpu().split(sizes), strict=True):
             point = Point(layer=layer, name=name)
-            pieces[said["replica"]].setdefault(point, {})[said["tensor"], said["context"]] = part.view(shape)
+            pieces[report["replica"]].setdefault(point, {})[report["tensor"], report["context"]] = part.view(shape)
             columns[point] = split
     return [
         {point: [x[:num_tokens] for x in join(parts, columns[point], positions)] for point, parts in replica.items()}
@@ -297,26 +302,29 @@ def assemble(backend: MegatronBackend, taken: Record, num_tokens: int) -> list[d
 def join(
     parts: Mapping[tuple[int, int], torch.Tensor], columns: bool, positions: Mapping[int, list[int]]
 ) -> list[torch.Tensor]:
-    """Parts by (tensor rank, context rank) → the whole, once per copy: tensor ranks hold columns, or runs of tokens
-    (sequence parallelism), or each a copy; context ranks hold the tokens at ``positions``."""
+    """Join parts by (tensor rank, context rank) to the whole, once per copy.
+
+    Tensor ranks hold columns, or runs of tokens (sequence parallelism), or each a copy; context ranks hold the tokens
+    at ``positions``.
+    """
     tensor_ranks, context_ranks = sorted({t for t, _ in parts}), sorted({c for _, c in parts})
     wholes = []
     for copy in tensor_ranks:
-        held = []
+        context_parts = []
         for c in context_ranks:
             shards = [parts[t, c] for t in tensor_ranks]
             rows = len(positions[c])
             if columns:
-                held.append(torch.cat(shards, dim=1))
+                context_parts.append(torch.cat(shards, dim=1))
             elif len(shards[0]) < rows:
-                held.append(torch.cat(shards))
+                context_parts.append(torch.cat(shards))
             else:
-                held.append(parts[copy, c])
-        places = torch.tensor([i for c in context_ranks for i in positions[c]])
-        together = torch.cat(held)
-        whole = torch.empty_like(together)
-        whole[places] = together
+                context_parts.append(parts[copy, c])
+        indices = torch.tensor([i for c in context_ranks for i in positions[c]])
+        joined = torch.cat(context_parts)
+        whole = torch.empty_like(joined)
+        whole[indices] = joined
         wholes.append(whole)
         if columns or len(parts[copy, context_ranks[0]]) < len(positions[context_ranks[0]]):
-            break  # no copies: this was all of it
+            break  # tensor ranks hold no copies: one whole is all
     return wholes

@@ -1,4 +1,4 @@
-"""What verify_topology.py prints and writes: the table, the verdict's line, the JSON."""
+"""Prints and writes the result of verify_topology.py: the table, the verdict's line, the JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "ape
 
 
 def layout(parallel: ParallelConfig, world: int) -> str:
-    """Example: ``TP2 SP · PP2 · DP1 (4 processes)``."""
+    """Name the topology's sizes, as in ``TP2 SP · PP2 · DP1 (4 processes)``."""
     dense = parallel.tensor * parallel.context * parallel.pipeline
     parts = [f"TP{parallel.tensor}" + (" SP" if parallel.sequence_parallel else ""), f"PP{parallel.pipeline}"]
     parts += [f"VPP{parallel.virtual_pipeline}"] if parallel.virtual_pipeline > 1 else []
@@ -32,7 +32,7 @@ def layout(parallel: ParallelConfig, world: int) -> str:
 
 
 def machine() -> dict:
-    """No host name, no paths."""
+    """Describe the machine and its packages, without host name or paths."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -48,17 +48,17 @@ def machine() -> dict:
 
 
 def model_line(real, thin) -> str:
-    """The thin model beside the real one."""
-    given, small = real.to_dict(), thin.to_dict()
+    """Describe the thin model beside the real one."""
+    full, small = real.to_dict(), thin.to_dict()
     named = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
         "ffn": "intermediate_size",
         "expert ffn": "moe_intermediate_size",
         "vocabulary": "vocab_size",
-        "experts": "num_local_experts" if "num_local_experts" in given else "num_experts",
+        "experts": "num_local_experts" if "num_local_experts" in full else "num_experts",
     }
-    sizes = [f"{name} {small[key]} (of {given[key]})" for name, key in named.items() if given.get(key)]
+    sizes = [f"{name} {small[key]} (of {full[key]})" for name, key in named.items() if full.get(key)]
     heads = f"{real.num_attention_heads} heads over {real.num_key_value_heads} of {small['head_dim']}"
     return f"{real.model_type}: {', '.join(sizes)}; {heads}"
 
@@ -100,7 +100,10 @@ def _number(value: float | None) -> float | str | None:
 def write_json(
     path: pathlib.Path, common: Mapping[str, object], verdict: Verdict | None, tolerance: float, said: str
 ) -> None:
-    """verdict None: an error ended the comparison, and ``said`` is that error."""
+    """Write the result as JSON.
+
+    verdict: None if an error ended the comparison; ``said`` is then that error.
+    """
     result = {**common, "tolerance": tolerance, "verdict": said, "passed": verdict is not None and verdict.passed}
     if verdict is not None:
         result |= {

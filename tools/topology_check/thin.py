@@ -1,5 +1,8 @@
-"""The thin stand-in that verify_topology.py runs: the user's model with fewer layers and less width, his configuration
-around it, and synthetic samples. Every rank makes the same from the configuration alone."""
+"""Makes the thin stand-in that verify_topology.py runs: the user's model with fewer layers and less width.
+
+The user's configuration around it and synthetic samples are made here too. Every rank makes the same from the
+configuration alone.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,9 @@ KEEP = ("hidden", "ffn", "vocabulary", "experts")
 LEARNING_RATE = 1e-4
 GROUP_SAMPLES = 4
 # Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at the edge of a clip of
-# 0.2, where
-# rounding would decide.
+# 0.2, since rounding would decide there.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
-# How Megatron-Core computes, not what: a single process has nothing to overlap, and recomputes nothing.
+# These change how Megatron-Core computes, not its result: one process overlaps nothing and recomputes nothing.
 EXECUTION_FIELDS = (
     "recompute_",
     "tp_comm_",
@@ -35,7 +37,7 @@ EXECUTION_FIELDS = (
     "cpu_offloading",
     "distribute_saved_activations",
 )
-# They need optimizer.distributed=true.
+# These need optimizer.distributed=true.
 SHARDED_FIELDS = (
     "overlap_param_gather",
     "use_precision_aware_optimizer",
@@ -48,7 +50,10 @@ SHARDED_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How thin. ``keep`` names the widths (of KEEP) that stay as the real model has them."""
+    """Sets how thin the stand-in is.
+
+    keep: the widths (of KEEP) that stay as the real model has them.
+    """
 
     layers_per_stage: int = 1
     keep: tuple[str, ...] = ()
@@ -70,9 +75,10 @@ def num_stages(config: Config) -> int:
 
 
 def thin_hf_config(real, config: Config, size: Size):
-    """The same family, heads, head size, biases, norms, tying and rotary embedding over fewer layers and less width.
+    """Return a config of the same family, heads, head size, biases, norms, tying and rotary embedding, but thin.
 
-    The thin vocabulary leaves the same remainder over tensor ranks, so that it is padded where the real one is.
+    It has fewer layers and less width. The thin vocabulary leaves the same remainder over tensor ranks, so that it is
+    padded if the real one is.
     """
     check_real(real, config)
     parallel = config.parallel
@@ -82,19 +88,22 @@ def thin_hf_config(real, config: Config, size: Size):
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    given = real.to_dict()
-    fields["head_dim"] = given.get("head_dim") or real.hidden_size // real.num_attention_heads
-    if given.get("layer_types"):
-        fields["layer_types"] = (list(given["layer_types"]) * fields["num_hidden_layers"])[
+    # The head keeps its size; the layers' types repeat over the thin depth.
+    real_fields = real.to_dict()
+    fields["head_dim"] = real_fields.get("head_dim") or real.hidden_size // real.num_attention_heads
+    if real_fields.get("layer_types"):
+        fields["layer_types"] = (list(real_fields["layer_types"]) * fields["num_hidden_layers"])[
             : fields["num_hidden_layers"]
         ]
+    # Widths that may shrink, each to a multiple that the topology can split.
     if "hidden" not in size.keep:
         fields["hidden_size"] = min(real.hidden_size, HIDDEN)
     if "ffn" not in size.keep:
         for name in ("intermediate_size", "moe_intermediate_size"):
-            if given.get(name):
+            if real_fields.get(name):
                 fields[name] = min(
-                    given[name], _multiple(FFN, math.lcm(parallel.tensor, parallel.expert_tensor or parallel.tensor))
+                    real_fields[name],
+                    _multiple(FFN, math.lcm(parallel.tensor, parallel.expert_tensor or parallel.tensor)),
                 )
     if "vocabulary" not in size.keep:
         tensor = parallel.tensor
@@ -103,8 +112,10 @@ def thin_hf_config(real, config: Config, size: Size):
         )
     if "experts" not in size.keep:
         for name in ("num_local_experts", "num_experts"):
-            if given.get(name):
-                fields[name] = min(given[name], _multiple(max(EXPERTS, 2 * real.num_experts_per_tok), parallel.expert))
+            if real_fields.get(name):
+                fields[name] = min(
+                    real_fields[name], _multiple(max(EXPERTS, 2 * real.num_experts_per_tok), parallel.expert)
+                )
     thin = copy.deepcopy(real)
     for name, value in fields.items():
         setattr(thin, name, value)
@@ -112,7 +123,7 @@ def thin_hf_config(real, config: Config, size: Size):
 
 
 def check_real(real, config: Config) -> None:
-    """ConfigError where the real model does not split over this topology, which the thin one would hide."""
+    """Raise ConfigError if the real model does not split over this topology, which the thin one would hide."""
     parallel, experts = config.parallel, num_experts(real)
     ffn = "moe_intermediate_size" if "moe_intermediate_size" in real.to_dict() else "intermediate_size"
     split = {
@@ -136,8 +147,8 @@ def check_real(real, config: Config) -> None:
 
 
 def num_experts(hf_config) -> int:
-    given = hf_config.to_dict()
-    return given.get("num_local_experts") or given.get("num_experts") or 0
+    fields = hf_config.to_dict()
+    return fields.get("num_local_experts") or fields.get("num_experts") or 0
 
 
 def _multiple(number: int, of: int) -> int:
@@ -145,9 +156,11 @@ def _multiple(number: int, of: int) -> int:
 
 
 def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
-    """Random weights by Hugging Face name, the same on every rank. Norms and biases lie off their neutral values, so
-    that one that is lost shows; matrices keep activations near 1 at any width, so that attention and softmax are
-    neither flat nor one-hot."""
+    """Return random weights by Hugging Face name, the same on every rank.
+
+    Norms and biases lie off their neutral values, so that a lost one shows; matrices keep activations near 1 at any
+    width, so that attention and softmax are neither flat nor one-hot.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -163,8 +176,10 @@ def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Samples, their groups, their advantages (two groups of three at exactly 0), and one more sample to forward
-    alone."""
+    """Holds samples, their groups, their advantages, and one more sample to forward alone.
+
+    Two groups of three have advantages of exactly 0.
+    """
 
     samples: tuple[Sample, ...]
     groups: tuple[int, ...]
@@ -176,8 +191,10 @@ class Work:
         return max(len(s.token_ids) for s in self.samples)
 
     def near_policy(self, flat: np.ndarray) -> Work:
-        """The samples as an engine of slightly other weights would report them. flat: the policy's own log-probs, in
-        order."""
+        """Return the samples as an engine of slightly other weights would report them.
+
+        flat: the policy's own log-probs, in order.
+        """
         shifts = [np.resize(SHIFTS, len(s.logprobs)) for s in self.samples]
         return self.with_logprobs(flat + np.concatenate(shifts))
 
@@ -199,8 +216,10 @@ def pad_multiple(config: Config) -> int:
 
 
 def make_work(config: Config, vocab_size: int, context_tokens: int, world: int) -> Work:
-    """Ragged samples, enough that every replica has several micro-batches. The traced one is no multiple of what it is
-    padded to."""
+    """Make ragged samples, enough that every replica has several micro-batches.
+
+    The traced sample's length is no multiple of its padding.
+    """
     random = np.random.default_rng(config.run.seed)
     groups = np.repeat(np.arange(3 * max(2, data_size(config, world))), GROUP_SAMPLES)
     values = random.normal(size=len(groups))
@@ -221,7 +240,7 @@ def make_work(config: Config, vocab_size: int, context_tokens: int, world: int) 
 
 def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.random.Generator) -> Sample:
     mask = np.ones(response, dtype=bool)
-    mask[random.integers(0, response - 1)] = False  # a tool's token in mid-response
+    mask[random.integers(0, response - 1)] = False  # a tool's token within the response
     tokens = random.integers(2, vocab_size, prompt + response)
     return Sample(
         sample_id=name,
@@ -233,8 +252,10 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
 
 
 def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
-    """The user's topology, overlaps and optimizer around a thin batch: one mini-batch, and at least about four
-    micro-batches per replica, since a batch of a few hundred tokens would otherwise be one."""
+    """Put the user's topology, overlaps and optimizer around a thin batch of one mini-batch.
+
+    Every replica has about four micro-batches or more, since a batch of a few hundred tokens would otherwise be one.
+    """
     lengths = np.array([len(s.token_ids) for s in work.samples])
     padded = -(-lengths // pad_multiple(config)) * pad_multiple(config)
     per_replica = -(-len(lengths) // data_size(config, world))
@@ -261,10 +282,10 @@ def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
 
 
 def gradient_config(config: Config) -> Config:
-    """The same, with gradients whole on every rank: a reduce-scatter would leave each its shard."""
-    given = config.megatron
+    """Return the config with gradients whole on every rank: a reduce-scatter would leave each its shard."""
+    fields = config.megatron
     megatron = dataclasses.replace(
-        given, ddp=_without(given.ddp, SHARDED_FIELDS), optimizer=_without(given.optimizer, SHARDED_FIELDS)
+        fields, ddp=_without(fields.ddp, SHARDED_FIELDS), optimizer=_without(fields.optimizer, SHARDED_FIELDS)
     )
     return dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, distributed=False), megatron=megatron
@@ -276,7 +297,10 @@ def _without(fields: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[st
 
 
 def reference_config(config: Config) -> Config:
-    """One process, every sample in a micro-batch of its own, nothing overlapped, sharded or recomputed."""
+    """Return the config of the reference, which runs in one process.
+
+    Every sample has a micro-batch of its own; nothing is overlapped, sharded or recomputed.
+    """
     alone = gradient_config(config)
     transformer = _without(alone.megatron.transformer, EXECUTION_FIELDS)
     return dataclasses.replace(

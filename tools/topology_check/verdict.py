@@ -1,4 +1,4 @@
-"""From two topologies' measurements to the table's rows and the sentence that names the first difference."""
+"""Judges two topologies' measurements: the table's rows, and the sentence that names the first difference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ SMALL_RATIO = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """rows: the table · diagnosis: "" where all passes · tensors, activations: every single error, for --json."""
+    """Holds the table's rows and the diagnosis.
+
+    diagnosis: "" if all checks pass.
+    tensors, skip_tensors, activations, samples: every single error, for --json.
+    """
 
     rows: tuple[Row, ...]
     diagnosis: str
@@ -37,13 +41,18 @@ class Verdict:
 
 
 def judge(found: Measured, wanted: Measured, tolerance: float, *, counts: Mapping[str, int], no_skip: str) -> Verdict:
-    """counts: how many micro-batches, ranks of each kind: what a common factor could stem from. no_skip: why skip is
-    not compared."""
+    """Compare the measurements and judge every check.
+
+    counts: numbers of micro-batches and of each kind of ranks, the possible origins of a common factor.
+    no_skip: the reason why skip is not compared.
+    """
+    # Errors of every measurement.
     activations = activation_errors(found.traces, wanted.traces[0], tolerance)
     samples = logprob_errors(found.logprobs, wanted.logprobs)
     classes = class_errors(found.gradient, wanted.gradient, tolerance)
     skip = class_errors(found.skip_gradient, found.gradient, tolerance) if found.skip_gradient is not None else {}
     norm = abs(found.grad_norm - wanted.grad_norm) / wanted.grad_norm
+    # One row for each check, with its worst point.
     worst_point = max(activations, key=lambda x: x.error)
     worst_sample = max(samples, key=lambda name: samples[name])
     rows = [
@@ -70,17 +79,17 @@ def judge(found: Measured, wanted: Measured, tolerance: float, *, counts: Mappin
         ),
         _skip_row(found, skip, no_skip),
     ]
-    passed = all(row.passes(tolerance) for row in rows)
+    all_pass = all(row.passes(tolerance) for row in rows)
     return Verdict(
         rows=tuple(rows),
         diagnosis=""
-        if passed
+        if all_pass
         else diagnose(rows, found, wanted, activations, samples, classes, skip, tolerance, counts),
         tensors={name: error for x in classes.values() for name, error in x.tensors.items()},
         skip_tensors={name: error for x in skip.values() for name, error in x.tensors.items()},
         activations=tuple(activations),
         samples=samples,
-        passed=passed,
+        passed=all_pass,
     )
 
 
@@ -106,7 +115,7 @@ def diagnose(
     tolerance: float,
     counts: Mapping[str, int],
 ) -> str:
-    """Where the first difference appears: in the forward pass, then in the backward pass, then behind it."""
+    """Name the first difference: in the forward pass, then in the backward pass, then after it."""
     forward = next((x for x in activations if not x.error <= tolerance), None)
     if forward is not None:
         holders = found.facts.get("holders", [0] * forward.num_tokens)
