@@ -34,7 +34,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-slurm bench acceptance golden lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-slurm bench acceptance golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -136,6 +136,9 @@ bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and P
 
 golden: $(STAMP)  ## record five short runs in full precision; compare two records with python -m tests.golden compare
 	python -m tests.golden record runs/golden.json
+
+docs: $(STAMP)  ## write the generated tables of docs/
+	python tools/config_table.py
 
 lint: $(STAMP)  ## ruff
 	ruff check .

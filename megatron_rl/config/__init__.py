@@ -1,14 +1,17 @@
 """The configuration: YAML and key=value over defaults, checked at start, never changed after.
 
-Every error is a ConfigError that names the key, the value and the way out.
+Every error is a ConfigError that names the key, the value and the way out. Below each field of a section one line in
+Markdown says its meaning; `make docs` writes docs/configuration.md from these lines and from the sections' docstrings.
 """
 
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.critic import CriticConfig, critic_config
+from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_dict, config_to_yaml, load_config
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.model import MegatronConfig, ModelConfig, ParallelConfig
 from megatron_rl.config.objective import (
     ESTIMATORS,
     GROUP_ESTIMATORS,
@@ -18,24 +21,15 @@ from megatron_rl.config.objective import (
     LossConfig,
     SkipConfig,
 )
+from megatron_rl.config.optimizer import OptimizerConfig
+from megatron_rl.config.plan import PlanConfig
 from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.replay import ReplayConfig, RerollConfig
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
-from megatron_rl.config.sections import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MegatronConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PlanConfig,
-    RewardConfig,
-    RunConfig,
-    SftConfig,
-    TrainConfig,
-)
+from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
+from megatron_rl.config.sections import Config
+from megatron_rl.config.train import SftConfig, TrainConfig
 
 __all__ = [
     "CORRECTIONS",

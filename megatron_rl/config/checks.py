@@ -1,4 +1,4 @@
-"""The two checks that nearly every setting needs."""
+"""The two checks that nearly every setting needs; each raises a ConfigError that names key and value."""
 
 from __future__ import annotations
 

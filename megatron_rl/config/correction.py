@@ -1,4 +1,4 @@
-"""What is done about the engine's log-probs not being the trainer's. Semantics §7."""
+"""The section of corrections for the difference of the engine's log-probs from the trainer's. Semantics §7."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ CORRECTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """``old_logprobs``: ``recompute`` by the trainer over the survivors, or the engine's own (``rollout``).
+    """Corrects for the difference of the engine's log-probs from the trainer's (docs/semantics.md#7-corrections).
 
-    ``mode``: importance weights π_old/μ per token, per sequence (product) or per sequence's geometric mean, kept within
-        ``floor`` and
-    ``cap``: ``truncate`` moves what is outside to the bound, ``mask`` sets it to 0. ``off_policy_delta``: in nats, see
-        algorithm/importance.py.
+    The importance weight π_old/μ multiplies the advantage. It is a token's, a sequence's (the product over its tokens)
+    or a sequence's geometric mean. Outside of [`correction.floor`, `correction.cap`] it is moved to the bound
+    (`truncate`) or set to 0 (`mask`); a sample whose weights are all 0 is dropped before the forward pass.
     """
 
     old_logprobs: str = "recompute"
+    """`recompute`: by the trainer, over the survivors; `rollout`: the engine's own, one pass saved, no correction."""
     mode: str = "none"
+    """`none`, or the weight and its bounding as above: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: float = 2.0
+    """Upper bound of the weight."""
     floor: float | None = None
+    """Lower bound of the weight; null: none."""
     off_policy_delta: float | None = None
+    """δ in nats: samples with A < 0, mean log μ − log π_old > δ are dropped (DeepSeek-V3.2, eq. 9); null: none."""
 
     def __post_init__(self) -> None:
         choose("correction.old_logprobs", self.old_logprobs, ("recompute", "rollout"))
@@ -54,18 +58,18 @@ class CorrectionConfig:
     def _refuse_blind(self) -> None:
         if self.old_logprobs != "rollout" or not self.is_on:
             return
-        asked = [f"correction.mode={self.mode}"] * (self.mode != "none")
-        asked += [f"correction.off_policy_delta={self.off_policy_delta}"] * (self.off_policy_delta is not None)
-        back = ["correction.mode=none"] * (self.mode != "none") + ["correction.off_policy_delta=null"] * (
+        settings = [f"correction.mode={self.mode}"] * (self.mode != "none")
+        settings += [f"correction.off_policy_delta={self.off_policy_delta}"] * (self.off_policy_delta is not None)
+        neutral = ["correction.mode=none"] * (self.mode != "none") + ["correction.off_policy_delta=null"] * (
             self.off_policy_delta is not None
         )
         raise ConfigError(
             "correction.old_logprobs=rollout takes the engine's log-probs for the trainer's, so that log π_old − log "
-            f"μ is 0 and {' and '.join(asked)} would correct nothing; either set correction.old_logprobs=recompute, "
-            f"or {' and '.join(back)}"
+            f"μ is 0 and {' and '.join(settings)} would correct nothing; either set correction.old_logprobs=recompute, "
+            f"or {' and '.join(neutral)}"
         )
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is weighed or masked, so that log-probs decide what has signal."""
+        """Return whether anything is weighed or masked, so that log-probs decide which samples have signal."""
         return self.mode != "none" or self.off_policy_delta is not None

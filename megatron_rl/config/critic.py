@@ -14,29 +14,33 @@ OWN_SECTIONS = ("parallel", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The critic of ``advantage.estimator=gae``: a model of its own with a value head. What is not said here is as the
-    policy's.
+    """Describes the critic of `advantage.estimator=gae`: a model of its own with a value head (docs/ppo.md).
 
-    ``hf_path``: its weights (null: ``model.hf_path``), of a model with or without a ``score.weight`` [1, H]. ``init``:
-    those weights, or the ``policy``'s at RL's start. ``parallel``, ``optimizer``: fields that differ from the policy's
-    sections. ``lr``: its learning rate.
-    ``placement``: on the policy's ranks (``shared``), or on the job's last ``ranks`` ranks, which then have no policy
-        (``separate``).
-    ``value_clip``: how far a value may move in a rollout (null: any way). ``warmup_rollouts``: first rollouts that
-        train the critic alone.
+    Its other settings are the policy's. A `score.weight` [1, H] among its weights becomes the value head.
     """
 
     hf_path: str | None = None
+    """Directory of the critic's weights, with a reward model's `score.weight` or without; null: `model.hf_path`."""
     init: str = "pretrained"
+    """`pretrained`: the weights of `critic.hf_path`; `policy`: the policy's at RL's start, after supervised steps."""
     parallel: dict[str, Any] = field(default_factory=dict)
+    """Fields of `parallel` that differ from the policy's, as in `critic.parallel.tensor=1`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
+    """Fields of `optimizer` that differ from the policy's."""
     lr: float = 1e-5
+    """Learning rate of the critic."""
     placement: str = "shared"
+    """`shared`: on the policy's ranks; `separate`: on the job's last `critic.ranks` ranks, which hold no policy."""
     ranks: int | None = None
+    """Number of ranks of a separate critic; null: it is shared."""
     value_clip: float | None = 0.2
+    """Distance that a value may move in a rollout; null: any."""
     warmup_rollouts: int = 0
+    """First rollouts, which train the critic alone."""
     epochs_per_rollout: int = 1
+    """Number of times that the critic is trained on each rollout."""
     samples_per_mini_batch: int | None = None
+    """Samples per optimizer step of the critic; null: as `train.samples_per_mini_batch`."""
 
     def __post_init__(self) -> None:
         choose("critic.init", self.init, ("pretrained", "policy"))
@@ -66,17 +70,20 @@ class CriticConfig:
 
 
 def critic_config(config):
-    """The Config that the critic's model is built from; ConfigError for a field that a section does not have."""
-    given = config.critic
-    sections = {name: _changed(config, name, dataclasses.asdict(given)[name]) for name in OWN_SECTIONS}
-    sections["optimizer"] = dataclasses.replace(sections["optimizer"], lr=given.lr)
-    size = given.samples_per_mini_batch or config.train.samples_per_mini_batch
-    named = {"hf_path": given.hf_path, "init": "pretrained"} if given.hf_path is not None else {}
+    """Return the Config that the critic's model is built from.
+
+    Raises ConfigError for a field that a section does not have.
+    """
+    critic = config.critic
+    sections = {name: _changed(config, name, dataclasses.asdict(critic)[name]) for name in OWN_SECTIONS}
+    sections["optimizer"] = dataclasses.replace(sections["optimizer"], lr=critic.lr)
+    samples_per_mini_batch = critic.samples_per_mini_batch or config.train.samples_per_mini_batch
+    own_weights = {"hf_path": critic.hf_path, "init": "pretrained"} if critic.hf_path is not None else {}
     return dataclasses.replace(
         config,
         **sections,
-        model=dataclasses.replace(config.model, **named),
-        train=dataclasses.replace(config.train, samples_per_mini_batch=size),
+        model=dataclasses.replace(config.model, **own_weights),
+        train=dataclasses.replace(config.train, samples_per_mini_batch=samples_per_mini_batch),
         skip=dataclasses.replace(config.skip, steps="match", ghost="dense"),
     )
 

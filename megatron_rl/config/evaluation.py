@@ -1,4 +1,4 @@
-"""The section of evaluation: which held-out sets, how they are sampled, and when."""
+"""The section of evaluation: the held-out sets, their sampling, and when they are evaluated."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ from megatron_rl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """``sets``: name → a JSONL of held-out prompts; ``path`` and ``name`` are the short form of one. Evaluated before
-    RL's first step (``at_start``), every ``every_rollouts`` rollouts (null: never in between) and at the end.
+    """Evaluates held-out prompts, with the training data's columns, template and reward functions.
 
-    ``samples_per_prompt``: k of mean@k and the largest of pass@k. ``temperature`` 0: greedy. ``max_prompts``: of each
-        set, its first.
-    ``reward_threshold``: a sample counts as passed where its total reward is at least this.
+    All sets are generated together: before RL's first step, every `eval.every_rollouts` rollouts, always at the end.
+    The engines are sent the current weights for it, from which `weight_sync.interval_steps` then counts.
     """
 
     path: str | None = None
+    """JSONL file of held-out prompts, the short form of a single set; null: none."""
     name: str = "test"
+    """Name of the set of `eval.path`; metrics of a set are called `eval/<name>/...`."""
     sets: dict[str, str] = field(default_factory=dict)
+    """Further evaluation sets, `{name: path}`."""
     every_rollouts: int | None = None
+    """Rollouts between evaluations; null: none between the first and the last."""
     at_start: bool = True
+    """Whether the sets are evaluated before RL's first step, after the supervised steps."""
     max_prompts: int | None = None
+    """Number of first prompts taken of each set; null: all."""
     samples_per_prompt: int = 1
+    """k: gives mean@k, and pass@1, pass@2, pass@4 ... up to k."""
     temperature: float = 0.0
+    """Sampling temperature of evaluation alone; 0: greedy, with one sample per prompt."""
     reward_threshold: float = 1.0
+    """A sample has passed where its total reward is at least this."""
 
     def __post_init__(self) -> None:
         at_least("eval.every_rollouts", self.every_rollouts, 1)
@@ -53,5 +60,5 @@ class EvalConfig:
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Every set's path by its name, the short form's first."""
+        """Return every set's path by its name, the short form's first."""
         return {**({} if self.path is None else {self.name: self.path}), **self.sets}

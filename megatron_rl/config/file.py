@@ -1,4 +1,4 @@
-"""YAML and key=value merged by OmegaConf into a Config; and back."""
+"""Files and overrides, which OmegaConf merges into a Config; and a Config written as YAML."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
 
 
 def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Defaults, then the YAML file, then ``section.key=value`` overrides. Raises ConfigError, FileNotFoundError."""
+    """Load the defaults, then the YAML file, then ``section.key=value`` overrides.
+
+    Raises ConfigError or FileNotFoundError.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -67,14 +70,14 @@ def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | t
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
     try:
         layers.append(OmegaConf.from_dotlist(list(overrides)))
-        given = OmegaConf.merge(*layers)
-        if OmegaConf.select(given, "skip.mode") is False:  # YAML reads a bare off as the boolean
-            OmegaConf.update(given, "skip.mode", "off")
-        tree = OmegaConf.to_container(given, resolve=True)
+        settings = OmegaConf.merge(*layers)
+        if OmegaConf.select(settings, "skip.mode") is False:  # YAML reads a bare off as the boolean
+            OmegaConf.update(settings, "skip.mode", "off")
+        tree = OmegaConf.to_container(settings, resolve=True)
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} must hold sections with keys, and it holds a {type(tree).__name__}")
         _check_keys(tree, Config)
-        return OmegaConf.to_object(OmegaConf.merge(_defaults(), given))
+        return OmegaConf.to_object(OmegaConf.merge(_defaults(), settings))
     except OmegaConfBaseException as error:
         key = error.full_key or ""
         cause = error.__cause__
@@ -85,16 +88,17 @@ def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | t
 
 @functools.cache
 def _defaults():
-    """Build OmegaConf's typed tree of the defaults, once: it takes four fifths of reading a configuration, and merging
-    copies it."""
+    """Build OmegaConf's typed tree of the defaults, once.
+
+    It takes four fifths of the time of reading a configuration; merging copies it.
+    """
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(Config)
 
 
 def config_to_dict(config: Config) -> dict[str, dict]:
-    """Return the resolved configuration as plain dictionaries, lists, numbers and texts, which JSON and YAML hold
-    unchanged."""
+    """Return the resolved configuration as plain values, which JSON and YAML hold unchanged."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 

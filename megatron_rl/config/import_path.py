@@ -1,4 +1,4 @@
-"""What the configuration names by ``module:attribute``, or by a name of ours."""
+"""Objects that the configuration names by ``module:attribute``, or by a built-in name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from megatron_rl.errors import ConfigError
 
 
 def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, also: Collection[str] = ()) -> object:
-    """The object behind a name of ``built_in`` (name → ``module:attribute``) or behind ``module:attribute`` itself.
+    """Return the object behind a name of ``built_in``, or behind ``module:attribute`` itself.
 
-    what: the setting and its value, for messages · form: how one's own is written · also: names that are known and mean
-    something else. Raises ConfigError with the nearest way out; what a module raises while it is imported is told as
-    such.
+    name: a built-in's name, or ``module:attribute``.
+    built_in: ``module:attribute`` by name.
+    what: the setting and its value, for messages.
+    form: how a user writes one of their own, for messages.
+    also: further names that are known and mean something else.
+    Raises ConfigError with the nearest way out; an error of the module's own import is named in it.
     """
     module_name, separator, attribute = built_in.get(name, name).partition(":")
     if not (separator and module_name and attribute):

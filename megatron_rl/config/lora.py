@@ -1,4 +1,4 @@
-"""Low-rank adapters: which linear layers get one, and how wide it is."""
+"""The section of low-rank adapters: the linear layers that get one, and its rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """y = W x + (alpha / rank) · B A x on the linear layers named in ``targets`` (Hu et al. 2021, arXiv:2106.09685, eq.
-    3); W is frozen.
+    """Puts low-rank adapters beside frozen linear layers: y = W x + (alpha / rank) · B A x (docs/lora.md).
 
-    ``rank``: rows of A; null: no adapters, every weight is trained. ``targets``: Megatron-Core's names: linear_qkv is
-    q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj and up_proj, linear_fc2 down_proj. There is no
-    dropout: under it the engine's log-probs and the trainer's would be of two models.
+    The equation is eq. 3 of Hu et al. 2021, arXiv:2106.09685. Targets have Megatron-Core's names: linear_qkv is q_proj,
+    k_proj and v_proj, linear_proj is o_proj, linear_fc1 is gate_proj and up_proj, linear_fc2 is down_proj. A mixture of
+    experts takes the first two alone. No dropout is offered: under it the log-probs of engine and trainer would be of
+    two models.
     """
 
     rank: int | None = None
+    """Rows of A; null: no adapters, every weight is trained."""
     alpha: float = 32.0
+    """The adapters' product B A x is multiplied by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
+    """Linear layers that get an adapter."""
 
     def __post_init__(self) -> None:
         at_least("lora.rank", self.rank, 1)

@@ -20,8 +20,14 @@ from megatron_rl.errors import ConfigError
 
 
 def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refused: Mapping[str, str]) -> dict[str, Any]:
-    """The fields with their values as ``cls`` wants them; ConfigError for one that it lacks, that is refused, or that
-    means nothing."""
+    """Return the fields with values of the types that ``cls`` wants.
+
+    given: the user's fields and values.
+    cls: a configuration class of the installed Megatron-Core.
+    section: the key of ``given``, for messages.
+    refused: fields that may not be set, each with its reason.
+    Raises ConfigError for a field that ``cls`` lacks, that is refused, or whose value has no meaning.
+    """
     known = {f.name for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     resolved = {}
@@ -38,7 +44,7 @@ def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refused: M
 
 
 def _typed(value: Any, hint: Any, key: str) -> Any:
-    """A string → the dtype or the enum's member that the type hint asks for; anything else as it is."""
+    """Return the dtype or enum member that a string names, if the type hint asks for one, else the value unchanged."""
     kinds = _members(hint)
     if not isinstance(value, str) or str in kinds:
         return value
@@ -56,6 +62,6 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint admits: of a Union or Optional its parts, else itself."""
+    """Return the types that a hint admits: the parts of a Union or an Optional, or the hint itself."""
     parts = typing.get_args(hint)
     return tuple(x for part in parts for x in _members(part)) if parts else (hint,)

@@ -1,4 +1,4 @@
-"""The sections of what is trained: advantages, the loss, and what of a batch is skipped."""
+"""The sections of the objective: advantages, the skip and the loss."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Semantics §6. ``epsilon`` is added to the standard deviation; ``noise_std`` to advantages, for the first
-    ``noise_steps`` steps.
+    """Turns rewards into advantages (docs/semantics.md#6-advantages).
 
-    ``whiten``: of ``reinforce_plus_plus``, ``gdpo`` and ``gae``. ``gamma``, ``lam``: the discount and λ of ``gae``.
+    Only `reinforce_plus_plus`, `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal; it
+    serves comparisons, not training (docs/zero-loss.md).
     """
 
     estimator: str = "grpo"
+    """`grpo`, `dr_grpo`, `batch_std`, `rloo`, `reinforce_plus_plus`, `gdpo`, and with a critic `gae` (docs/ppo.md)."""
     epsilon: float = 1e-6
+    """ε, added to standard deviations (n − 1)."""
     whiten: str = "scale"
+    """`scale`: zeros stay zero; `center_and_scale`: the published form, after which nothing is dead; `none`."""
     gamma: float = 1.0
+    """`gae`: discount γ over loss tokens; 1: nothing is discounted."""
     lam: float = 1.0
+    """`gae`: λ over loss tokens."""
     noise_std: float = 0.0
+    """Standard deviation of the noise; 0: none."""
     noise_steps: int = 0
+    """Number of RL's first steps; a rollout whose first step is one of them has the noise."""
 
     def __post_init__(self) -> None:
         choose("advantage.estimator", self.estimator, ESTIMATORS)
@@ -47,13 +54,18 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipConfig:
-    """Semantics §2 and §3: what is dropped, and what a step without signal does."""
+    """Decides which samples are dropped, and the effect of a step without signal (README.md#what-is-lossless-when)."""
 
     mode: str = "exact"
+    """`exact`: drops samples that provably move nothing; `approximate`: all without advantage; `off`: none."""
     steps: str = "match"
+    """`match`: as many optimizer steps as the dense run, each at its own position; `merge`: one over all survivors."""
     ghost: str = "dense"
+    """For a step without signal: `dense` steps on a zero gradient, as the dense run does; `freeze` moves nothing."""
     advantage_epsilon: float = 0.0
+    """`approximate`: an advantage up to this counts as zero."""
     logprob_passes: bool = True
+    """Whether the log-prob passes drop the same samples."""
 
     def __post_init__(self) -> None:
         choose("skip.mode", self.mode, ("exact", "approximate", "off"))
@@ -64,20 +76,34 @@ class SkipConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Semantics §1 and §7. ``mask_truncated``: a sample that ``rollout.max_response_tokens`` cut off carries no loss
-    token."""
+    """Sums the policy term, the KL and the entropy over loss tokens (docs/semantics.md#1-the-loss-is-a-token-sum).
+
+    The ratio π_θ/π_old is clipped to [1 − `loss.clip_low`, 1 + `loss.clip_high`] by `ppo`, `gspo` and `cispo`.
+    `loss.mask_truncated` is DAPO's overlong filtering (docs/semantics.md#overlong-responses).
+    """
 
     policy: str = "ppo"
+    """Policy term: `ppo`, `gspo`, `cispo`, `importance_sampling`, `dro` or `reinforce`."""
     reduction: str = "token_mean"
+    """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
     denominator: str = "original"
+    """`original`: tokens, samples and prompts are counted before the drop; `kept`: over the survivors."""
     clip_low: float = 0.2
+    """Distance of the ratio's lower bound from 1."""
     clip_high: float = 0.2
+    """Distance of the ratio's upper bound from 1."""
     dual_clip: float | None = None
+    """`ppo`: c > 1 (3 is usual), by which the loss is at most −cA where A < 0; null: no such bound."""
     dro_beta: float = 0.1
+    """`dro`: β of the quadratic β/2 · (log π_θ − log μ)²."""
     kl_coefficient: float = 0.0
+    """β of the KL to the reference policy, the one at RL's start unless it is renewed (docs/reference.md); 0: none."""
     kl_estimator: str = "k3"
+    """Estimator of the KL: `k1`, `k2`, `k3`, or `unbiased`, which carries π_θ/π_old itself."""
     entropy_coefficient: float = 0.0
+    """Coefficient of the entropy bonus; 0: none."""
     mask_truncated: bool = False
+    """Whether samples cut off by `rollout.max_response_tokens` have no loss token; their groups keep their rewards."""
 
     def __post_init__(self) -> None:
         choose("loss.policy", self.policy, POLICIES)

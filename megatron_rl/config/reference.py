@@ -1,5 +1,4 @@
-"""The policy that the KL is measured against: where its weights are, when they change, and what the KL costs. Semantics
-§7."""
+"""The section of the reference policy: the place of its weights, their renewal, and the KL's coefficient."""
 
 from __future__ import annotations
 
@@ -10,20 +9,20 @@ from megatron_rl.config.checks import at_least, choose
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """Read where ``loss.kl_coefficient`` is not 0; ``kl_in``: what that coefficient times the KL is added to.
-
-    ``placement``: ``host``, a copy of the weights in host memory that is swapped in for the reference's passes, or
-    ``device``, a second model. ``refresh_every_rollouts``: rollouts after which the reference becomes the current
-    policy; null: never. ``controller``: the coefficient stays, or is moved so that the KL comes to ``kl_target`` nats
-    per token, the faster the fewer samples ``kl_horizon`` is (algorithm/kl_controller.py).
-    """
+    """Describes the policy that the KL of `loss.kl_coefficient` is measured against (docs/reference.md)."""
 
     kl_in: str = "loss"
+    """`loss`: the coefficient times the KL is added to it; `reward`: that of each token is taken off it."""
     placement: str = "host"
+    """`host`: weights copied to host memory, swapped in for its passes; `device`: a second model in device memory."""
     refresh_every_rollouts: int | None = None
+    """Rollouts after which the current policy becomes the reference; null: never."""
     controller: str = "fixed"
+    """`fixed`; `adaptive`: starts at `loss.kl_coefficient`, and moves so that the KL comes to `reference.kl_target`."""
     kl_target: float = 0.1
+    """KL that an adaptive coefficient leads to, in nats per token."""
     kl_horizon: int = 10_000
+    """Samples over which a KL far above the target multiplies an adaptive coefficient by about e^0.2."""
 
     def __post_init__(self) -> None:
         choose("reference.kl_in", self.kl_in, ("loss", "reward"))

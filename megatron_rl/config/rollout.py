@@ -1,4 +1,4 @@
-"""The sections of rollouts: which engine samples and how, and how it gets the weights."""
+"""The sections of rollouts: the engine that samples, when it does so, and how it gets the weights."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ OWNED_ARGUMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProducerConfig:
-    """When rollouts are generated, next to when they are trained; what is trained does not depend on ``mode`` at
-    ``max_staleness_steps: 0``.
+    """Says when rollouts are generated, next to when they are trained (docs/async.md).
 
-    ``mode``: ``sync``, ``prefetch`` (``prefetch_rollouts`` rollouts ahead of the one that is trained, generated
-    meanwhile) or ``streaming`` (ahead too, and a rollout is scored, and passed for log-probs, in parts while the rest
-    is generated). ``min_groups``: groups of a part (null: the whole rollout is one); log-prob passes are cut there in
-    every mode. ``max_staleness_steps``: optimizer steps between the weights of a token and those of its rollout's first
-    step; null: what ``prefetch_rollouts`` brings about.
+    `streaming` scores a rollout, and passes it for log-probs, in parts while the rest is generated. Log-prob passes are
+    cut at these parts in every mode, so that no mode changes a result at `max_staleness_steps: 0`. A rollout that would
+    be staler than the bound is not started; groups that are older all the same are dropped and asked again.
     """
 
     mode: str = "sync"
+    """`sync`: no rollout ahead; `prefetch`: generated ahead, during training; `streaming`: ahead, scored in parts."""
     prefetch_rollouts: int = 1
+    """Rollouts that are generated ahead of the one that is trained."""
     min_groups: int | None = None
+    """Groups of a part, which is scored and passed for log-probs by itself; null: the whole rollout is one."""
     max_staleness_steps: int | None = None
+    """Optimizer steps between a token's weights and its rollout's first step; null: set by `prefetch_rollouts`."""
 
     def __post_init__(self) -> None:
         choose("rollout.producer.mode", self.mode, ("sync", "prefetch", "streaming"))
@@ -60,21 +61,21 @@ class ProducerConfig:
 
     @property
     def ahead(self) -> int:
-        """Rollouts that may be under way or finished beyond the one that is trained."""
+        """Return the number of rollouts that may be under way or finished beyond the one that is trained."""
         return 0 if self.mode == "sync" else self.prefetch_rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Groups without signal are replaced by those of further prompts, before anything is trained (DAPO,
-    arXiv:2503.14476, section 3.2).
+    """Replaces groups without signal by those of further prompts, before anything is trained.
 
-    ``max_rounds``: of asking again, per rollout; 0: never. ``on_exhausted``: what is still without signal after them is
-    skipped as ever (``skip``), or ends the run (``fail``).
+    The method is DAPO's (arXiv:2503.14476, section 3.2).
     """
 
     max_rounds: int = 0
+    """Rounds of asking further prompts, per rollout; 0: never."""
     on_exhausted: str = "skip"
+    """For groups without signal after the last round: `skip` drops them as ever; `fail` ends the run."""
 
     def __post_init__(self) -> None:
         at_least("rollout.dynamic_sampling.max_rounds", self.max_rounds, 0)
@@ -83,35 +84,49 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Generation. Log-probs are taken at ``temperature``, by the engine and by the trainer.
+    """Generates the samples, by a model in the trainer's own processes or by vLLM.
 
-    ``engine``: ``transformers`` (in the trainer's processes, for small models) or ``vllm``: processes of the run's own,
-    or the ``servers`` named. ``max_logprob_gap``: the mean |log π_old − log μ| of a rollout that ends the run (null:
-    none); ``warn_logprob_gap``: that warns.
+    A log-prob gap is the mean |log π_old − log μ| of a rollout, read where engine and trainer have the same weights.
     """
 
     engine: str = "transformers"
+    """`transformers`: in the trainer's own processes, for small models; `vllm`: see docs/vllm.md."""
     samples_per_prompt: int = 8
+    """Samples of each prompt, which are its group."""
     max_response_tokens: int = 256
+    """Tokens of a response at most, over all turns, observations included."""
     temperature: float = 1.0
-    max_batch_samples: int = 256  # transformers: rows of one batch
+    """Sampling temperature; engine and trainer take log-probs at it everywhere."""
+    max_batch_samples: int = 256
+    """`transformers`: rows decoded at once."""
     allow_large_embedded_model: bool = False
-    # vLLM: engines of the run's own
-    num_engines: int | None = None  # null: one for every tensor_parallel ranks
+    """`transformers`: whether a model of more than 1B parameters is allowed."""
+    num_engines: int | None = None
+    """`vllm`: engines of the run's own; null: one for every `rollout.tensor_parallel` ranks."""
     tensor_parallel: int = 1
+    """`vllm`: GPUs of the ranks that each engine takes."""
     gpu_memory_utilization: float = 0.5
-    sleep: str = "auto"  # give the GPU back while the trainer works; auto: where both use the same one
-    vllm: dict[str, Any] = field(default_factory=dict)  # any other field of vllm.EngineArgs
-    # vLLM: servers
+    """`vllm`: share of each GPU's memory that an engine takes."""
+    sleep: str = "auto"
+    """`vllm`: `auto`: engine and trainer's optimizer state take turns on a GPU they share; or `always`, `never`."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """`vllm`: any other fields of vllm.EngineArgs, by name."""
     servers: tuple[str, ...] = ()
-    api_key_env: str = "VLLM_API_KEY"  # the environment variable that holds the key
-    # vLLM: both
-    start_s: float = 600.0  # until an engine serves
-    request_s: float = 900.0  # until all samples of a prompt are there
-    max_requests: int = 256  # under way at one engine, per rank
-    max_restarts: int = 3  # in a row, before the run ends
-    warn_logprob_gap: float | None = None  # null: 0.05 in bfloat16, 0.001 in float32
+    """`vllm`: running servers in place of engines of the run's own, each `http://host:port`."""
+    api_key_env: str = "VLLM_API_KEY"
+    """`vllm`: environment variable that holds the servers' key."""
+    start_s: float = 600.0
+    """`vllm`: seconds until an engine serves; below `run.deadline_s`."""
+    request_s: float = 900.0
+    """`vllm`: seconds until all samples of a prompt are there; below `run.deadline_s`."""
+    max_requests: int = 256
+    """`vllm`: prompts under way at one engine, per rank."""
+    max_restarts: int = 3
+    """`vllm`: losses of an engine in a row before the run ends."""
+    warn_logprob_gap: float | None = None
+    """Log-prob gap, in nats, above which a rollout warns; null: 0.05 in bfloat16, 0.001 in float32."""
     max_logprob_gap: float | None = 0.5
+    """Log-prob gap, in nats, above which a rollout ends the run; null: never."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
@@ -163,21 +178,23 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Weights to the engines. ``channel``: ``shared_memory`` on one host, ``broadcast`` (NCCL or gloo) across hosts;
-    ``auto`` chooses one of these. ``cuda_ipc``: an engine of the run's own opens the bucket in the memory of the GPU
-    that it shares with its rank.
+    """Sends the policy's weights to the engines.
 
-    ``interval``: optimizer steps that the engines' weights may lag behind before they are sent again. ``in_flight``:
-    they are sent while completions are under way, which go on with the new ones. ``bucket_mb``: extra memory of
-    gathering and sending. ``deadline_s``: of every answer. ``attempts``: whole syncs, before the run ends.
+    Under `cuda_ipc` an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank.
     """
 
     channel: str = "auto"
+    """`auto`: `shared_memory` on one host, `broadcast` (NCCL, gloo) across hosts; or `cuda_ipc`, on a shared GPU."""
     interval_steps: int = 1
+    """Optimizer steps that the engines' weights may lag behind before they are sent again."""
     in_flight: bool = False
+    """Whether weights are sent while completions are under way, which go on with the new ones."""
     bucket_mb: float = 512.0
+    """Extra memory of gathering and sending weights, in MiB."""
     deadline_s: float = 300.0
+    """Seconds that each answer of an engine may take during a sync."""
     attempts: int = 3
+    """Whole syncs that are tried before the run ends."""
 
     def __post_init__(self) -> None:
         choose("weight_sync.channel", self.channel, ("auto", "shared_memory", "broadcast", "cuda_ipc"))

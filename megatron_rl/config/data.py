@@ -1,0 +1,36 @@
+"""The section of the training data: its file, its columns, and the text around a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.checks import at_least, choose
+from megatron_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Names the training data and its columns, and turns a row into a prompt."""
+
+    train: str = ""
+    """Path of the training data: JSONL, one object a line; required."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a text; under `data.template=chat` a list of messages `{role, content}` as well."""
+    answer_key: str = "answer"
+    """Column of the answer, which reward functions are given as `answer`."""
+    solution_key: str = "solution"
+    """Column that supervised steps imitate: a text, or an episode as a list of messages."""
+    template: str = "{prompt}"
+    """Text around the prompt, with `{prompt}` in it; or `chat`: the tokenizer's chat template."""
+    max_prompt_tokens: int = 512
+    """Tokens of a prompt at most."""
+    on_long_prompt: str = "fail"
+    """For a prompt of more tokens: `fail` ends the run with an error that names it; `drop` leaves it out."""
+    shuffle: bool = True
+    """Whether each epoch has an order of its own, drawn from `run.seed`."""
+
+    def __post_init__(self) -> None:
+        choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
+        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        if self.template != "chat" and "{prompt}" not in self.template:
+            raise ConfigError(f"data.template={self.template!r} has no {{prompt}} in it; add it, or use 'chat'")

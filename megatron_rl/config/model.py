@@ -1,0 +1,79 @@
+"""The sections of the model: its weights, its layout over ranks, and fields for Megatron-Core's own configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config.checks import at_least, choose
+from megatron_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Names the Hugging Face directory of the policy, and how its layers and weights are held here."""
+
+    hf_path: str = ""
+    """Local Hugging Face directory with config, safetensors and tokenizer; required."""
+    tokenizer_path: str | None = None
+    """Another directory for the tokenizer; null: `model.hf_path`."""
+    dtype: str = "float32"
+    """`float32`; or `bfloat16`, with float32 master weights and gradient reduction."""
+    init: str = "pretrained"
+    """`pretrained`: the weights of `model.hf_path`; `random`: random ones, of its config's shape only."""
+    layer_spec: str = "auto"
+    """`transformer_engine`, `torch`, or `auto`: the first if it can be built and dtype is bfloat16, else `torch`."""
+
+    def __post_init__(self) -> None:
+        choose("model.dtype", self.dtype, ("float32", "bfloat16"))
+        choose("model.init", self.init, ("pretrained", "random"))
+        choose("model.layer_spec", self.layer_spec, ("auto", "transformer_engine", "torch"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sets the degrees of parallelism; the data-parallel one is the world size over tensor · pipeline · context."""
+
+    tensor: int = 1
+    """Tensor-parallel degree: ranks that share each layer."""
+    pipeline: int = 1
+    """Pipeline-parallel degree: stages that the layers are divided into."""
+    virtual_pipeline: int = 1
+    """Model chunks per stage: Megatron's interleaved schedule; above 1 it needs `parallel.pipeline` >= 2."""
+    context: int = 1
+    """Ranks that share each sequence, two chunks each (zig-zag); a micro-batch's cap counts the tokens of them all."""
+    expert: int = 1
+    """Ranks that share a mixture's experts; elsewhere they are tensor, context or data parallel."""
+    expert_tensor: int | None = None
+    """Ranks that share each expert; null: as `parallel.tensor`."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism; it needs `parallel.tensor` >= 2."""
+
+    def __post_init__(self) -> None:
+        at_least("parallel.tensor", self.tensor, 1)
+        at_least("parallel.pipeline", self.pipeline, 1)
+        at_least("parallel.virtual_pipeline", self.virtual_pipeline, 1)
+        at_least("parallel.context", self.context, 1)
+        at_least("parallel.expert", self.expert, 1)
+        at_least("parallel.expert_tensor", self.expert_tensor, 1)
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline "
+                "is 1; raise that one"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigError(
+                "parallel.sequence_parallel=true needs parallel.tensor >= 2 and it is 1; raise it or turn it off"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Passes fields through to Megatron-Core's own configurations; those that the token sum depends on are refused."""
+
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Any fields of Megatron-Core's TransformerConfig, by name."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Any fields of Megatron-Core's DistributedDataParallelConfig, by name."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Any fields of Megatron-Core's OptimizerConfig, by name."""

@@ -1,0 +1,44 @@
+"""The section of the policy's optimizer and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.checks import at_least, choose
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Runs AdamW under a schedule: linear warm-up, then constant, or cosine or linear down to `optimizer.min_lr`."""
+
+    lr: float = 1e-6
+    """Learning rate after the warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    schedule: str = "constant"
+    """`constant`, `cosine` or `linear`; the last two decay over `optimizer.decay_steps`."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up, the first step already above 0."""
+    decay_steps: int | None = None
+    """Optimizer steps at whose end the rate is `optimizer.min_lr`; null: those of the run."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay of the first and the second moment."""
+    epsilon: float = 1e-8
+    """AdamW's ε, added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay; biases and norms are not decayed (Megatron's habit)."""
+    clip_grad: float = 1.0
+    """Global norm that a larger gradient is scaled down to; 0: off."""
+    kernel: str = "auto"
+    """Adam of `transformer_engine`, `apex` or `torch`; `auto`: the first that can be imported; the choice is logged."""
+    distributed: bool = True
+    """Whether Megatron's distributed optimizer shards its state over data-parallel ranks."""
+    on_nonfinite: str = "fail"
+    """For a step whose gradient is not finite: `fail` ends the run; `skip`: it moves nothing, on all ranks."""
+
+    def __post_init__(self) -> None:
+        choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
+        choose("optimizer.kernel", self.kernel, ("auto", "transformer_engine", "apex", "torch"))
+        choose("optimizer.on_nonfinite", self.on_nonfinite, ("fail", "skip"))
+        at_least("optimizer.lr", self.lr, 0.0)
+        at_least("optimizer.clip_grad", self.clip_grad, 0.0)

@@ -1,0 +1,58 @@
+"""The section of rewards: the functions, their weights, and the processes that call them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.checks import at_least, choose
+from megatron_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Adds weighted reward functions to a sample's total reward.
+
+    The total falls linearly by `reward.overlong_penalty` over the last `reward.overlong_buffer_tokens` tokens before
+    `rollout.max_response_tokens` (DAPO, eq. 13; docs/semantics.md#overlong-responses). A sample that
+    `reward.on_error: drop` takes out of its group is in none of the group's statistics.
+    """
+
+    functions: tuple[str, ...] = ()
+    """`arithmetic`, `math_verify`, `environment` (the number that the sample's environment gave), `module:function`."""
+    weights: tuple[float, ...] = ()
+    """Weight of each function in the total; `[]`: 1 each."""
+    on_error: str = "fail"
+    """For a sample whose reward raises: `fail` ends the run; `drop` takes it out of its group; `zero` gives it 0."""
+    num_workers: int = 0
+    """Processes per rank that call the functions, a group at a time; 0: the rank's own, which nothing can interrupt."""
+    deadline_s: float = 30.0
+    """Seconds of a sample in a worker, which is then killed and replaced; only that sample meets `reward.on_error`."""
+    in_process: tuple[str, ...] = ()
+    """Those of `reward.functions` that the rank's own process calls all the same: one that holds a model, say."""
+    overlong_buffer_tokens: int = 0
+    """Tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: it does not."""
+    overlong_penalty: float = 1.0
+    """Reward that a response of `rollout.max_response_tokens` tokens loses to the overlong buffer."""
+
+    def __post_init__(self) -> None:
+        choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ConfigError(
+                f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; "
+                "give one weight each"
+            )
+        at_least("reward.num_workers", self.num_workers, 0)
+        at_least("reward.deadline_s", self.deadline_s, 0.0, exclusive=True)
+        at_least("reward.overlong_buffer_tokens", self.overlong_buffer_tokens, 0)
+        at_least("reward.overlong_penalty", self.overlong_penalty, 0.0)
+        for name in self.in_process:
+            choose("reward.in_process", name, self.functions)
+        if self.functions and self.num_workers and set(self.in_process) == set(self.functions):
+            raise ConfigError(
+                "reward.in_process names every one of reward.functions, which leaves nothing for "
+                f"reward.num_workers={self.num_workers}; set that to 0, or leave a function to the workers"
+            )
+
+    @property
+    def resolved_weights(self) -> tuple[float, ...]:
+        return self.weights or (1.0,) * len(self.functions)

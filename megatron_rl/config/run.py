@@ -1,0 +1,76 @@
+"""The sections of a run as a whole: its folder, its checkpoints and its metrics."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+
+from megatron_rl.config.checks import at_least, choose
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Names the run and its folder, which holds metrics.jsonl, config.yaml, report.html and checkpoints/."""
+
+    name: str = "run"
+    """Name of the run; its folder is `runs/<name>`, unless `run.dir` names one."""
+    dir: str | None = None
+    """Folder of the run; null: `runs/<name>`."""
+    seed: int = 0
+    """Seed of the data's order and of sampling; it is never combined with a rank."""
+    deadline_s: float = 1800.0
+    """Time-out of every collective and of every wait for an engine, in seconds."""
+
+    def __post_init__(self) -> None:
+        at_least("run.deadline_s", self.deadline_s, 1.0)
+
+    @property
+    def path(self) -> pathlib.Path:
+        return pathlib.Path(self.dir) if self.dir else pathlib.Path("runs") / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saves all of a run under `<run.dir>/checkpoints`, and goes on from there (docs/checkpoints.md).
+
+    A run saves every `checkpoint.save_every_rollouts` rollouts, before the first and after the last one, and when
+    SIGTERM or SIGUSR1 arrives.
+    """
+
+    save_every_rollouts: int = 0
+    """Rollouts between checkpoints; 0: no checkpoint is written, and SIGTERM and SIGUSR1 are not caught."""
+    keep_last: int | None = 2
+    """Number of newest checkpoints that are kept; null: all."""
+    asynchronous: bool = True
+    """Whether files are written while the run goes on."""
+    resume: str = "auto"
+    """`auto`: the run goes on from the newest good checkpoint; `never`: those of an earlier run are set aside."""
+    on_damage: str = "previous"
+    """For a damaged checkpoint: `previous` takes the one before it and says so in the log; `fail` ends the run."""
+    on_error: str = "fail"
+    """For a checkpoint that cannot be written: `fail` ends the run; `continue` goes on without it."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.save_every_rollouts", self.save_every_rollouts, 0)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
+        choose("checkpoint.resume", self.resume, ("auto", "never"))
+        choose("checkpoint.on_damage", self.on_damage, ("previous", "fail"))
+        choose("checkpoint.on_error", self.on_error, ("fail", "continue"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Chooses the places that metrics go to beside metrics.jsonl (docs/semantics.md#9-metricsjsonl)."""
+
+    tensorboard: bool = False
+    """Whether metrics are also written for TensorBoard, under `tensorboard/` in the run's folder."""
+    wandb_project: str | None = None
+    """Weights & Biases project that metrics are sent to; null: none."""
+    progress: bool = True
+    """Whether the first rank shows a live progress bar."""
+    dense_every_rollouts: int = 20
+    """Every so many rollouts some dropped samples get log-prob passes, for the metrics alone; 0: never."""
+    dense_samples: int = 4
+    """Dropped samples that such a rollout passes; 0: none."""
+    save_plans: bool = False
+    """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
