@@ -1,5 +1,4 @@
-"""Rewards: functions of completions and dataset columns, in this process or in workers, and the policy for those that
-fail."""
+"""Rewards: functions of completions and dataset columns, called here or in workers, and the policy on failures."""
 
 from megatron_rl.reward.reward import Reward, RewardFailure
 

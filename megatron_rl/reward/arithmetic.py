@@ -1,4 +1,4 @@
-"""Exact match, for answers that have one spelling."""
+"""Exact match: a reward function for answers that have one spelling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def arithmetic(
     answer: Sequence[object],
     **_: object,
 ) -> list[float]:
-    """[S] 1.0 where the completion's stripped text equals the stripped ``answer`` column, else 0.0.
+    """Return [S]: 1.0 where the completion's stripped text equals the stripped ``answer`` column, else 0.0.
 
     Example: completions ``["12", " 12 ", "12.0"]`` with answers ``["12", 12, "12"]`` score ``[1.0, 1.0, 0.0]``.
     """

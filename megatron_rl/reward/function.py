@@ -24,7 +24,7 @@ BUILT_IN = {
     "math_verify": "megatron_rl.reward.math:math_verify",
 }
 
-ENVIRONMENT = "environment"  # named as a function, and read from the rollout: what its environment gave (reward.py)
+ENVIRONMENT = "environment"  # names no function: the reward that the rollout's environment gave (reward.py)
 
 _RESERVED = ("prompts", "completions", "completion_ids")
 _MAX_TRACEBACK = 20_000  # characters; an error that quotes its whole batch would fill the log
@@ -32,18 +32,22 @@ _MAX_TRACEBACK = 20_000  # characters; an error that quotes its whole batch woul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one function said of one sample: ``error`` is None, or the traceback, or what was wrong with the value."""
+    """Holds one function's answer on one sample.
+
+    value: the reward; None where the function does not apply or failed.
+    error: None, the traceback, or a text that says how the value is wrong.
+    """
 
     value: float | None = None
     error: str | None = None
 
 
 class _WrongReturn(Exception):
-    """A reward function returned something that is not one value per sample."""
+    """Raised where a reward function does not return one value per sample."""
 
 
 def resolve(name: str) -> RewardFunction:
-    """The callable behind a built-in name or ``module:function``. Raises ConfigError with the nearest way out."""
+    """Return the callable of a built-in name or ``module:function``; raise ConfigError with the nearest way out."""
     function = import_path.resolve(
         name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(ENVIRONMENT,)
     )
@@ -68,17 +72,17 @@ def _check_callable(name: str, function: object) -> None:
 
 
 def check_signature(name: str, function: RewardFunction, columns: Sequence[str]) -> None:
-    """Ask whether the call can bind before making it: the fault is the signature's, not a sample's."""
+    """Raise ConfigError where ``function`` cannot take the columns: the signature is at fault, not a sample."""
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # some C functions have none to look at; the call itself will tell
-    passed = dict.fromkeys([*_RESERVED, *columns])
+        return  # some C functions have no signature; the call itself shows a fault
+    keywords = dict.fromkeys([*_RESERVED, *columns])
     try:
-        signature.bind(**passed)
+        signature.bind(**keywords)
     except TypeError as error:
         raise ConfigError(
-            f"reward function {name!r} cannot be called: {error}. It is called by keyword with {', '.join(passed)}: "
+            f"reward function {name!r} cannot be called: {error}. It is called by keyword with {', '.join(keywords)}: "
             "take the columns you need by name and the rest by **columns"
         ) from None
 
@@ -88,7 +92,7 @@ def columns_of(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[str, list]:
-    """What a reward function is called with, by keyword; a column with a reserved name is not passed."""
+    """Return the keyword arguments of a reward function; a column with a reserved name is not passed."""
     by_column = {key: [rollout.prompt.columns.get(key) for rollout in rollouts] for key in columns}
     fixed = {
         "prompts": [rollout.prompt.text for rollout in rollouts],
@@ -99,9 +103,10 @@ def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[st
 
 
 def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[Outcome], str | None]:
-    """(an outcome per sample, None), or ([], the traceback) where it raised or returned a wrong number of values.
+    """Call ``function``; return (an outcome per sample, None), or ([], the traceback) where the call fails.
 
-    A coroutine is run to its end in an event loop of its own.
+    A call fails where it raises or returns a wrong number of values. A coroutine is run to its end in an event loop
+    of its own.
     """
     try:
         returned = function(**arguments)
@@ -112,13 +117,12 @@ def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[
         raise
     except BaseException:  # noqa: BLE001
         # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code they interrupt.
-        # Nothing is
-        # lost: the traceback goes to the caller, which raises it or counts it.
+        # Nothing is lost: the traceback goes to the caller, which raises it or counts it.
         return [], formatted_traceback()
 
 
 def formatted_traceback() -> str:
-    """Of the exception that is being handled; its end, where it is long."""
+    """Return the traceback of the exception being handled; only its end where it is long."""
     text = traceback.format_exc()
     return text if len(text) <= _MAX_TRACEBACK else f"[…]{text[-_MAX_TRACEBACK:]}"
 
@@ -141,11 +145,11 @@ def _outcome(value: object) -> Outcome:
     if value is None:
         return Outcome()
     if not isinstance(value, (numbers.Real, np.bool_)):
-        what = (
+        fault = (
             f"its value is {value!r:.80}, a {type(value).__name__}; return a finite number, or None where it does not "
             "apply"
         )
-        return Outcome(error=what)
+        return Outcome(error=fault)
     if not math.isfinite(value):
         return Outcome(error=f"its value is {value!r}; return a finite number, or None where it does not apply")
     return Outcome(value=float(value))

@@ -1,4 +1,4 @@
-"""Mathematical equality by the math-verify library (checked on 0.9.0)."""
+"""Mathematical equality: a reward function by the math-verify library (checked on 0.9.0)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ def math_verify(
     answer: Sequence[object],
     **_: object,
 ) -> list[float]:
-    """[S] 1.0 where the completion's answer equals the ``answer`` column mathematically (1/2 = 0.5, 1,000 = 1000), else
-    0.0.
+    """Return [S]: 1.0 where a completion's answer equals the ``answer`` column mathematically, else 0.0.
 
-    Where a text has ``####`` in it, only what follows the last one is read (GSM8K). A gold answer is one expression,
-    with or without \\boxed{} or dollars around it. In a completion math-verify looks for the answer: \\boxed{}, LaTeX
-    between dollars, a plain number. A completion where nothing parses, or that cannot be compared with the gold answer,
-    scores 0.0.
+    So 1/2 equals 0.5, and 1,000 equals 1000. Of a text with ``####``, only the part after the last one is read (GSM8K).
+    A gold answer is one expression, with or without \\boxed{} or dollars around it. In a completion math-verify looks
+    for the answer: \\boxed{}, LaTeX between dollars, a plain number. A completion in which nothing parses, or that
+    cannot be compared with the gold answer, scores 0.0.
 
     Raises ValueError for a gold answer that does not parse, TimeoutError where a parse or a comparison takes over 5 s
     (a timeout is no verdict: ``reward.on_error`` decides), RuntimeError outside the main thread: the deadlines are
@@ -79,11 +78,11 @@ def _equal(gold_value: object, value: object) -> bool:
     try:
         return verify(gold_value, value, timeout_seconds=COMPARE_TIMEOUT_S, raise_on_error=True)
     except TimeoutException:
-        # Without the values: str() of what sympy could not compare in time can itself take forever.
+        # Without the values: str() of those that sympy could not compare in time can itself take forever.
         raise TimeoutError(
             f"comparing the completion's answer with the gold answer took over {COMPARE_TIMEOUT_S} s"
         ) from None
     except Exception:
-        # sympy refuses comparisons in many ways (sets with numbers, NaN): what it cannot compare is not equal.
+        # sympy refuses comparisons in many ways (sets with numbers, NaN): such values are not equal.
         logger.debug("math-verify could not compare a completion's answer with the gold answer", exc_info=True)
         return False

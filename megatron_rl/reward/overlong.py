@@ -1,4 +1,4 @@
-"""Soft overlong punishment (DAPO, arXiv:2503.14476, section 3.4, eq. 13). Pure: numbers in, numbers out.
+"""Soft overlong punishment: a pure function of lengths (DAPO, arXiv:2503.14476, section 3.4, eq. 13).
 
 A response that runs into the limit is cut, and its reward says little of its reasoning. So the reward falls before the
 limit is reached:
@@ -14,12 +14,13 @@ import numpy as np
 
 
 def overlong_shape(response_tokens: np.ndarray, *, max_response_tokens: int, buffer_tokens: int) -> np.ndarray:
-    """[S] float64, eq. 13 with L = ``rollout.max_response_tokens`` and b = ``reward.overlong_buffer_tokens``; all 0
-    where b is 0.
+    """Return [S] float64, the punishment of each response by eq. 13; all 0 where ``buffer_tokens`` is 0.
 
-    response_tokens: int64 [S], all tokens of each response. Times ``reward.overlong_penalty`` it is what joins the
-    total reward. b ≤ L.
+    response_tokens: int64 [S], the number of tokens of each response.
+    max_response_tokens: tokens, L of eq. 13 (``rollout.max_response_tokens``).
+    buffer_tokens: tokens, b of eq. 13 (``reward.overlong_buffer_tokens``); b ≤ L.
 
+    The result times ``reward.overlong_penalty`` joins the total reward.
     Example: L = 10, b = 4: lengths (6, 7, 8, 10) → (0, −0.25, −0.5, −1).
     """
     assert buffer_tokens <= max_response_tokens, (buffer_tokens, max_response_tokens)

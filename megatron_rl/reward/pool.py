@@ -1,11 +1,10 @@
-"""Persistent reward workers: whole groups out, outcomes back, and a sample that hangs or kills its worker costs only
-itself.
+"""Persistent reward workers: they score whole groups; a sample that hangs or kills its worker costs only itself.
 
-1. Every task carries an id that no other ever has, and a killed worker's socket is closed: a late answer reaches
+1. Every task carries an id that no other task has, and a killed worker's socket is closed: a late answer reaches
    nobody.
-2. A task has one sample's deadline, however many samples it has: one that is hung is known after that time, and what is
-   only slow is scored again a sample at a time (reward/task_queue.py), after which tasks are smaller.
-3. Every wait is one `select` on the workers' sockets, until something comes or the nearest deadline: nothing polls.
+2. A task has one sample's deadline, however many samples it has: a hung sample is known after that time, and slow ones
+   are scored again a sample at a time (reward/task_queue.py), after which tasks are smaller.
+3. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline: nothing polls.
 4. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that
    may kill them, and by STARTS in a row that do not get ready.
 """
@@ -34,8 +33,11 @@ STARTS = 3
 
 
 class Pool:
-    """functions: by name; the workers import them, this process does not. deadline_s: of one sample, and of a task of
-    several.
+    """Scores samples in worker processes that live as long as the pool.
+
+    functions: [F] names; the workers import the functions, this process does not.
+    num_workers: the number of processes.
+    deadline_s: seconds for one sample, and for a task of several.
 
     Raises ConfigError for a function that a worker cannot import. One thread at a time may use it.
     """
@@ -51,8 +53,7 @@ class Pool:
         self._ids = itertools.count()
         self._in_use = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        # A worker ends with the thread that started it (distributed/child_process.py): one that lives as long as the
-        # pool.
+        # A worker ends with the thread that started it (distributed/child_process.py): this one lives with the pool.
         self._starter: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
         try:
             while sum(worker.ready for worker in self._workers) < num_workers:
@@ -67,7 +68,7 @@ class Pool:
         return [worker.pid for worker in self._workers]
 
     def score(self, rollouts: Sequence[Rollout]) -> TaskQueue:
-        """Every function on every sample; groups are neighbours with the same prompt.
+        """Call every function on every sample; neighbours with the same prompt form a group.
 
         Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no
         worker starts.
@@ -77,14 +78,15 @@ class Pool:
         with self._used_here():
             work = TaskQueue(rollouts, len(self.functions), self.most_samples)
             try:
-                self._wait(None, until=time.monotonic())  # who died since the last batch is no sample's doing
+                self._wait(None, until=time.monotonic())  # a death since the last batch is no sample's fault
                 while not work.done:
                     self._fill()
                     self._hand_out(work, columns)
                     self._wait(work)
             finally:
                 for worker in [worker for worker in self._workers if worker.task is not None]:
-                    self._end(worker)  # an error leaves here: what is under way is nobody's any more
+                    self._end(worker)  # after an error nobody waits for its task any more
+        # The next batches get tasks that a worker can finish in time.
         slow = work.slow_samples()
         if slow is not None:
             self.most_samples = max(1, slow // 2)
@@ -98,7 +100,7 @@ class Pool:
         return work
 
     def close(self) -> None:
-        """Ends the workers; what is under way is lost. May be called again."""
+        """End the workers and lose their tasks. May be called again."""
         workers, self._workers = self._workers, []
         for worker in workers:
             if worker.idle:
@@ -145,8 +147,7 @@ class Pool:
                 self._selector.modify(worker.socket, worker.events, worker)
 
     def _wait(self, work: TaskQueue | None, until: float | None = None) -> None:
-        """Until a worker has something to say, or a deadline. What was said in time counts, even where it is read
-        late."""
+        """Wait for a worker's message or a deadline; a message sent in time counts, even where it is read late."""
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
         nearest = min(deadlines) if until is None else until
         for key, events in self._selector.select(max(0.0, nearest - time.monotonic())):
@@ -201,8 +202,8 @@ class Pool:
         log.warning(
             "reward worker %d did not answer in %g s; it was killed and is replaced", worker.pid, self.deadline_s
         )
-        said = f"it took over {self.deadline_s:g} s (reward.deadline_s) and its worker was killed"
-        work.failed(task, Failure.OVERDUE, f"{said}; it stood at:\n{stacks}" if stacks else said)
+        message = f"it took over {self.deadline_s:g} s (reward.deadline_s) and its worker was killed"
+        work.failed(task, Failure.OVERDUE, f"{message}; it stood at:\n{stacks}" if stacks else message)
 
     def _not_started(self, what: str) -> None:
         self._failed_starts += 1
@@ -228,7 +229,7 @@ def _check_columns(rollouts: Sequence[Rollout]) -> None:
 
 
 def _message(task: Task, function: str, rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict:
-    """All samples of a task have one prompt, which is sent once."""
+    """Return a task's message; its samples have one prompt, which is sent once."""
     samples = [rollouts[i] for i in task.samples]
     prompt = samples[0].prompt
     return {

@@ -1,4 +1,4 @@
-"""The configured reward functions as one: where each is called, what is weighed, and what happens when one fails."""
+"""The configured reward functions as one: called here or in workers, weighed, with a policy for failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_rl.types import Rollout, Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """One function that failed on one sample; ``message`` is the traceback, or what was wrong with the value."""
+    """Describes a function's failure on a sample; ``message`` is the traceback, or says how the value is wrong."""
 
     sample_id: str
     function: str
@@ -33,15 +33,18 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answers:
-    """One function's. outcomes: [S]. unexplained: (samples, traceback) of calls that failed as a whole and on none of
-    them alone."""
+    """Holds one function's answers on a batch.
+
+    outcomes: [S], one per sample.
+    unexplained: (samples, traceback) of each call that failed as a whole and on none of its samples alone.
+    """
 
     outcomes: Sequence[Outcome]
     unexplained: Sequence[tuple[Sequence[Rollout], str]]
 
 
 class Reward:
-    """The configured reward functions as one.
+    """Scores rollouts with the configured reward functions as one.
 
     A reward function is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``,
     plain or ``async``, called by keyword with lists of equal length: prompt texts, completion texts, completion token
@@ -49,23 +52,23 @@ class Reward:
     first three is not passed). It returns one number per sample, or None where it does not apply.
 
     With ``reward.num_workers`` functions are called in worker processes, on a group at a time, unless
-    ``reward.in_process`` names them; else here, on the whole batch. Only a worker can be interrupted:
-    ``reward.deadline_s`` is of functions that run there.
+    ``reward.in_process`` names them; other functions are called in this process, on the whole batch. Only a worker can
+    be interrupted: ``reward.deadline_s`` bounds the functions that run in one.
 
-    A function **fails on a sample** when it raises there, gives a value that is not a finite number or None, or (in a
-    worker) takes too long or kills its process. When a call on several samples fails whole, nobody knows whose fault it
-    was: the function is called again **one sample at a time**, and only those that fail alone are guilty. So a function
-    must not depend on which samples it is called with, and may be called more than once on the same one. If none raises
-    alone, the first call itself is the error.
+    A function **fails on a sample** when it raises on it, gives a value that is not a finite number or None, or (in a
+    worker) takes too long or kills its process. When a call on several samples fails whole, the guilty sample is
+    unknown: the function is called again **one sample at a time**, and only those that fail alone are guilty. So a
+    function must not depend on the other samples of a call, and may be called more than once on the same one. If none
+    raises alone, the first call itself is the error.
 
-    The name ``environment`` is no function: it is the sum of what the sample's environment gave. A sample that its
-    environment gave up (``Rollout.excluded``) has no total, and no function is called on it.
+    The name ``environment`` is no function: its value is the sum of the rewards that the sample's environment gave. A
+    sample that its environment gave up (``Rollout.excluded``) has no total, and no function is called on it.
 
-    ``last_errors``: the failures of the last `score`, for metrics and the log.
+    ``last_errors`` holds the failures of the last `score`, for metrics and the log.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Raises ConfigError for no function, a repeated one, or one that does not resolve where it is to run."""
+        """Resolve the functions; raise ConfigError for none, a repeated one, or one that its process cannot resolve."""
         if not config.functions:
             raise ConfigError(
                 f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own "
@@ -81,32 +84,31 @@ class Reward:
         self._weights = tuple(config.resolved_weights)
         self._on_error = config.on_error
         called = [name for name in self.names if name != ENVIRONMENT]
-        apart = [name for name in called if config.num_workers and name not in config.in_process]
-        self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in called if name not in apart}
-        self.pool = Pool(apart, config.num_workers, config.deadline_s) if apart else None
+        in_workers = [name for name in called if config.num_workers and name not in config.in_process]
+        self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in called if name not in in_workers}
+        self.pool = Pool(in_workers, config.num_workers, config.deadline_s) if in_workers else None
 
     @property
     def runs_apart(self) -> bool:
-        """Whether workers call every function that is called, so that ``score`` may be called in a thread of its
-        own."""
+        """Return whether workers make every call, so that ``score`` may be called in a thread of its own."""
         return self.pool is not None and not self._functions
 
     def close(self) -> None:
-        """Ends the workers. May be called again."""
+        """End the workers. May be called again."""
         if self.pool is not None:
             self.pool.close()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """[S] one Score per rollout, in order.
+        """Return [S], one Score per rollout, in order.
 
         ``total`` is the weighted sum over the functions that applied, None if none did. A sample on which any function
         failed meets ``reward.on_error``: ``fail`` raises RewardError with its id and the traceback, ``drop`` gives a
         total of None, ``zero`` a total of 0.0. Raises ConfigError where a function cannot take the dataset's columns.
         """
         self.last_errors = ()
-        whole = iter(self._score([rollout for rollout in rollouts if rollout.excluded is None]))
+        scores = iter(self._score([rollout for rollout in rollouts if rollout.excluded is None]))
         nothing = Score(total=None, by_function=(None,) * len(self.names))
-        return [next(whole) if rollout.excluded is None else nothing for rollout in rollouts]
+        return [next(scores) if rollout.excluded is None else nothing for rollout in rollouts]
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         if not rollouts:
@@ -154,7 +156,7 @@ class Reward:
         return Score(total=sum(applied) if applied else None, by_function=by_function)
 
     def _failures(self, name: str, answers: _Answers, rollouts: Sequence[Rollout]) -> list[RewardFailure]:
-        """Of one function; RewardError where ``on_error`` is fail, or where no sample explains a failure."""
+        """Return one function's failures; raise RewardError if ``on_error`` is fail or no sample explains a failure."""
         for samples, error in answers.unexplained:
             raise RewardError(
                 f"reward function {name!r} failed on a batch of {len(samples)} samples ({samples[0].sample_id} to "
@@ -176,7 +178,7 @@ class Reward:
 
 
 def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout]) -> _Answers:
-    """One function over the whole batch, in this process."""
+    """Call one function on the whole batch in this process."""
     columns = columns_of(rollouts)
     check_signature(name, function, columns)
     outcomes, batch_error = call(function, arguments_of(rollouts, columns))

@@ -1,8 +1,8 @@
-"""What a batch still asks of the workers: whole groups first, and who is guilty when a task fails. No processes here.
+"""Queue of a batch's tasks: whole groups first, then a failed task's samples alone, which finds the guilty.
 
 A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples, each a task of its
 own. Alone, a sample that raises or runs out of time is guilty; one whose worker dies is tried once more, since the
-machine may have been at fault. So a task of n samples costs at most 1 + 2n workers.
+machine may have been at fault. So a task of n samples costs at most 1 + 2n workers. This module knows no processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Failure(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Split:
-    """A task that failed whole; ``left`` of its samples are yet to be tried alone."""
+    """Records a task that failed whole; ``left`` of its samples are yet to be tried alone."""
 
     task: Task
     failure: Failure
@@ -36,7 +36,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """One call of one function. samples: places in the batch. split: the failed task that it is a part of, or None."""
+    """Describes one call of one function.
+
+    function: the function's index.
+    samples: the samples' indices in the batch.
+    split: the failed task that this one is a part of, or None.
+    deaths: the number of workers that died on it.
+    """
 
     function: int
     samples: Sequence[int]
@@ -45,7 +51,11 @@ class Task:
 
 
 class TaskQueue:
-    """outcomes: [F][S], complete once ``done``. most_samples: of a task; a larger group is cut."""
+    """Queues the tasks of a batch and collects their outcomes.
+
+    most_samples: the most samples of a task; a larger group is cut.
+    outcomes: [F][S], complete once ``done``.
+    """
 
     def __init__(self, rollouts: Sequence[Rollout], num_functions: int, most_samples: int | None = None) -> None:
         self.rollouts = rollouts
@@ -53,7 +63,8 @@ class TaskQueue:
         self.splits: list[Split] = []
         self._left = num_functions * len(rollouts)
         groups = [
-            list(places) for _, places in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))
+            list(indices)
+            for _, indices in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))
         ]
         self._waiting = deque(
             Task(function=function, samples=group[start : start + (most_samples or len(group))])
@@ -67,13 +78,13 @@ class TaskQueue:
         return self._left == 0
 
     def next(self) -> Task | None:
-        """None: what is left is under way."""
+        """Return the next task; None where all the rest is under way."""
         return self._waiting.popleft() if self._waiting else None
 
     def answered(self, task: Task, outcomes: Sequence[Outcome]) -> None:
-        for place, outcome in zip(task.samples, outcomes, strict=True):
-            assert self.outcomes[task.function][place] is None
-            self.outcomes[task.function][place] = outcome
+        for sample, outcome in zip(task.samples, outcomes, strict=True):
+            assert self.outcomes[task.function][sample] is None
+            self.outcomes[task.function][sample] = outcome
         self._left -= len(task.samples)
         if task.split is not None:
             task.split.left -= 1
@@ -84,7 +95,7 @@ class TaskQueue:
             self.splits.append(split)
             # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
             self._waiting.extendleft(
-                Task(function=task.function, samples=[place], split=split) for place in reversed(task.samples)
+                Task(function=task.function, samples=[sample], split=split) for sample in reversed(task.samples)
             )
         elif failure is Failure.DIED and task.deaths == 0:
             self._waiting.appendleft(Task(function=task.function, samples=task.samples, split=task.split, deaths=1))
@@ -94,12 +105,11 @@ class TaskQueue:
             self.answered(task, [Outcome(error=error)])
 
     def unexplained(self, function: int) -> list[tuple[list[Rollout], str]]:
-        """(samples, traceback) of each task that raised as a whole, and on none of its samples alone."""
-        found = [split for split in self.splits if split.failure is Failure.RAISED and not split.found_guilty]
-        return [([self.rollouts[i] for i in s.task.samples], s.error) for s in found if s.task.function == function]
+        """Return (samples, traceback) of each task that raised as a whole, and on none of its samples alone."""
+        raised = [split for split in self.splits if split.failure is Failure.RAISED and not split.found_guilty]
+        return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 
     def slow_samples(self) -> int | None:
-        """The fewest samples that ran out of time together and not alone: a sample's deadline is too short for as
-        many."""
+        """Return the size of the smallest task that was overdue while its samples alone were not; None without one."""
         slow = [s for s in self.splits if s.failure is Failure.OVERDUE and not s.found_guilty]
         return min((len(s.task.samples) for s in slow), default=None)

@@ -1,5 +1,4 @@
-"""Messages between a rank and its reward workers: JSON behind its length, over a socket pair. Nothing is ever
-unpickled."""
+"""Messages between a rank and its reward workers: JSON behind its length, over a socket pair, never unpickled."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ MAX_BYTES = 1 << 33  # a length above it is a broken stream, not a message
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Raises TypeError or ValueError for what is not JSON; numbers of numpy are numbers."""
+    """Return a message as bytes, numpy's numbers as numbers; raise TypeError or ValueError if it is not JSON."""
     text = json.dumps(message, default=_number, check_circular=False).encode()
     return _LENGTH.pack(len(text)) + text
 
@@ -26,7 +25,7 @@ def _number(value: object) -> object:
 
 
 def is_json(value: object) -> bool:
-    """True where ``value`` arrives as it left: no tuple, no key that is not a text, nothing of numpy."""
+    """Return whether ``value`` arrives unchanged: no tuple, no key that is not a text, nothing of numpy."""
     if value is None or type(value) in (bool, int, float, str):
         return True
     if type(value) is list:
@@ -35,13 +34,13 @@ def is_json(value: object) -> bool:
 
 
 class Inbox:
-    """Cuts a stream into messages, whatever the pieces it arrives in."""
+    """Cuts a stream into messages, however its bytes are divided into pieces."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def take(self, piece: bytes) -> list[dict]:
-        """The messages that ``piece`` completes. Raises ValueError for a stream that is none of messages."""
+        """Return the messages that ``piece`` completes. Raises ValueError for a stream that is not one of messages."""
         self._bytes += piece
         messages = []
         while len(self._bytes) >= _LENGTH.size:

@@ -1,11 +1,10 @@
-"""A reward worker: its own process and main thread (math-verify's deadlines are SIGALRM), without torch unless a
-function imports it.
+"""A reward worker: a process that calls reward functions, without torch unless a function imports it.
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-The first message names the functions; then one task at a time arrives and its answer leaves. What interrupts a task is
-the pool, which kills this process: a call that takes a whole list cannot be interrupted otherwise. Shortly before, the
-stacks go to STACK_FD.
+The first message names the functions; then one task at a time arrives and its answer leaves. Functions are called in
+the main thread, since math-verify's deadlines are SIGALRM. Only the pool interrupts a task, by killing this process: a
+call that takes a whole list cannot be interrupted otherwise. Shortly before, the stacks go to STACK_FD.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STACK_AT = 0.9  # of the deadline
 
 
 def answer(task: dict, function: RewardFunction) -> dict:
-    """What the pool is told of a task."""
+    """Call a task's function and return the message to the pool."""
     size = len(task["completions"])
     columns = {key: [value] * size for key, value in task["columns"].items()}
     fixed = {
@@ -40,7 +39,7 @@ def answer(task: dict, function: RewardFunction) -> dict:
     try:
         outcomes, error = call(function, {**columns, **fixed})
     except (KeyboardInterrupt, SystemExit):
-        error = formatted_traceback()  # of the function's own making: nobody interrupts a worker
+        error = formatted_traceback()  # the function raised it: nobody interrupts a worker
     if error is not None:
         return {"id": task["id"], "error": error}
     return {
@@ -51,7 +50,7 @@ def answer(task: dict, function: RewardFunction) -> dict:
 
 
 def resolve_all(names: list[str]) -> dict[str, RewardFunction]:
-    """Raises ConfigError that names the function."""
+    """Return the functions by name; raise ConfigError that names one which does not resolve."""
     functions = {}
     for name in names:
         try:
@@ -70,7 +69,7 @@ def resolve_all(names: list[str]) -> dict[str, RewardFunction]:
 
 
 def serve(messages: Iterator[dict], send: Callable[[dict], None], stacks: int) -> None:
-    own = os.getpid()
+    own_pid = os.getpid()
     setup = next(messages, None)
     if setup is None:
         return
@@ -85,15 +84,15 @@ def serve(messages: Iterator[dict], send: Callable[[dict], None], stacks: int) -
         os.lseek(stacks, 0, os.SEEK_SET)
         os.ftruncate(stacks, 0)
         faulthandler.dump_traceback_later(STACK_AT * setup["deadline_s"], file=stacks)
-        told = answer(task, functions[task["function"]])
-        if os.getpid() != own:  # the function forked, and this is the child that came back
+        reply = answer(task, functions[task["function"]])
+        if os.getpid() != own_pid:  # the function forked, and this is the child that came back
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
-        send({"kind": "answer", **told})
+        send({"kind": "answer", **reply})
 
 
 def received(connection: socket.socket) -> Iterator[dict]:
-    """Ends where the rank closed the connection."""
+    """Yield the messages that arrive, until the rank closes the connection."""
     inbox = Inbox()
     while piece := connection.recv(1 << 20):
         yield from inbox.take(piece)

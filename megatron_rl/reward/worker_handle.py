@@ -1,5 +1,4 @@
-"""One reward worker as its rank holds it: the process, its socket, what it is doing and until when. No call here waits
-for an answer."""
+"""A rank's handle on one reward worker: process, socket, task and deadline. No call here waits for an answer."""
 
 from __future__ import annotations
 
@@ -22,18 +21,21 @@ from megatron_rl.reward.wire import Inbox, encode
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # until its functions are imported
+START_S = 120.0  # until a worker has imported its functions
 CLOSE_S = 2.0  # for a worker without a task to end by itself
 REAP_S = 10.0  # a killed process is gone within it, unless the kernel holds it
 
 
 class Gone(ConnectionError):
-    """The worker ended, or sends what is no message."""
+    """Raised where the worker ended, or sends bytes that are no message."""
 
 
 class WorkerProcess:
-    """deadline: on time.monotonic, of its start or its task; None while it has neither. task_id: what its answer must
-    carry."""
+    """Runs one worker process and gives it one task at a time.
+
+    deadline: seconds on time.monotonic, of its start or its task; None while it has neither.
+    task_id: the id that its answer must carry.
+    """
 
     def __init__(self, functions: Sequence[str], deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -70,7 +72,7 @@ class WorkerProcess:
 
     @property
     def events(self) -> int:
-        """What the pool's selector waits for."""
+        """Return the events that the pool's selector waits for."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
 
     def give(self, task: Task, task_id: int, message: Mapping[str, object]) -> None:
@@ -82,7 +84,7 @@ class WorkerProcess:
         return task
 
     def flush(self) -> None:
-        """Sends what its socket takes. That it is gone is told by `read`."""
+        """Send the bytes that its socket takes now; only `read` raises Gone."""
         try:
             while self._outbox:
                 del self._outbox[: self.socket.send(self._outbox)]
@@ -92,7 +94,7 @@ class WorkerProcess:
             self._outbox.clear()
 
     def read(self) -> list[dict]:
-        """The messages that have come. Raises Gone, after the last of them."""
+        """Return the messages that have come; raise Gone after the last of them."""
         messages: list[dict] = []
         why = "it closed its socket"
         try:
@@ -107,15 +109,15 @@ class WorkerProcess:
         raise Gone(why)
 
     def stacks(self) -> str:
-        """Where it stood when most of its task's time was over; empty before that."""
+        """Return its stacks from when most of its task's time was over; empty before that."""
         self._stacks.seek(0)
         return self._stacks.read().decode(errors="replace").strip()
 
     def end(self) -> str:
-        """Kills it and what it started; how it had ended, where it already had."""
-        self.socket.close()  # nothing that it sent before is ever read
+        """Kill it and its children; return how it ended, now or earlier."""
+        self.socket.close()  # so that nothing it sent before is ever read
         code = self._process.returncode
-        if code is None:  # not reaped, it still holds its number: the group is its own
+        if code is None:  # not reaped, it keeps its number: the group is its own
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             try:
@@ -128,12 +130,12 @@ class WorkerProcess:
         return _how(code)
 
     def leave(self) -> None:
-        """Asks it to end by itself, which it does when it has no task; `end` follows."""
+        """Ask it to end by itself, which it does when it has no task; `end` follows."""
         self.socket.close()
 
     def wait(self, until: float) -> None:
-        """Until it has ended by itself. It is not reaped, so that its number stays its own until `end`."""
-        with contextlib.suppress(OSError):  # a kernel before 5.3 has none: it is ended at once
+        """Wait until it has ended by itself. It is not reaped, so that its number stays its own until `end`."""
+        with contextlib.suppress(OSError):  # a kernel before 5.3 has no pidfd: do not wait
             descriptor = os.pidfd_open(self.pid)
             try:
                 ended = select.poll()  # not select.select, which refuses a descriptor above 1023

@@ -200,8 +200,8 @@ WEIGHTS = (
     Mutant(
         name="receipt-by-version-alone",
         file="megatron_rl/rollout/weight_sync/sender.py",
-        line="if WeightReceipt(**said) != wanted:",
-        becomes="if WeightReceipt(**said).version != wanted.version:",
+        line="if WeightReceipt(**receipt) != wanted:",
+        becomes="if WeightReceipt(**receipt).version != wanted.version:",
         fault="an engine's receipt is believed whatever its checksum is",
         tests=("tests/unit/rollout/test_sender.py::test_an_engine_whose_receipt_differs_has_no_version",),
     ),

@@ -1,12 +1,12 @@
-"""Asks for the API key on every route of a vLLM server but /health; vLLM's own check covers a part of them.
+"""API key check for a vLLM server: every route but /health asks for the key; vLLM's own check covers fewer routes.
 
 vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) asks for the key under /v1, /v2, /inference and /cohere only.
 The routes that replace the weights, reset caches, put the engine to sleep and call worker methods (/update_weights,
-/collective_rpc, /sleep ...), /tokenize, /metrics and /version are open to whoever reaches the port. The server takes
+/collective_rpc, /sleep ...), /tokenize, /metrics and /version are open to anyone who reaches the port. The server takes
 this class by ``--middleware``; without a key in ``VLLM_API_KEY`` it lets everything through, which is right on a
 loopback port of a host that is yours alone.
 
-The key is sent as it is over HTTP: between hosts, put a TLS proxy or a private network around it.
+The key is sent unencrypted over HTTP: between hosts, put a TLS proxy or a private network around it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REFUSAL = b'{"error": "Unauthorized: this server wants its API key as a bearer t
 
 
 class Guard:
-    """ASGI middleware, nothing of vLLM imported."""
+    """Checks the key as ASGI middleware; imports nothing of vLLM."""
 
     def __init__(self, app) -> None:
         self.app = app
@@ -40,6 +40,6 @@ class Guard:
     def _may_pass(self, scope) -> bool:
         if scope["path"] in OPEN_PATHS:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = given.partition(b" ")
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = authorization.partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.expected)

@@ -1,15 +1,15 @@
-"""Spreads requests over replicas: threads and futures, nothing of a network.
+"""Dispatcher: it spreads requests over replicas by threads and futures, and knows nothing of networks.
 
 Invariants (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 
 1. Every request ends in exactly one of ``finished`` and ``lost``.
-2. What stands in ``finished`` is one attempt's whole answer, and that attempt was not given up before it arrived.
+2. An entry of ``finished`` is one attempt's whole answer, and that attempt was not given up before it arrived.
 3. A request is issued at most ``attempts`` times, and never while an earlier attempt of it is still waited for.
 4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or holds weights older than
    the call's. One that takes new weights in flight gets requests meanwhile; it may hold newer ones afterwards.
 5. The call ends: every attempt ends by its answer, its error or its deadline.
-6. ``on_finished`` is told of every finished request once, in the caller's thread and in the order of finishing, with
-   what ``finished`` holds; where it raises, all that is under way is given up.
+6. ``on_finished`` is called once for every finished request, in the caller's thread and in the order of finishing, with
+   its entry of ``finished``; where it raises, every attempt under way is given up.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from megatron_rl.errors import EngineError
 from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
 
 FINISHED = ("stop", "length")  # any other reason: the engine broke the sample off
-DEFECTS_ALLOWED = 1  # answers with wrong counts per request: one may be a passing fault, two are the engine's way
+DEFECTS_ALLOWED = 1  # wrong answers to a request: one may be a passing fault, two are the engine's way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dispatched:
-    """What a call ended with.
+    """Holds the result of one call.
 
     finished: by request id, ``n`` completions by sample index.
-    lost:     the requests without an answer; the caller mends engines and issues them again.
-    causes:   by request id, why each of its failed attempts failed, in order; finished requests that took several stand
-              here too.
-    down:     by replica name, why it got no more requests in this call.
+    lost: the requests without an answer; the caller mends engines and issues them again.
+    causes: by request id, the cause of each failed attempt, in order, for finished requests too.
+    down: by replica name, the reason why it got no more requests in this call.
     """
 
     finished: Mapping[str, list[Completion]]
@@ -67,15 +66,17 @@ def dispatch(
     rotation: int = 0,
     on_finished: Callable[[str, list[Completion]], None] | None = None,
 ) -> Dispatched:
-    """Each request on the replica with the fewest samples under way, again elsewhere where that fails, until all are
-    finished or lost.
+    """Issue each request to the replica with the fewest samples under way, until all are finished or lost.
+
+    A request that fails is issued again, elsewhere if possible.
 
     weight_version: no token may come from older weights.
-    deadline_s:     of one attempt, from when it is issued.
-    max_in_flight:  requests under way on one replica.
-    rotation:       where ties are counted from; clients that start together pass their rank, so that not all pick the
-                    first replica.
-    on_finished:    told of a request's id and completions as soon as they are there.
+    deadline_s: seconds for one attempt, from its issue on.
+    max_in_flight: the most requests under way on one replica.
+    attempts: the most attempts at one request.
+    rotation: the replica from which ties are counted; clients that start together pass their rank, so that not all pick
+        the first replica.
+    on_finished: called with a request's id and completions as soon as they arrive.
 
     Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong twice; the others are
     aborted then.
@@ -96,21 +97,19 @@ def dispatch(
 
 
 class _Call:
-    """One call's state. Everything happens in the caller's thread; futures only say that they are done."""
+    """Runs one call, all of it in the caller's thread; futures only say that they are done."""
 
     def __init__(
         self, requests, replicas, weight_version, deadline_s, max_in_flight, attempts, rotation, on_finished
     ) -> None:
         self.replicas = list(replicas)
-        self.names = [
-            replica.name for replica in self.replicas
-        ]  # one that is restarted meanwhile has another name then
+        self.names = [replica.name for replica in self.replicas]  # kept, since a restart gives a replica another name
         self.weight_version, self.deadline_s = weight_version, deadline_s
         self.max_in_flight, self.attempts, self.on_finished = max_in_flight, attempts, on_finished
         first = rotation % max(1, len(self.replicas))
         self.order = [*range(first, len(self.replicas)), *range(first)]
         self.waiting: deque[GenerateRequest] = deque(requests)
-        self.under_way: set[_Attempt] = set()  # what is not in here is not looked at any more
+        self.under_way: set[_Attempt] = set()  # any other attempt is ignored
         self.done: queue.SimpleQueue[_Attempt] = queue.SimpleQueue()
         self.requests_on = Counter()
         self.samples_on = Counter()
@@ -126,7 +125,7 @@ class _Call:
             while self.waiting or self.under_way:
                 self._issue()
                 if not self.under_way:
-                    break  # nobody is left to take what waits
+                    break  # no replica is left for the waiting requests
                 self._take_one()
         except BaseException:
             for attempt in list(self.under_way):
@@ -158,8 +157,7 @@ class _Call:
             attempt.future.add_done_callback(lambda _, attempt=attempt: self.done.put(attempt))
 
     def _choose(self, request: GenerateRequest) -> int | None:
-        """The replica with the fewest samples under way among those with room; None where this request has to wait, or
-        for ever."""
+        """Return the replica with room and the fewest samples under way; None where there is none, now or ever."""
         usable = [index for index in self.order if self._usable(index)]
         wrong = self.defects[request.request_id]
         usable = [index for index in usable if index not in wrong] or usable
@@ -167,13 +165,13 @@ class _Call:
         return min(free, key=lambda index: self.samples_on[index], default=None)  # min keeps the first of equals
 
     def _usable(self, index: int) -> bool:
-        held = self.replicas[index].weight_version
-        if index not in self.down and held != UPDATING and held < self.weight_version:
-            self.down[index] = f"it holds weight version {held}, this call asks for {self.weight_version}"
+        version = self.replicas[index].weight_version
+        if index not in self.down and version != UPDATING and version < self.weight_version:
+            self.down[index] = f"it holds weight version {version}, this call asks for {self.weight_version}"
         return index not in self.down
 
     def _take_one(self) -> None:
-        """One answer, error or deadline."""
+        """Wait for one answer, error or deadline, and handle it."""
         ends_at = min(attempt.ends_at for attempt in self.under_way)
         try:
             attempt = self.done.get(timeout=max(0.0, ends_at - time.monotonic()))
@@ -190,7 +188,7 @@ class _Call:
             self._lose(attempt, f"did not answer request {attempt.request.request_id} in {self.deadline_s:g} s")
 
     def _give_up(self, attempt: _Attempt) -> None:
-        """Its future may still end either way; from here on nobody looks at it."""
+        """Abort an attempt; its future may still end either way, and is ignored."""
         self._forget(attempt)
         with contextlib.suppress(ReplicaLost):  # it is counted as lost already
             self.replicas[attempt.replica].abort(attempt.request.request_id)
@@ -210,7 +208,7 @@ class _Call:
         broken_off = [x.finish_reason for x in completions if x.finish_reason not in FINISHED]
         defect = defect_of(attempt.request, completions)
         older = sorted({v for x in completions for v, _ in x.weight_versions if v < self.weight_version})
-        if older:  # it was started again behind our back, and samples from its files
+        if older:  # somebody else restarted the server, and it samples from its files
             self._lose(attempt, f"sampled with weights of version {older[0]}, not {self.weight_version}")
         elif broken_off:
             self._lose(attempt, f"broke off {len(broken_off)} of {attempt.request.n} samples, reason {broken_off[0]!r}")
@@ -222,7 +220,7 @@ class _Call:
                 self.on_finished(attempt.request.request_id, completions)
 
     def _lose(self, attempt: _Attempt, cause: str) -> None:
-        """The replica is down for the rest of the call; the request goes elsewhere."""
+        """Mark the replica as down for the rest of the call; the request goes elsewhere."""
         self.down.setdefault(attempt.replica, cause)
         self._again(attempt, cause)
 
@@ -231,9 +229,9 @@ class _Call:
         self._again(attempt, defect)
         self.defects[request_id].append(attempt.replica)
         if len(self.defects[request_id]) > DEFECTS_ALLOWED:
-            told = "; ".join(self.causes[request_id])
+            causes = "; ".join(self.causes[request_id])
             raise EngineError(
-                f"request {request_id} was answered wrongly {len(self.defects[request_id])} times: {told}. The "
+                f"request {request_id} was answered wrongly {len(self.defects[request_id])} times: {causes}. The "
                 "engine's answers cannot be trusted: leave that server out of rollout.servers, or run another vLLM "
                 "release there"
             )
@@ -248,7 +246,7 @@ class _Call:
 
 
 def defect_of(request: GenerateRequest, completions: Sequence[Completion]) -> str | None:
-    """What an answer states against itself or the request, or None."""
+    """Return the fault by which an answer contradicts itself or the request, or None."""
     if len(completions) != request.n:
         return f"gave {len(completions)} completions where {request.n} were asked for"
     for index, completion in enumerate(completions):

@@ -1,9 +1,8 @@
-"""Engine (see engine.py) over vLLM, in processes of the run's own or on servers: this rank's prompts spread over its
-replicas.
+"""Engine (see rollout/engine.py) over vLLM: this rank's prompts are spread over its replicas.
 
-A request is a prompt with all its samples, so that they share the prompt's keys and values; its seed is that of sample
-0. Greedy log-probs are vLLM's, at temperature 1, where the embedded engine's are at the sampling temperature; nothing
-   trains on greedy samples.
+A replica is a process of the run's own or a server. A request is a prompt with all its samples, so that they share the
+prompt's keys and values; its seed is that of sample 0. Greedy log-probs are vLLM's, at temperature 1, while the
+Transformers engine's are at the sampling temperature; nothing trains on greedy samples.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
-PROBE_S = 0.6  # for a server that others stand in for
+PROBE_S = 0.6  # for a lost server, while other servers do its work
 SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
 # The last is oneDNN's on a CPU, for a kernel that found no memory for itself.
 MEMORY_WORDS = (
@@ -50,15 +49,13 @@ MEMORY_WORDS = (
 
 
 class VllmEngine:
-    """This rank's view of the engines.
+    """Generates with this rank's replicas; a driver also sends them weights and restarts them.
 
-    replicas: those that it sends prompts to, none on a rank that has no engine of its own.
-    drives:   whether it is the one that sends them weights and restarts them (a server has many clients and one
-              driver).
+    replicas: the replicas that get its prompts, none on a rank without an engine of its own.
+    drives: whether it sends them weights and restarts them (a server has many clients and one driver).
 
     With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes
-    tokens of the version that was whole when it began, and of newer ones; what both threads write is written under a
-    lock.
+    tokens of the version that was whole when it began, and of newer ones; both threads write under a lock.
     """
 
     def __init__(
@@ -76,9 +73,10 @@ class VllmEngine:
         rank: int = 0,
         in_flight: bool = False,
     ):
-        """longest: prompt and response together, at most. Starts or connects at once, and waits for it in ``recover``.
+        """Start or connect the replicas at once; ``recover`` waits for them.
 
-        in_flight: ``load_weights`` may come while ``generate`` is under way.
+        longest: the most tokens of a prompt and its response together.
+        in_flight: whether ``load_weights`` may come while ``generate`` is under way.
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
@@ -86,8 +84,8 @@ class VllmEngine:
         self._unready = list(self._replicas)
         self._lost: list[Replica] = []  # a new list at every change, so that one may be read without the lock
         self._lock = threading.Lock()
-        self._lives: Counter[int] = Counter()  # by a replica's id: how often it was recovered
-        self._delivered = NO_WEIGHTS  # the latest version that all had
+        self._lives: Counter[int] = Counter()  # number of recoveries by a replica's id
+        self._delivered = NO_WEIGHTS  # the latest version that all replicas had
         self._absent: set[str] = set()  # servers that the run does without for now
         self._restarts = 0
         self._why_lost = ""  # the latest loss, in an engine's words
@@ -98,11 +96,11 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> int:
-        """What all that serve hold; NO_WEIGHTS where they differ, or where one has to be made ready first."""
+        """Return the version that all serving replicas hold; NO_WEIGHTS where they differ or one is not ready."""
         if self._unready or self._lost:
             return NO_WEIGHTS
-        held = {replica.weight_version for replica in self._present}
-        return held.pop() if len(held) == 1 and UPDATING not in held else NO_WEIGHTS
+        versions = {replica.weight_version for replica in self._present}
+        return versions.pop() if len(versions) == 1 and UPDATING not in versions else NO_WEIGHTS
 
     @property
     def _present(self) -> list[Replica]:
@@ -113,10 +111,14 @@ class VllmEngine:
         return [replica.name for replica in self._lost]
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        """Waits for engines that start, and restarts those that were lost; a lost server is somebody else's to restart,
-        and left out for as long as others serve. Raises EngineError after too many restarts in a row."""
-        mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # not what is lost while this goes on
+        """Wait for engines that start, restart our lost ones, and return the names of the servers left out.
+
+        A lost server is somebody else's to restart, and left out for as long as others serve. Raises EngineError after
+        too many restarts in a row.
+        """
+        mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # none lost meanwhile
         self._await()
+        # Look for the lost servers, until at least one replica serves.
         servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
         for server in servers:
             self._lives[id(server)] += 1
@@ -133,6 +135,7 @@ class VllmEngine:
                     f"{self._why_lost}"
                 )
         self._absent -= {x.name for x in servers if x not in unreached}
+        # Restart the lost processes.
         self._restart([x for x in self._replicas if x.ours and x.name in lost])
         with self._lock:
             self._lost = [x for x in self._lost if x not in mended]
@@ -158,11 +161,11 @@ class VllmEngine:
     def _restart(self, gone: Sequence[Replica]) -> None:
         for replica in gone:
             if self._restarts >= self._rollout.max_restarts:
-                times = (
+                message = (
                     f"{replica.name} was lost {self._restarts + 1} times in a row, and "
                     f"rollout.max_restarts={self._rollout.max_restarts}"
                 )
-                raise EngineError(self._with_advice(f"{times}. {self._why_lost}"))
+                raise EngineError(self._with_advice(f"{message}. {self._why_lost}"))
             log.warning("%s is started again", replica.name)
             self._sync.forget(replica)
             self._lives[id(replica)] += 1
@@ -196,8 +199,7 @@ class VllmEngine:
             self._unready.pop(0)
 
     def _probes(self) -> list[str]:
-        """Texts that two tokenizers would hardly encode alike by chance: words of this one's own vocabulary, and some
-        of every kind."""
+        """Return texts that two tokenizers hardly encode alike by chance: words of this vocabulary, and a mixture."""
         ids = range(0, self._vocab_size, max(1, self._vocab_size // 100))
         return [
             self._tokenizer.decode(list(ids), skip_special_tokens=True),
@@ -229,8 +231,7 @@ class VllmEngine:
             )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Sends them to the replicas that this rank drives. Never raises for an engine: what failed is in the
-        report."""
+        """Send the weights to the replicas that this rank drives; an engine's failure is reported, never raised."""
         behind = [x for x in self._present if x.weight_version != version] if self._drives else []
         report = self._sync.deliver(tensors, version, behind, in_flight=self._in_flight)
         if report.failed:
@@ -238,12 +239,14 @@ class VllmEngine:
         return report
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        """What all ranks' drivers report together, by the replicas' names."""
-        # one of ours is started anew after any failure: cheaper than to reason about what is left of half a sync
+        """Record the joint report of all ranks' drivers, by the replicas' names."""
+        # an engine of ours is started anew after any failure: simpler than to reason about half a sync
         with self._lock:
-            # what a call lost while the weights were on their way; a server that took them lives
-            still = [x for x in self._lost if self._in_flight and x.ours and x.weight_version != version]
-            self._lost = [x for x in self._replicas if x in still or x.name in lost or (x.ours and x.name in failed)]
+            # replicas that a call lost during the sync stay lost; a server that took the weights lives
+            still_lost = [x for x in self._lost if self._in_flight and x.ours and x.weight_version != version]
+            self._lost = [
+                x for x in self._replicas if x in still_lost or x.name in lost or (x.ours and x.name in failed)
+            ]
         for replica in self._present:
             replica.weight_version = NO_WEIGHTS if replica.name in failed else version
         if not failed:
@@ -258,12 +261,12 @@ class VllmEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """See ``Engine.generate``. Raises EngineLost, with what is finished, where no replica is left for the rest."""
+        """Do as ``Engine.generate``; raise EngineLost, with the finished rollouts, where no replica is left."""
         bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
         version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
         present = [x for x in self._present if x not in lost]
         if version == NO_WEIGHTS and self._in_flight:
-            version = self._delivered  # an update is under way; which of them is to be had, dispatch sees
+            version = self._delivered  # an update is under way; dispatch finds the replicas that can be used
         if prompts and (not present or (lost and not self._in_flight)):
             raise EngineLost(self._with_advice(self._why_lost), finished={})
         if prompts and version == NO_WEIGHTS:
@@ -271,21 +274,21 @@ class VllmEngine:
                 "VllmEngine.generate: the engines hold no complete set of weights; call load_weights first"
             )
         call = next(self._calls)
-        at = self._rollout.temperature if temperature is None else temperature
+        used_temperature = self._rollout.temperature if temperature is None else temperature
         requests = [
-            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, at, bounds[index])
+            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, used_temperature, bounds[index])
             for index, prompt in enumerate(prompts)
         ]
-        places = {request.request_id: index for index, request in enumerate(requests)}
+        prompt_indices = {request.request_id: index for index, request in enumerate(requests)}
         rollouts: dict[int, list[Rollout]] = {}
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
-            index = places[request_id]
+            index = prompt_indices[request_id]
             rollouts[index] = self._to_rollouts(prompts[index], completions, samples_per_prompt)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
 
-        found = dispatch(
+        result = dispatch(
             requests,
             present,
             weight_version=version,
@@ -295,14 +298,14 @@ class VllmEngine:
             rotation=self._rank,
             on_finished=finish,
         )
-        for name, cause in found.down.items():
+        for name, cause in result.down.items():
             log.warning("%s: %s", name, cause)
-        # one that was recovered since this call began lives again
-        self._note_lost([x for x in present if x.name in found.down and self._lives[id(x)] == lives[id(x)]])
-        why = "; ".join(dict.fromkeys(found.down.values()))
-        if found.down:
+        # a replica that was recovered since this call began lives again
+        self._note_lost([x for x in present if x.name in result.down and self._lives[id(x)] == lives[id(x)]])
+        why = "; ".join(dict.fromkeys(result.down.values()))
+        if result.down:
             self._why_lost = why
-        if found.lost:
+        if result.lost:
             raise EngineLost(self._with_advice(why), finished=rollouts)
         with self._lock:
             if self._restarts == restarts:  # none since this call began
@@ -313,8 +316,7 @@ class VllmEngine:
         if any(word in why for word in MEMORY_WORDS):
             return (
                 f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "
-                "rollout.max_requests or "
-                "rollout.vllm.max_num_seqs"
+                "rollout.max_requests or rollout.vllm.max_num_seqs"
             )
         return why
 
@@ -333,7 +335,7 @@ class VllmEngine:
         )
 
     def _to_rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:
-        """Greedy samples of a prompt are one, as often as asked for."""
+        """Return a prompt's rollouts; a greedy sample is one, repeated as often as asked for."""
         if len(completions) == 1:
             completions = [completions[0]] * samples
         return [self._to_rollout(prompt, index, completion) for index, completion in enumerate(completions)]
@@ -368,16 +370,18 @@ class VllmEngine:
         )
 
     def sleep(self) -> None:
-        """Gives the GPU back: weights to host memory, keys and values dropped. For the driver alone."""
+        """Give the GPU back: weights go to host memory, keys and values are dropped. For the driver alone."""
         self._everywhere("sleep", {"level": 1})
 
     def wake(self, *, tags: Sequence[str]) -> None:
-        """``weights`` before a sync, ``kv_cache`` before generating."""
+        """Wake the engines: tag ``weights`` before a sync, ``kv_cache`` before generating."""
         self._everywhere("wake", {"tags": list(tags)})
 
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
-        """One that still starts is awake when it serves; one that does not answer is lost, which the next sync mends on
-        all ranks."""
+        """Call a control method of every replica driven here; one that still starts is awake when it serves.
+
+        A replica that does not answer is lost, which the next sync mends on all ranks.
+        """
         for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
             try:
                 replica.control(method, arguments, self._sync.deadline_s)

@@ -1,5 +1,4 @@
-"""Messages between a rank and its engine's process: a JSON header and plain arrays, over a socket pair that no one else
-holds.
+"""Messages between a rank and its engine's process: a JSON header and plain arrays, over a socket pair of their own.
 
 A frame is two little-endian uint64, the header's and the body's length, then the header (JSON, UTF-8) and the body.
 Arrays travel as their bytes; the header's ``arrays`` lists [name, dtype, shape] in order. Nothing is ever unpickled.
@@ -20,7 +19,7 @@ DTYPES = ("int32", "int64", "float32")
 
 
 class Closed(ConnectionError):
-    """The other side is gone."""
+    """Raised where the other side is gone."""
 
 
 def send(
@@ -34,7 +33,7 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict, dict[str, np.ndarray]]:
-    """The next frame. Raises Closed where the stream ends, ValueError for what is no frame."""
+    """Return the next frame. Raises Closed where the stream ends, ValueError for bytes that are no frame."""
     text_bytes, body_bytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
     if max(text_bytes, body_bytes) > MAX_BYTES:
         raise ValueError(f"a frame of {text_bytes} + {body_bytes} bytes: the stream is not one of frames")

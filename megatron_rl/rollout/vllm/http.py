@@ -1,8 +1,8 @@
-"""One JSON request to a vLLM server, with a deadline over the whole of it, and what its failures mean.
+"""HTTP to a vLLM server: JSON requests, each under one deadline, and an error class for each kind of failure.
 
 Each request has a connection of its own, so that cutting the connection ends the request, here and on the server (vLLM
 aborts what it generates for a client that is gone). Proxies and redirects are not followed: the key and the prompts go
-to the address given, or nowhere.
+to the given address, or nowhere.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from megatron_rl.rollout.vllm.server_command import DEV_MODE, SCALE_OUT
 
 CONNECT_S = 5.0
 TOLD_CHARACTERS = 1500  # of an error's text
-BUSY = (408, 425, 429)  # refused for now, not for good
+BUSY = (408, 425, 429)  # refused now, maybe not later
 
 
 class NotListening(ReplicaLost):
-    """Nobody accepts connections at this address."""
+    """Raised where nobody accepts connections at this address."""
 
 
 class ServerFailed(ReplicaLost):
-    """It answers, and says that it cannot serve (5xx): of /health, that its engine is dead."""
+    """Raised where a server answers that it cannot serve (5xx); for /health, that its engine is dead."""
 
 
 class MissingRoute(RequestRefused):
-    """The server does not offer this route, by how it was started or by its age."""
+    """Raised where the server lacks a route because of its settings or its age."""
 
 
 class Exchange:
-    """One request and its answer. ``cut`` may be called from any thread, at any time, more than once."""
+    """Runs one request. ``cut`` ends it, from any thread, at any time, and more than once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,8 +54,7 @@ class Exchange:
     def run(
         self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Status and body. Raises OSError or http.client.HTTPException; ``timed_out`` says whether the deadline was the
-        reason."""
+        """Return status and body; raise OSError or HTTPException, ``timed_out`` where the deadline was the cause."""
         # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
         watchdog = threading.Timer(timeout_s, self._expire)
         watchdog.daemon = True
@@ -73,8 +72,7 @@ class Exchange:
             if self.was_cut:
                 raise ConnectionAbortedError("the request was given up")
             if answer.length is None and not answer.chunked:
-                # http.client takes the connection's end for the end of the headers, or of the body: what was cut there
-                # looks whole.
+                # http.client takes the connection's end for that of the headers or the body: a cut answer looks whole.
                 raise http.client.HTTPException("an answer without a length, as one that was cut has")
             return answer.status, content
         finally:
@@ -89,10 +87,10 @@ class Exchange:
 
 
 class Server:
-    """An address and the key for it."""
+    """Holds a server's address and key, and calls it."""
 
     def __init__(self, url: str, *, api_key: str | None, key_setting: str) -> None:
-        """``key_setting`` is named in messages; the key never is."""
+        """Check the address and the key; messages name ``key_setting`` and never the key."""
         parts = urllib.parse.urlsplit(url)
         if (
             parts.scheme not in ("http", "https")
@@ -116,7 +114,7 @@ class Server:
     def call(
         self, method: str, path: str, body: object = None, *, timeout_s: float, exchange: Exchange | None = None
     ) -> object:
-        """The answer's JSON, None where it is empty. Raises ReplicaLost and RequestRefused."""
+        """Return the answer's JSON, None where it is empty. Raises ReplicaLost and RequestRefused."""
         exchange = exchange or Exchange()
         headers = {"Accept": "application/json", "Connection": "close"}
         if self._key is not None:
@@ -126,26 +124,27 @@ class Server:
         content = None if body is None else json.dumps(body).encode()
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=min(CONNECT_S, timeout_s))
-        what = f"{self.url}: {method} {path}"
+        request = f"{self.url}: {method} {path}"
+        # Send it, and give each failure its class.
         try:
             status, answer = exchange.run(connection, method, self._folder + path, content, headers, timeout_s)
         except ConnectionRefusedError as error:
             raise NotListening(f"{self.url}: connection refused, nothing listens there") from error
         except (OSError, http.client.HTTPException) as error:
             if exchange.timed_out or isinstance(error, TimeoutError):
-                raise ReplicaLost(f"{what} was not answered in {timeout_s:g} s") from error
+                raise ReplicaLost(f"{request} was not answered in {timeout_s:g} s") from error
             if exchange.was_cut:
-                raise ReplicaLost(f"{what} was given up here") from error
+                raise ReplicaLost(f"{request} was given up here") from error
             raise ReplicaLost(
-                f"{what}: the connection broke, {type(error).__name__}: {self._told(str(error))}"
+                f"{request}: the connection broke, {type(error).__name__}: {self._told(str(error))}"
             ) from error
         if not 200 <= status < 300:
-            raise self._error(what, path, status, answer)
+            raise self._error(request, path, status, answer)
         try:
             return json.loads(answer) if answer.strip() else None
         except ValueError as error:
             raise ReplicaLost(
-                f"{what}: {len(answer)} bytes that are not JSON, {self._told(text_of(answer))!r}"
+                f"{request}: {len(answer)} bytes that are not JSON, {self._told(text_of(answer))!r}"
             ) from error
 
     def _told(self, text: str) -> str:
@@ -153,13 +152,13 @@ class Server:
         return text if len(text) <= TOLD_CHARACTERS else f"{text[:TOLD_CHARACTERS]} ..."
 
     def _error(self, what: str, path: str, status: int, answer: bytes) -> Exception:
-        told = self._told(text_of(answer))
+        text = self._told(text_of(answer))
         if status >= 500:
-            return ServerFailed(f"{what}: {status}, {told}")
+            return ServerFailed(f"{what}: {status}, {text}")
         if status in BUSY:
-            return ReplicaLost(f"{what}: {status}, {told}")
-        if status == 403 and SCALE_OUT in told or status in (404, 405) and path.startswith("/inference/"):
-            return MissingRoute(f"{what}: {status}, {told}. Start the server with {SCALE_OUT} (vLLM 0.29 or newer)")
+            return ReplicaLost(f"{what}: {status}, {text}")
+        if status == 403 and SCALE_OUT in text or status in (404, 405) and path.startswith("/inference/"):
+            return MissingRoute(f"{what}: {status}, {text}. Start the server with {SCALE_OUT} (vLLM 0.29 or newer)")
         if status in (401, 403):
             sent = "no key was sent" if self._key is None else "the key that was sent is not the server's"
             return RequestRefused(
@@ -168,19 +167,19 @@ class Server:
             )
         if status in (404, 405):
             return MissingRoute(
-                f"{what}: {status}, {told}. The server has this route only with {'='.join(DEV_MODE)} in its environment"
+                f"{what}: {status}, {text}. The server has this route only with {'='.join(DEV_MODE)} in its environment"
             )
-        return RequestRefused(f"{what}: {status}, {told}")
+        return RequestRefused(f"{what}: {status}, {text}")
 
 
 def text_of(answer: bytes) -> str:
-    """An error body's message, however vLLM, FastAPI or a proxy wrapped it."""
+    """Return an error body's message, however vLLM, FastAPI or a proxy wrapped it."""
     text = answer.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
+        message = json.loads(text)
     except ValueError:
         return text or "no text"
     for name in ("error", "detail", "message"):
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-    return found if isinstance(found, str) else json.dumps(found)
+        if isinstance(message, dict) and name in message:
+            message = message[name]
+    return message if isinstance(message, str) else json.dumps(message)

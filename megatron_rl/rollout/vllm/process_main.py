@@ -1,10 +1,10 @@
-"""The embedded engine's process: vLLM's own engine, stepped here, with a rank at the other end of a socket pair.
+"""The embedded engine's process: it steps vLLM's own engine for the rank at the other end of a socket pair.
 
-    python -m megatron_rl.rollout.vllm.process_main FD       # started by rollout/vllm/process_replica.py, never by hand
+    python -m megatron_rl.rollout.vllm.process_main FD PARENT_PID    # started by process_replica.py alone
 
 The first frame holds the engine's arguments; then requests and control messages arrive at any time and completions
 leave as they are done. Between two control messages of a weight update nothing is stepped, nor between pause and
-resume. The process ends with its rank, however that ended.
+resume. The process ends when its rank ends, for any reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class EngineProcess:
-    """vLLM's LLMEngine and what the rank asked of it."""
+    """Runs vLLM's LLMEngine for one rank."""
 
     def __init__(self, connection: socket.socket, arguments: dict) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -54,8 +54,7 @@ class EngineProcess:
                     self._send_output(output)
 
     def _read(self) -> None:
-        """Whatever ends it ends the engine: the rank is gone, broke off within a frame, or there was no memory for
-        one."""
+        """Read frames until the rank is gone, a frame breaks off, or memory is short; each of these ends the engine."""
         try:
             while True:
                 self.inbox.put(frames.receive(self.connection))
@@ -65,7 +64,7 @@ class EngineProcess:
             self.inbox.put(None)
 
     def _handle(self, message: tuple[dict, dict] | None) -> bool:
-        """False: the rank is gone, or wants us gone."""
+        """Handle one message; return False where the rank is gone, or asks this process to end."""
         if message is None:
             return False
         header, arrays = message
@@ -91,7 +90,7 @@ class EngineProcess:
             frames.send(self.connection, {"kind": "refused", "request_id": header["request_id"], "error": str(error)})
 
     def _send_output(self, output) -> None:
-        """All samples of a request in one frame, flat, with their lengths."""
+        """Send all samples of a request in one frame, flat, with their lengths."""
         samples = sorted(output.outputs, key=lambda sample: sample.index)
         token_ids = [np.asarray(sample.token_ids, dtype=np.int64) for sample in samples]
         logprobs = [_sampled_logprobs(sample) for sample in samples]
@@ -135,9 +134,8 @@ class EngineProcess:
                 engine.set_weight_version(arguments["weight_version"])
                 self.updating = False
             case "reset_prefix_cache":
-                # Running requests begin again with what they have as their prompt; a step of theirs that is under way
-                # on the device
-                # (asynchronous scheduling) is thrown away, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
+                # Running requests begin again, with their tokens so far as the prompt; their step under way on the
+                # device (asynchronous scheduling) is lost, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
                 if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
             case "weights_received":
@@ -159,13 +157,15 @@ class EngineProcess:
 
 
 def _sampled_logprobs(sample) -> np.ndarray:
-    """[T] float32 of the sampled tokens: with ``logprobs=0, flat_logprobs=True`` vLLM keeps just those, in one list."""
+    """Return [T] float32, the sampled log-probs; vLLM keeps no others with ``logprobs=0, flat_logprobs=True``."""
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
 
 
 def _end_with_parent(parent: int) -> None:
-    """A rank that is killed takes its engine along; a rank that is asked to leave finishes its step first, and needs it
-    until then."""
+    """End this process when its rank is killed, and ignore the signals that ask the rank to leave.
+
+    A rank that is asked to leave finishes its step first, and needs its engine until then.
+    """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -177,9 +177,9 @@ def main(arguments: list[str]) -> int:
     descriptor, parent = int(arguments[0]), int(arguments[1])
     _end_with_parent(parent)
     connection = socket.socket(fileno=descriptor)
-    given, _ = frames.receive(connection)
+    setup, _ = frames.receive(connection)
     try:
-        EngineProcess(connection, given["engine"]).run()
+        EngineProcess(connection, setup["engine"]).run()
     except Exception as error:  # noqa: BLE001 (told to the rank, and the process ends)
         traceback.print_exc()
         try:
@@ -197,6 +197,5 @@ if __name__ == "__main__":
         sys.stdout.flush()
         sys.stderr.flush()
     finally:  # out of memory, telling it can fail too
-        os._exit(
-            code
-        )  # what is left (worker processes of tensor parallelism) ends with this one; vLLM's own teardown may wait
+        # Worker processes of tensor parallelism end with this one; vLLM's own teardown may wait.
+        os._exit(code)

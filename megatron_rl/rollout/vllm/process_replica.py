@@ -1,5 +1,4 @@
-"""Replica (see rollout/vllm/replica.py) over a vLLM engine in a process of this rank's own, on its GPUs or on the
-CPU."""
+"""Replica (see replica.py) over a vLLM engine in a process of this rank's own, on its GPUs or on the CPU."""
 
 from __future__ import annotations
 
@@ -29,12 +28,14 @@ from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_par
 log = logging.getLogger(__name__)
 
 LAST_LINES = 15
-SEND_S = 30  # without a byte taken; an engine that works reads at any time, in a thread of its own
+SEND_S = 30  # the longest time without a byte taken; an engine always reads, in a thread of its own
 
 
 def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, threads: int | None) -> dict[str, str]:
-    """The environment of an engine's process: ours without the trainer's world. ``devices``: its GPUs, None on a CPU
-    host."""
+    """Return the environment of an engine's process: the given one without the trainer's world.
+
+    devices: its GPUs; None on a CPU host.
+    """
     kept = child_process.environment(given)
     kept.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     kept |= {
@@ -51,8 +52,7 @@ def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, 
 
 
 class ProcessReplica:
-    """One engine process, its frames read by a thread. Its output goes to ``log_path``, whose last lines every error
-    quotes."""
+    """Runs one engine process; a thread reads its frames, and errors quote the last lines of its ``log_path``."""
 
     ours = True
 
@@ -78,8 +78,7 @@ class ProcessReplica:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        # An engine that hangs reads nothing: with the socket full, a send would wait for ever. Receiving has no such
-        # bound.
+        # An engine that hangs reads nothing: with the socket full, a send would wait for ever. Receives have no bound.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as output:
@@ -92,6 +91,7 @@ class ProcessReplica:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C is for the ranks, which save first
             )
+        # Read its frames, and send it the engine's arguments.
         theirs.close()
         self.name = f"the embedded vLLM engine (process {self._process.pid} of {socket.gethostname()})"
         self.weight_version = NO_WEIGHTS
@@ -103,9 +103,8 @@ class ProcessReplica:
         threading.Thread(
             target=self._read, args=(ours, self._process, self._ready), daemon=True, name="vllm-frames"
         ).start()
-        self._send(
-            {"kind": "start", "engine": self.arguments}, first=connect
-        )  # no other thread's frame comes before this one
+        # No other thread's frame comes before this one.
+        self._send({"kind": "start", "engine": self.arguments}, first=connect)
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
         try:
@@ -117,7 +116,7 @@ class ProcessReplica:
             ) from None
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Nothing: it has none."""
+        """Accept every text: the engine has no tokenizer."""
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
         future: Future[list[Completion]] = Future()
@@ -151,7 +150,7 @@ class ProcessReplica:
             requests, self._requests = self._requests, {}
         for request_id, future in requests.items():
             _settle(future, ReplicaLost(f"{self.name}: {cause}"))
-            with contextlib.suppress(ReplicaLost):  # then it generates no more
+            with contextlib.suppress(ReplicaLost):  # such an engine generates no more
                 self._send({"kind": "abort", "request_id": request_id})
 
     def restart(self) -> None:
@@ -185,7 +184,7 @@ class ProcessReplica:
         if connection is not None:
             connection.close()
         self.weight_version = NO_WEIGHTS
-        for future in waiting:  # the thread that reads may learn of the end only when the next process has the place
+        for future in waiting:  # the reading thread may learn of the end only after the next process starts
             _settle(future, ReplicaLost(f"{self.name} was ended"))
 
     def _send(
@@ -195,7 +194,10 @@ class ProcessReplica:
         *,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """first: done under the same lock, so that what waits for an answer and what is sent belong to one process."""
+        """Send a frame.
+
+        first: called before it under the same lock, so that a future and its frame belong to one process.
+        """
         try:
             with self._lock:
                 if first is not None:
@@ -215,22 +217,22 @@ class ProcessReplica:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self, connection: socket.socket, process: subprocess.Popen, ready: Future) -> None:
-        """Hands every frame to whoever waits for it, until the process ends; then everyone who still waits is told."""
-        said = ""
+        """Deliver every frame to its future until the process ends; then fail the futures that still wait."""
+        last_error = ""
         try:
             while True:
                 header, arrays = frames.receive(connection)
                 if header["kind"] == "dead":
-                    said = f": {header['error']}"
+                    last_error = f": {header['error']}"
                 self._deliver(header, arrays, ready)
         except (OSError, ValueError) as error:
             try:
                 code = process.wait(10)
             except subprocess.TimeoutExpired:
                 code = f"still running, {error}"
-            what = f"{self.name} ended (exit code {code}){said}"
+            end = f"{self.name} ended (exit code {code}){last_error}"
             time.sleep(0.05)  # its last lines may still be on their way to the file
-            lost = ReplicaLost(f"{what}; {self.log_path} ends:\n{self.last_lines()}")
+            lost = ReplicaLost(f"{end}; {self.log_path} ends:\n{self.last_lines()}")
             with self._lock:
                 waiting = (
                     [ready, *self._requests.values(), *self._answers.values()] if self._process is process else [ready]
@@ -271,7 +273,7 @@ class ProcessReplica:
 
 
 def _settle(future: Future | None, result: object) -> None:
-    """None: nobody waits for it any more."""
+    """Set the future's result or error; ``future`` is None where nobody waits for it any more."""
     if future is None:
         return
     try:

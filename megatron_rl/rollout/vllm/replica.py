@@ -1,5 +1,4 @@
-"""What one running vLLM engine offers, whether a process of our own or a server: requests in, completions out, and
-weights.
+"""Replica: the interface of one running vLLM engine, whether a process of our own or a server.
 
 Nothing here imports vLLM; ``rollout/vllm/process_replica.py`` and ``rollout/vllm/server_replica.py`` are the two kinds,
 ``rollout/vllm/dispatch.py`` spreads requests over them.
@@ -14,20 +13,19 @@ from typing import Protocol
 
 import numpy as np
 
-UPDATING = -2  # a replica's weight_version while weights reach it in flight: what is asked of it meanwhile waits there
+UPDATING = -2  # a replica's weight_version while weights reach it in flight; requests to it wait there meanwhile
 OLDEST_VLLM = (0, 32)  # weight transfer in four calls, weight versions on tokens; older ones were not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt, sampled ``n`` times in one request, so that its samples share the prompt's keys and values.
+    """Asks for ``n`` samples of one prompt in one request, so that they share the prompt's keys and values.
 
-    request_id:     unique among the requests that are under way.
-    temperature:    0 for greedy (then n must be 1).
-    seed:           of sample 0, below 2^62; sample k draws with seed + k (vLLM, v1/engine/parallel_sampling.py,
-    0.32.0).
+    request_id: unique among the requests that are under way.
+    temperature: 0 for greedy (then n must be 1).
+    seed: of sample 0, below 2^62; sample k draws with seed + k (vLLM, v1/engine/parallel_sampling.py, 0.32.0).
     stop_token_ids: the only tokens that end a completion before ``max_tokens``; the engine's own end of sequence is
-    switched off.
+        switched off.
     """
 
     request_id: str
@@ -41,14 +39,13 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sample as the engine gave it, not checked yet.
+    """Holds one sample as the engine gave it, not checked yet.
 
-    token_ids:       [T] int64, the stop token included.
-    logprobs:        [T'] float32 of the sampled tokens at the sampling temperature (at 1 for greedy); T' = T unless the
-                     engine erred.
-    finish_reason:   "stop", "length", or what the engine says of one that it broke off ("abort", "error").
-    weight_versions: (version, tokens) in order: the weights that produced so many tokens; () where the engine does not
-    say.
+    token_ids: [T] int64, the stop token included.
+    logprobs: [T'] float32 of the sampled tokens at the sampling temperature (at 1 for greedy); T' = T unless the engine
+        erred.
+    finish_reason: "stop", "length", or the engine's word for a sample that it broke off ("abort", "error").
+    weight_versions: (version, tokens) in order: the weights that produced so many tokens; () if the engine names none.
     """
 
     token_ids: np.ndarray
@@ -59,7 +56,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What an engine says of itself when it is connected. None: it does not say."""
+    """Holds the facts that an engine states when it is connected; None for one that it does not state."""
 
     vllm_version: str
     vocab_size: int
@@ -70,7 +67,7 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """What every worker of an engine says it holds after a sync."""
+    """Describes the weights that each worker of an engine says it holds after a sync."""
 
     version: int
     checksum: str
@@ -78,63 +75,64 @@ class WeightReceipt:
 
 
 class ReplicaLost(RuntimeError):
-    """The engine is gone, does not answer in time, or broke a request off: what it owed is issued again, there or
-    elsewhere."""
+    """Raised where the engine is gone, late, or broke a request off; the request is issued again, to any engine."""
 
 
 class RequestRefused(RuntimeError):
-    """The engine will never serve this request or update (a prompt too long, a token outside its vocabulary, a wrong
-    key)."""
+    """Raised where the engine will never serve a request or update.
+
+    Causes: a prompt too long, a token outside its vocabulary, a wrong key.
+    """
 
 
 class Replica(Protocol):
-    """One engine. Thread-safe; every wait has a deadline. Errors: ReplicaLost, RequestRefused."""
+    """Drives one engine. Thread-safe; every wait has a deadline. Errors: ReplicaLost, RequestRefused."""
 
     ours: bool  # whether restart() ends it
     name: str  # for messages: the URL, or the process id
-    # what this side knows it to hold; NO_WEIGHTS before, during and after a failed sync, UPDATING during one in flight
+    # the version that it holds, as known here; NO_WEIGHTS before, during and after a failed sync, UPDATING in flight
     weight_version: int
 
     def start(self) -> None:
-        """Begins to start or to connect; returns at once."""
+        """Begin to start or to connect, and return at once."""
         ...
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Waits until it serves. Raises ReplicaLost, saying what to do, where it does not come up in time."""
+        """Wait until it serves; raise ReplicaLost, with the way out, where it does not come up in time."""
         ...
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Raises RequestRefused where it would encode a text otherwise than the trainer; nothing for an engine without
-        a tokenizer."""
+        """Raise RequestRefused where the engine's tokenizer, if it has one, differs from the trainer's on a text."""
         ...
 
     def submit(self, request: GenerateRequest) -> Future[list[Completion]]:
-        """Under way at once; the future holds ``n`` completions by sample index, or the error."""
+        """Start a request at once; the future will hold ``n`` completions by sample index, or the error."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Gives a request up; its future may still end either way and is not looked at."""
+        """Give a request up; its future may still end either way and is ignored."""
         ...
 
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
-        """One of: init_weight_transfer, start_weight_update, update_weights, finish_weight_update, reset_prefix_cache,
-        weights_received, sleep, wake, pause, resume. JSON in, JSON out.
+        """Call a control method by name, JSON in and JSON out, and return its answer.
 
-        ``pause`` keeps what is under way, and nothing is sampled until ``resume``; reset_prefix_cache with ``running``
-        set makes what is under way compute its keys and values again.
+        The methods: init_weight_transfer, start_weight_update, update_weights, finish_weight_update, weights_received,
+        reset_prefix_cache, sleep, wake, pause, resume. ``pause`` keeps the requests under way, and nothing is sampled
+        until ``resume``; reset_prefix_cache with ``running`` set makes them compute their keys and values again.
         """
         ...
 
     def give_up(self, cause: str) -> None:
-        """After an update in flight that failed: what is under way ends, ReplicaLost here, and a server goes on
-        serving; one of ours is restarted anyway. Raises nothing."""
+        """End all requests under way with ReplicaLost, after an update in flight that failed. Raises nothing.
+
+        A server goes on serving; an engine of ours is restarted anyway.
+        """
         ...
 
     def restart(self) -> None:
-        """Ends it where it is ours to end, and starts it again; its weights are those of its files then
-        (``weight_version`` says so)."""
+        """End the engine if it is ours, and start it again, with the weights of its files (see ``weight_version``)."""
         ...
 
     def close(self) -> None:
-        """Ends what is ours. Closing twice is harmless."""
+        """End the engine if it is ours. Closing twice is harmless."""
         ...

@@ -1,5 +1,4 @@
-"""How a request is put to vLLM: every sampling parameter said, so that no default of an engine or a
-generation_config.json applies."""
+"""Sampling parameters for vLLM: all are set, so that no default of an engine or a generation_config.json applies."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from megatron_rl.rollout.vllm.replica import GenerateRequest
 
 
 def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
-    """Fields of vllm.SamplingParams (0.32.0), JSON-able."""
+    """Return the fields of vllm.SamplingParams (0.32.0), which JSON can carry."""
     return {
         "n": request.n,
         "temperature": request.temperature,
@@ -30,5 +29,5 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
 
 
 def parse_version(label: str) -> int:
-    """vLLM labels weights by a text; an engine that never had ours says "default"."""
+    """Return the number in vLLM's label; NO_WEIGHTS where it is none, as the "default" of an engine without ours."""
     return int(label) if label.isdecimal() else NO_WEIGHTS

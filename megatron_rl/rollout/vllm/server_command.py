@@ -1,5 +1,4 @@
-"""How a vLLM server is started for this trainer: the one place that the supervisor, the error messages and the docs
-take it from."""
+"""The command of a vLLM server for this trainer: the supervisor, the error messages and the docs use this one."""
 
 from __future__ import annotations
 
@@ -9,15 +8,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 MODULE = "vllm.entrypoints.openai.api_server"
-API_KEY = "VLLM_API_KEY"  # by environment: an argument stands in the host's process list
-# Routes for weights, cache and collective_rpc exist only under it (vLLM 0.32.0,
-# entrypoints/launchers/api_server/routers.py).
+API_KEY = "VLLM_API_KEY"  # in the environment: an argument shows in the host's process list
+# Without it no routes for weights, cache and collective_rpc (vLLM 0.32.0, entrypoints/launchers/api_server/routers.py).
 DEV_MODE = ("VLLM_SERVER_DEV_MODE", "1")
 SCALE_OUT = "--enable-scale-out"
 LOGPROBS_MODE = "processed_logprobs"
 WORKER_EXTENSION = "megatron_rl.rollout.weight_sync.receiver.Receiver"
 
-# Lets a pickled function be sent to /collective_rpc: whoever reaches the port would run code. Never passed on.
+# Lets a pickled function be sent to /collective_rpc: anyone who reaches the port could run code. Never passed on.
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # A server started beside a trainer must not take the trainer's process group for its own.
 LAUNCHER_VARIABLES = re.compile(
@@ -29,7 +27,7 @@ LAUNCHER_VARIABLES = re.compile(
 def server_command(
     model: str, host: str, port: int, *extra: str, python: str = "python", module: str = MODULE
 ) -> list[str]:
-    """The command line; it wants ``server_environment`` beside it."""
+    """Return the command line, which needs ``server_environment`` beside it."""
     return [
         python,
         "-m",
@@ -54,15 +52,17 @@ def server_command(
 
 
 def example(model: str, host: str, port: int) -> str:
-    """One line for a shell, for messages and docs."""
+    """Return one line for a shell, for messages and docs."""
     return f"{'='.join(DEV_MODE)} {shlex.join(server_command(model, host, port))}"
 
 
 def server_environment(
     parent: Mapping[str, str], *, api_key: str | None, devices: Sequence[str] | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What a server is started with, and the variables of ``parent`` that it does not get. ``devices``: its GPUs, None
-    for all or none."""
+    """Return a server's environment, and the variables of ``parent`` that it does not get.
+
+    devices: its GPUs; None for all of the host's, if any.
+    """
     dropped = tuple(sorted(name for name in parent if name == INSECURE or LAUNCHER_VARIABLES.fullmatch(name)))
     environment = {name: value for name, value in parent.items() if name not in (*dropped, API_KEY)}
     environment.update([DEV_MODE])

@@ -1,7 +1,6 @@
-"""Runs one server and ends all of it: with its parent, at a signal, and what is left of it when it dies.
+"""Parent process of one server: it ends all of the server with its own parent, at a signal, or when the server dies.
 
-    python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by
-    rollout/vllm/supervisor.py, never by hand
+    python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by supervisor.py alone
 
 A vLLM server is several processes. Killed (kill -9, out of memory), its API process leaves the engine behind, which
 holds the GPU's memory, and the next server finds none. So each server gets this small parent, which ends the server's
@@ -23,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 
 
 def end_with_parent(number: int) -> None:
-    """This process gets the signal when its parent ends, however that happens (Linux)."""
+    """Have the kernel send this process a signal when its parent ends, for any reason (Linux)."""
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 

@@ -1,12 +1,11 @@
-"""Replica (see rollout/vllm/replica.py) over one ``vllm serve`` endpoint: tokens in and out by /inference/v1/generate,
-weights by vLLM's RL routes.
+"""Replica (see replica.py) over one ``vllm serve``: tokens by /inference/v1/generate, weights by vLLM's RL routes.
 
-Read and run with vLLM 0.32.0. What this file stands on: ``/inference/v1/generate`` takes SamplingParams field by field,
-and a field that is sent is not replaced by the server's generation_config
+Read and run with vLLM 0.32.0, on which this file relies: ``/inference/v1/generate`` takes SamplingParams field by
+field, and a field that is sent is not replaced by the server's generation_config
 (entrypoints/scale_out/token_in_token_out/serving.py); a stop token of ``stop_token_ids`` ends a sample, with it as the
-last token, whatever ``ignore_eos`` says (v1/core/sched/utils.py, check_stop); a log-prob of −inf or NaN, or a missing
-one, comes as −9999; a client that hangs up ends what was generated for it. /pause?mode=keep answers once no step is
-under way, and requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
+last token, whatever ``ignore_eos`` is (v1/core/sched/utils.py, check_stop); a log-prob of −inf or NaN, or a missing
+one, comes as −9999; the requests of a client that hangs up end. /pause?mode=keep answers once no step is under way, and
+requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 HEALTH_S = 2.0  # between two looks at a server that owes an answer
 UNHEALTHY = 2  # such looks in a row
-ANSWER_S = 10.0  # of what a server answers from memory
-RESUME_S = 30.0  # of all attempts to resume a server after an update in flight that failed
+ANSWER_S = 10.0  # for an answer that a server has in memory
+RESUME_S = 30.0  # for all attempts to resume a server after an update in flight that failed
 # The label of a server's weights from a pause to the update's end: no number, so their samples are never taken.
 UPDATING_LABEL = "updating"
 UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
-NO_LOGPROB = -9999.0  # vLLM's word for −inf, NaN and missing
+NO_LOGPROB = -9999.0  # vLLM's number for −inf, NaN and missing
 KEY_SETTING = "rollout.api_key_env"
 
 
@@ -56,12 +55,12 @@ def api_key_of(variable: str | None) -> str | None:
 
 
 class ServerReplica:
-    """One endpoint. Each request has a thread and a connection while it is under way."""
+    """Drives one endpoint; each request has a thread and a connection while it is under way."""
 
     ours = False
 
     def __init__(self, url: str, *, deadline_s: float, api_key_env: str | None = None, model: str = "MODEL") -> None:
-        """``deadline_s`` bounds a request; ``model`` stands in the message that says how to start a server."""
+        """Take the address; ``deadline_s`` bounds a request, ``model`` is for the message on how to start a server."""
         self.server = Server(url, api_key=api_key_of(api_key_env), key_setting=KEY_SETTING)
         self.name = self.server.url
         self.weight_version = NO_WEIGHTS
@@ -74,7 +73,7 @@ class ServerReplica:
         self._numbers = itertools.count()
 
     def start(self) -> None:
-        """Watch the server's health from here on, while it owes an answer; somebody else starts it."""
+        """Watch the server's health from now on, while it owes an answer; somebody else starts it."""
         threading.Thread(target=self._watch_health, daemon=True, name=f"health-{self.name}").start()
 
     def _watch_health(self) -> None:
@@ -96,7 +95,7 @@ class ServerReplica:
                 bad = 0
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        """Ask until the server answers or the time is up: one that starts, or starts again, fails in every way."""
+        """Ask until the server answers or the time is up: while it starts, or restarts, it fails in every way."""
         ends_at = time.monotonic() + timeout_s
         while True:
             try:
@@ -124,10 +123,10 @@ class ServerReplica:
     def _weights_after_restart(self) -> int:
         if self._held_before_restart == NO_WEIGHTS:
             return self.weight_version
-        # The same process still: a restarted one says "default". What it holds was whole when we last knew it.
-        said = parse_version(str(self._get("/weight_info", "weight_version")))
-        held, self._held_before_restart = self._held_before_restart, NO_WEIGHTS
-        return held if said == held else NO_WEIGHTS
+        # The same process still: a restarted one answers "default". Its weights were whole when we last knew them.
+        version = parse_version(str(self._get("/weight_info", "weight_version")))
+        expected, self._held_before_restart = self._held_before_restart, NO_WEIGHTS
+        return expected if version == expected else NO_WEIGHTS
 
     def _facts(self) -> ReplicaFacts:
         version = str(self._get("/version", "version"))
@@ -138,20 +137,20 @@ class ServerReplica:
                 "there"
             )
         models = self._get("/v1/models", "data")
-        said = self._describe()
-        mode = said["logprobs_mode"]
+        description = self._describe()
+        mode = description["logprobs_mode"]
         if mode != LOGPROBS_MODE:
             raise RequestRefused(
                 f"{self.name} gives log-probs in the mode {mode!r}, which are not those at the sampling temperature; "
                 f"start it with --logprobs-mode {LOGPROBS_MODE}"
             )
-        limits = [said["max_model_tokens"], *(x["max_model_len"] for x in models if x.get("max_model_len"))]
+        limits = [description["max_model_tokens"], *(x["max_model_len"] for x in models if x.get("max_model_len"))]
         return ReplicaFacts(
             vllm_version=version,
-            vocab_size=int(said["vocab_size"]),
+            vocab_size=int(description["vocab_size"]),
             max_model_tokens=int(min(limits)),
             logprobs_mode=mode,
-            dtype=said.get("dtype"),
+            dtype=description.get("dtype"),
         )
 
     def _get(self, path: str, field: str):
@@ -161,9 +160,9 @@ class ServerReplica:
         return answer[field]
 
     def _describe(self) -> dict:
-        """What every worker's Receiver says of its engine."""
+        """Return the description of the engine on which all of its workers agree."""
         try:
-            said = self._ask_workers("describe", ANSWER_S)
+            descriptions = self._ask_workers("describe", ANSWER_S)
         except (ReplicaLost, RequestRefused) as error:
             if "describe" in str(error).partition(", ")[2]:  # the server's text: its workers have no such method
                 raise RequestRefused(
@@ -171,22 +170,23 @@ class ServerReplica:
                 ) from error
             raise
         wanted = {"vocab_size", "max_model_tokens", "logprobs_mode"}
-        if not said or any(not isinstance(x, dict) or not wanted <= x.keys() for x in said):
+        if not descriptions or any(not isinstance(x, dict) or not wanted <= x.keys() for x in descriptions):
             raise RequestRefused(
-                f"{self.name}: its workers describe themselves as {said!r:.200}; start it with {self._flag()}"
+                f"{self.name}: its workers describe themselves as {descriptions!r:.200}; start it with {self._flag()}"
             )
-        if any(x != said[0] for x in said):
-            raise RequestRefused(f"{self.name}: its workers disagree on what they are: {said!r:.400}; restart it")
-        return said[0]
+        if any(x != descriptions[0] for x in descriptions):
+            raise RequestRefused(
+                f"{self.name}: its workers disagree on what they are: {descriptions!r:.400}; restart it"
+            )
+        return descriptions[0]
 
     def _flag(self) -> str:
         return f"--worker-extension-cls {WORKER_EXTENSION}"
 
     def check_tokenizer(self, encode: Callable[[str], list[int]], texts: Sequence[str]) -> None:
-        """Raises RequestRefused where the server's tokenizer gives other ids than ``encode`` (no special tokens added)
-        for a text.
+        """Raise RequestRefused where the server's tokenizer and ``encode`` give a text different ids.
 
-        A server without a tokenizer has none that could differ, and passes.
+        No special tokens are added. A server without a tokenizer passes.
         """
         for text in texts:
             try:
@@ -236,7 +236,7 @@ class ServerReplica:
                 "POST", "/inference/v1/generate", body, timeout_s=self.deadline_s, exchange=exchange
             )
             completions = self._completions(request, answer)
-        except Exception as error:  # noqa: BLE001 (whatever it is, who waits for the future raises it)
+        except Exception as error:  # noqa: BLE001 (the future raises it, whatever it is)
             failure = self._explained(error)
         with self._lock:
             if self._under_way.get(request.request_id) is exchange:
@@ -309,7 +309,7 @@ class ServerReplica:
                 self._under_way.pop(name, None)
 
     def _explained(self, error: Exception) -> Exception:
-        """Why a request was cut, where the reason is the server's health."""
+        """Return the error, with the server's health as the reason where that was why a request was cut."""
         if self._sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
             return ReplicaLost(f"{error}, since {self._sick}")
         return error
@@ -363,7 +363,7 @@ class ServerReplica:
             time.sleep(POLL_S / 5)
 
     def restart(self) -> None:
-        """Give up what is under way here; the server is not ours to end, and ``wait_ready`` waits for its restart."""
+        """Give up the requests sent from here; somebody else ends the server, and `wait_ready` waits for a new one."""
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
         self._sick = ""
         self._cut_all()
@@ -383,12 +383,12 @@ class ServerReplica:
 
 
 def _completion(choice: Mapping) -> Completion:
-    """One choice of vLLM's GenerateTokensResponse."""
+    """Return the completion in one choice of vLLM's GenerateTokensResponse."""
     token_ids = np.array(choice["token_ids"], dtype=np.int64)
     content = (choice["logprobs"] or {"content": []})["content"]
     logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
-    of_tokens = [entry["token_id"] for entry in content]
-    if len(of_tokens) == len(token_ids) and of_tokens != token_ids.tolist():
+    logprob_token_ids = [entry["token_id"] for entry in content]
+    if len(logprob_token_ids) == len(token_ids) and logprob_token_ids != token_ids.tolist():
         raise ValueError("its log-probs are of other tokens than its tokens")
     versions = tuple((parse_version(x["version"]), x["end"] - x["start"]) for x in choice.get("weight_versions") or ())
     return Completion(

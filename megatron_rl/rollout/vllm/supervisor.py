@@ -1,8 +1,6 @@
-"""Starts vLLM servers, one per replica, waits until they serve, starts those again that die, and ends them all with
-itself.
+"""Supervisor of vLLM servers: it starts one per replica, restarts those that die, and ends them all with itself.
 
-What a restarted server holds are the weights of its files; the trainer sees that (its weight version is gone) and syncs
-it.
+A restarted server holds the weights of its files; the trainer sees that its weight version is gone, and syncs it.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
 
 POLL_S = 0.2
 HEALTH_S = 5.0
-WATCH_S = 2.0  # between two looks at one that was ready
+WATCH_S = 2.0  # between two looks at a server that was ready
 LAST_LINES = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """One server: its command line and environment, where it answers, and the file that takes its output."""
+    """Describes one server: its command line, environment and address, and the file that takes its output."""
 
     name: str
     command: tuple[str, ...]
@@ -50,9 +48,13 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """restarts: of all servers together within ``window_s`` · ready_s: from start to /health · grace_s: from SIGTERM to
-    SIGKILL ·
-    sick_s: so long a server that was ready may refuse /health."""
+    """Bounds restarts and waits; times are in seconds.
+
+    restarts: the most restarts of all servers together within ``window_s``.
+    ready_s: from start to /health.
+    grace_s: from SIGTERM to SIGKILL.
+    sick_s: the time for which a server that was ready may refuse /health.
+    """
 
     restarts: int = 5
     window_s: float = 600.0
@@ -81,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_key: bool) -> None:
-    """Raises ConfigError where servers would be open to the network without a key."""
+    """Raise ConfigError where servers would be open to the network without a key."""
     if not is_loopback(host) and not api_key and not allow_no_key:
         raise ConfigError(
             f"--host {host} opens the servers to the network, where anyone could replace the model's weights, and no "
@@ -91,7 +93,7 @@ def check_exposure(host: str, api_key: str | None, key_setting: str, allow_no_ke
 
 
 def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathlib.Path("/dev")) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a CPU host."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a CPU host."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [
             name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")
@@ -103,7 +105,7 @@ def visible_devices(environment: Mapping[str, str], folder: pathlib.Path = pathl
 
 
 def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> list[list[str] | None]:
-    """Each replica's GPUs, one after the other; None for all on a CPU host."""
+    """Return each replica's GPUs, in order; a CPU host has None for every replica."""
     if not devices:
         return [None] * replicas
     if replicas * per_replica > len(devices):
@@ -115,8 +117,7 @@ def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> li
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises ConfigError where somebody listens already: a server could not start, and the other one would be taken for
-    it."""
+    """Raise ConfigError where a program listens, which would be taken for the server that could not start."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -129,7 +130,7 @@ def check_free(host: str, port: int) -> None:
 
 
 class Supervisor:
-    """``run`` from the main thread (it takes the signals); ``stop`` from anywhere."""
+    """Runs the servers; ``run`` belongs to the main thread, since it takes the signals, ``stop`` to any thread."""
 
     def __init__(self, specs: Sequence[ServerSpec], limits: Limits, say: Callable[[str], None]) -> None:
         self.specs, self.limits, self.say = tuple(specs), limits, say
@@ -141,7 +142,10 @@ class Supervisor:
         self._stopped = True
 
     def run(self) -> int:
-        """Until ``stop``, SIGTERM, SIGINT or SIGHUP (0), or until servers die too often (1). No child outlives it."""
+        """Run the servers until they are to end (return 0) or die too often (return 1).
+
+        ``stop``, SIGTERM, SIGINT or SIGHUP ends them. No child outlives the call.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
         for spec in self.specs:
@@ -173,8 +177,7 @@ class Supervisor:
             str(self.limits.grace_s),
             *spec.command,
         ]
-        # No preexec_fn: this process has threads, and the child could wait for a lock that one of them held at the
-        # fork.
+        # No preexec_fn: this process has threads, and the child could wait for a lock that one held at the fork.
         with open(spec.log_path, "ab") as output:
             process = subprocess.Popen(
                 command,
@@ -190,8 +193,10 @@ class Supervisor:
         return running
 
     def _watch_health(self, running: _Running) -> None:
-        """Until it is healthy, and then whether it stays so: one whose engine died can wait for ever for requests that
-        it still holds. A late answer is no sign of that; a busy server gives one."""
+        """Wait until a server is healthy, then mark it sick where it stays unhealthy.
+
+        A server whose engine died can wait for ever for requests that it holds. A late answer only means a busy server.
+        """
         server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health wants none
         bad_since: float | None = None
         while not running.gone.wait(POLL_S if not running.ready.is_set() else WATCH_S):
@@ -228,8 +233,8 @@ class Supervisor:
         if len(self._restarts) >= self.limits.restarts:
             self.say(
                 f"{spec.name}: {cause}, after {len(self._restarts)} restarts in {self.limits.window_s:g} s "
-                "(--max-restarts "
-                f"{self.limits.restarts}): ending all servers. {spec.log_path} ends:\n{last_lines(spec.log_path)}"
+                f"(--max-restarts {self.limits.restarts}): ending all servers. "
+                f"{spec.log_path} ends:\n{last_lines(spec.log_path)}"
             )
             return False
         self._restarts.append(now)
@@ -240,17 +245,17 @@ class Supervisor:
         return True
 
     def _end(self, running: Sequence[_Running]) -> None:
-        for one in running:
-            one.gone.set()
-            if one.process.poll() is None:
-                one.process.terminate()
+        for server in running:
+            server.gone.set()
+            if server.process.poll() is None:
+                server.process.terminate()
         ends_at = time.monotonic() + self.limits.grace_s + 5.0  # its own parent kills it after grace_s
-        for one in running:
+        for server in running:
             with contextlib.suppress(subprocess.TimeoutExpired):  # killed below
-                one.process.wait(max(0.0, ends_at - time.monotonic()))
-            if one.process.poll() is None:
-                one.process.kill()
-                one.process.wait(5)
+                server.process.wait(max(0.0, ends_at - time.monotonic()))
+            if server.process.poll() is None:
+                server.process.kill()
+                server.process.wait(5)
 
 
 def last_lines(path: pathlib.Path) -> str:

@@ -1,1 +1,1 @@
-"""The policy's weights to inference engines: sender, transport and receiver."""
+"""Delivery of the policy's weights to inference engines: sender, transport and receiver."""

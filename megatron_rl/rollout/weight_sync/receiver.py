@@ -1,13 +1,12 @@
-"""What takes the trainer's weights inside a vLLM worker: a backend of vLLM's own weight-transfer API, named
-``megatron_rl``.
+"""Receiver of the trainer's weights in a vLLM worker: the backend ``megatron_rl`` of vLLM's weight-transfer API.
 
-    vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver --weight-transfer-config
-    '{"backend": "megatron_rl"}'
+    vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver
+        --weight-transfer-config '{"backend": "megatron_rl"}'
 
 vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's process, so it
-imports neither Megatron-Core nor a stage of the trainer. A sync is start, one update per bucket, an ``end`` that states
-what must have arrived, finish; whatever is not as stated raises, and the engine has no version until a later sync comes
-through whole.
+imports neither Megatron-Core nor a stage of the trainer. A sync is a start, one update per bucket, an ``end`` that
+states the tensors that must have arrived, and a finish; any difference from the statement raises, and the engine has no
+version until a later sync comes through whole.
 """
 
 from __future__ import annotations
@@ -45,8 +44,11 @@ BACKEND = "megatron_rl"
 
 @dataclass
 class ChannelInfo(WeightTransferInitInfo):
-    """How buckets arrive: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the
-    trainer) or ``cuda_ipc`` (the trainer's memory on the same GPU)."""
+    """Describes the channel by which buckets arrive.
+
+    channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the trainer) or
+        ``cuda_ipc`` (the trainer's memory on the same GPU).
+    """
 
     channel: str
     address: str = ""
@@ -59,12 +61,12 @@ class ChannelInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """One message of a sync.
+    """Describes one message of a sync.
 
-    kind:     ``bucket``: the tensors listed, packed one after the other · ``end``: what the whole sync must have
-              brought · ``abort``.
-    tensors:  [name, dtype, shape, first byte] of each.
-    checksum: of the bucket's tensors (weights/checksum.py), or, at the end, over all buckets (channel.Tally).
+    kind: ``bucket`` (the tensors listed, packed one after the other), ``end`` (the totals of the whole sync) or
+        ``abort``.
+    tensors: [name, dtype, shape, first byte] of each tensor.
+    checksum: of the bucket's tensors (weights/checksum.py), or, at the end, over all buckets (transport.Tally).
     """
 
     kind: str
@@ -78,7 +80,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
-    """The backend. Weights are loaded layer by layer as they arrive, by vLLM's layerwise reload."""
+    """Receives weights as a vLLM backend and loads them layer by layer, by vLLM's layerwise reload."""
 
     init_info_cls = ChannelInfo
     update_info_cls = BucketInfo
@@ -92,10 +94,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._maps: dict[str, torch.Tensor] = {}
         self._ended: BucketInfo | None = None
         self._tally = Tally()
-        self._arrived: dict[str, int] = {}  # how many values, by name as the trainer gives it
-        self._loaded: set[str] = set()  # parameters, as vLLM names them; several names may fill one
+        self._arrived: dict[str, int] = {}  # number of values by the trainer's name
+        self._loaded: set[str] = set()  # parameters by vLLM's names; several weights may fill one
         self._wanted: set[str] = set()
-        self._wanted_values = 0  # of all of them, without what pads a vocabulary
+        self._wanted_values = 0  # of all wanted parameters, without a vocabulary's padding
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
     def init_transfer_engine(self, init_info: ChannelInfo) -> None:
@@ -127,9 +129,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._maps.clear()
         if self.device.type == "cpu":
             self._forget_packed_experts()
-        own = {name for name, _ in self.model.named_parameters()}  # a tied alias is not listed twice here, and is below
+        # A tied parameter is listed once here, and under both names after the next line.
+        own_names = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
-        self._wanted = own & {name for name, _ in self.model.named_parameters()}
+        self._wanted = own_names & {name for name, _ in self.model.named_parameters()}
         self._wanted_values = self._count_values()
         self._open = True
 
@@ -143,9 +146,11 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         return sum(get_tensor_load_numel(parameter) - padding.get(id(parameter), 0) for parameter in wanted)
 
     def _drop_half_loaded(self) -> None:
-        """The sync before this one broke off. What vLLM still holds back of it is forgotten, and every layer gets its
-        tensors of before again, all to be overwritten: finalizing as it is would load what was refused, a wrong shape
-        for one, and raise for ever."""
+        """Forget the tensors of a sync that broke off, and give every layer its earlier tensors back.
+
+        This sync overwrites all of them. Finalizing with the forgotten ones would load weights that were refused, with
+        a wrong shape for example, and raise for ever.
+        """
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -153,7 +158,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict) -> None:
-        # the base class synchronises an accelerator, which a CPU host has not
+        # the base class synchronises an accelerator, which a CPU host lacks
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -170,21 +175,22 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket, end and abort")
 
     def _take(self, bucket: BucketInfo) -> None:
+        # Copy the tensors: vLLM keeps them until a layer is complete, after the bucket's memory is used again.
         packed = self._packed(bucket)
-        seen, weights = Checksum(), []
+        checksum, weights = Checksum(), []
         for name, dtype, shape, start in bucket.tensors:
             kind = getattr(torch, dtype)
             size = torch.Size(shape)
             view = packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
-            # vLLM keeps what it was given until a layer is complete, and the bucket's memory is used again before that
             tensor = view.to(self.device, copy=True)
-            seen.update(name, tensor)
+            checksum.update(name, tensor)
             weights.append((name, tensor))
-        if str(seen.value()) != bucket.checksum:
+        if str(checksum.value()) != bucket.checksum:
             names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
             raise ValueError(
-                f"the bucket {names} arrived with checksum {seen.value()}, the trainer sent {bucket.checksum}"
+                f"the bucket {names} arrived with checksum {checksum.value()}, the trainer sent {bucket.checksum}"
             )
+        # Count them, and let vLLM load them.
         self._tally.add(bucket.checksum, len(weights))
         for name, tensor in weights:
             if name in self._arrived:
@@ -193,13 +199,12 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         try:
             self._loaded |= self.model.load_weights(weights)
         except Exception as error:
-            self._broken = (
-                f"{type(error).__name__}: {error}"  # half a layer processed: a later sync could seem to come through
-            )
+            # Half a layer is processed: a later sync could seem to come through.
+            self._broken = f"{type(error).__name__}: {error}"
             raise
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
-        """The bucket's bytes, uint8."""
+        """Return the bucket's bytes, uint8, from the channel."""
         if self._group is not None:
             return receive(self._group, bucket.num_bytes, self.device)
         if bucket.storage:  # the trainer's GPU is the first that this engine sees
@@ -214,7 +219,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         return mapped
 
     def _mapped(self, path: pathlib.Path) -> torch.Tensor:
-        """A segment's memory; mapped once in a sync, which goes through the same two again and again."""
+        """Map a segment's memory, once in a sync: its buckets use the same two segments in turn."""
         if path.parent not in segment_folders() or not path.name.startswith(SEGMENT_PREFIX):
             raise ValueError(
                 f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}"
@@ -232,12 +237,14 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             os.close(file)
 
     def _check_end(self, end: BucketInfo) -> None:
+        # Compare all that was sent with all that arrived.
         arrived = (self._tally.count, self._tally.value())
         if arrived != (end.num_tensors, end.checksum):
             raise ValueError(
                 f"{arrived[0]} tensors arrived with checksum {arrived[1]}, the trainer sent {end.num_tensors}, "
                 f"{end.checksum}"
             )
+        # Every parameter must be filled, and filled whole.
         missing = sorted(self._wanted - self._loaded)
         if missing:
             raise ValueError(
@@ -247,11 +254,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         partial = self._partial()
         if partial:
             raise ValueError(f"{len(partial)} of the engine's layers arrived in part: {', '.join(partial[:8])}")
+        # vLLM takes the values that it needs and ignores the rest: count them.
         aliases = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
         values = sum(count for name, count in self._arrived.items() if name not in aliases)
-        if (
-            self.parallel_config.world_size == 1 and values != self._wanted_values
-        ):  # vLLM takes what it needs, and says nothing
+        if self.parallel_config.world_size == 1 and values != self._wanted_values:
             raise ValueError(
                 f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has "
                 "another shape there, or the engine has no such weight"
@@ -259,15 +265,17 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._ended = end
 
     def _partial(self) -> list[str]:
-        """Layers that several weights fill (q, k and v; gate and up; experts) and that some of these did not reach. A
-        layer that is complete is processed at once and no longer open; the rows that pad a vocabulary never arrive."""
-        found = []
+        """Return the layers of several weights (q, k and v; gate and up; experts) that some weights did not reach.
+
+        A complete layer is processed at once and no longer open; the rows that pad a vocabulary never arrive.
+        """
+        partial = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             size = sum(get_tensor_load_numel(parameter) for parameter in layer.parameters(recurse=False))
             if info.can_load() and 0 < info.load_numel < size and not isinstance(layer, VocabParallelEmbedding):
-                found.append(f"{name} ({info.load_numel:,} of {size:,} values)")
-        return found
+                partial.append(f"{name} ({info.load_numel:,} of {size:,} values)")
+        return partial
 
     def finish_weight_update(self) -> None:
         if self._ended is None:
@@ -282,16 +290,21 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self.receipt = {"version": end.version, "checksum": end.checksum, "num_tensors": end.num_tensors}
 
     def _forget_packed_experts(self) -> None:
-        """vLLM (0.32.0) packs a mixture's experts for a CPU when it first builds their kernel, and not again when
-        weights are reloaded: the kernel would read plain weights as packed ones. Without a kernel it builds one anew,
-        and packs."""
+        """Remove the kernels of a mixture's experts, so that vLLM packs the new weights for a CPU.
+
+        vLLM (0.32.0) packs experts when it first builds their kernel, and not again when weights are reloaded: the
+        kernel would read plain weights as packed ones. Without a kernel it builds one anew, and packs.
+        """
         for module in self.model.modules():
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
 
     def _process_tied(self) -> None:
-        """An output layer tied to the embedding receives nothing itself, so vLLM (0.32.0) does not process it again; on
-        a CPU its matrix product would go on with the packed weights of the sync before, 4 nats off."""
+        """Process an output layer that is tied to the embedding, as vLLM (0.32.0) does not.
+
+        It receives nothing itself; on a CPU its matrix product would go on with the packed weights of the previous
+        sync, 4 nats off.
+        """
         seen: set[int] = set()
         for module in self.model.modules():
             tied = [p for p in module.parameters(recurse=False) if id(p) in seen]
@@ -306,10 +319,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
 
 class Receiver:
-    """vLLM's worker extension (``worker_extension_cls``): what ``collective_rpc`` can ask of every worker."""
+    """Extends vLLM's workers (``worker_extension_cls``) by the methods that ``collective_rpc`` calls."""
 
     def weights_received(self) -> dict:
-        """Version, checksum and number of tensors of the last whole sync; version −1 where there is none."""
+        """Return version, checksum and number of tensors of the last whole sync; version −1 where there is none."""
         return self.weight_transfer_engine.receipt
 
     def describe(self) -> dict:

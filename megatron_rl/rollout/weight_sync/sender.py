@@ -1,13 +1,13 @@
-"""Delivers the trainer's weights to running engines, whole or not at all.
+"""Sender of the trainer's weights: every running engine gets them whole or not at all.
 
-A sync is start, one message per bucket, an end that states version, number and checksum of what must have arrived,
-finish, a fresh prefix cache, and a receipt from every worker that is compared. Whatever fails before that leaves the
-engine without a version, and the caller sends everything again or stops. The exporting iterator is always run to its
-end, since other ranks are in its collectives.
+A sync is a start, one message per bucket, an end that states version, number and checksum of the tensors, a finish, a
+fresh prefix cache, and a receipt from every worker, which is compared. A failure before that leaves the engine without
+a version, and the caller sends everything again or stops. The exporting iterator is always run to its end, since other
+ranks are in its collectives.
 
 In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache then takes the
 running requests' keys and values too, which are computed again with the new weights. An engine whose update fails gives
-up what is under way there.
+up its running requests.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_rl.rollout.weight_sync.transport import Segment, Tally, broadcast,
 from megatron_rl.weights.checksum import Checksum
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
-# vLLM (0.32.0, gpu_worker.py) of an update that broke off, this trainer's or that of one before it
+# vLLM's words (0.32.0, gpu_worker.py) for an update that broke off, by this trainer or an earlier one
 OPEN = "already active"
 ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 
 
 class _Half:
-    """Half a bucket's memory, filled with tensors one after the other while the engines load the other half."""
+    """Holds half a bucket's memory, filled with tensors while the engines load the other half."""
 
     def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
         self.channel = channel
@@ -73,13 +73,13 @@ class _Half:
 
 
 class WeightSender:
-    """One rank's sender to the replicas that it drives.
+    """Sends one rank's weights to the replicas that it drives.
 
-    channel:      ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on
-                  CPUs), or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
+    channel: ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs),
+        or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
     bucket_bytes: memory of the two halves together; a tensor above a half enlarges it to its size. Shared memory is
-                  kept from one sync to the next, since fresh pages cost more than the copy; memory of a device is not.
-    deadline_s:   of every single answer.
+        kept from one sync to the next, since fresh pages cost more than the copy; memory of a device is not.
+    deadline_s: seconds for every single answer.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class WeightSender:
         self._joined: set[int] = set()
 
     def forget(self, replica: Replica) -> None:
-        """Its engine is another one now: the channel to it must be opened again."""
+        """Close the channel to a replica whose engine is another one now; `join` opens it again."""
         self._joined.discard(id(replica))
         group = self.groups.pop(id(replica), None)
         if group is not None:
             group.shutdown()
 
     def free(self) -> None:
-        """Gives the buckets' memory back; the next sync takes new."""
+        """Give the buckets' memory back; the next sync takes new memory."""
         for half in self.halves:
             if half is not None:
                 half.close()
@@ -118,15 +118,14 @@ class WeightSender:
         *,
         in_flight: bool = False,
     ) -> SyncReport:
-        """Sends every tensor to every replica given. Raises only what ``tensors`` raises; a replica's failure is in the
-        report.
+        """Send every tensor to every replica; errors of ``tensors`` are raised, those of replicas are in the report.
 
-        in_flight: requests may be under way on them.
+        in_flight: whether requests may be under way on the replicas.
         """
         return _Delivery(self, version, replicas, in_flight).run(tensors)
 
     def join(self, replica: Replica) -> None:
-        """Opens the channel to a replica, once in its life."""
+        """Open the channel to a replica, once in its life."""
         if id(replica) in self._joined:
             return
         info: dict[str, object] = {"channel": self.channel, "deadline_s": self.deadline_s}
@@ -151,7 +150,7 @@ class WeightSender:
 
 
 class _Delivery:
-    """One sync under way. Each replica has a thread of its own, so its messages keep their order."""
+    """Runs one sync; each replica has a thread of its own, so its messages keep their order."""
 
     def __init__(self, sync: WeightSender, version: int, replicas: Sequence[Replica], in_flight: bool) -> None:
         self.sync, self.version, self.replicas, self.in_flight = sync, version, replicas, in_flight
@@ -200,10 +199,8 @@ class _Delivery:
     def _settle(self, replica: Replica, future: Future) -> None:
         try:
             future.result()
-        except (
-            RuntimeError,
-            OSError,
-        ) as error:  # ReplicaLost, RequestRefused, EngineError, and what sockets and process groups raise
+        # ReplicaLost, RequestRefused, EngineError, and the errors of sockets and process groups
+        except (RuntimeError, OSError) as error:
             self._drop(replica, error)
 
     def _drop(self, replica: Replica, error: Exception) -> None:
@@ -217,7 +214,7 @@ class _Delivery:
         self.sync.forget(replica)
 
     def _give_up(self, replica: Replica, cause: str) -> None:
-        """In its own thread, after the messages that are on their way to it."""
+        """Make a replica give up its requests, in its own thread, after the messages on their way to it."""
         replica.weight_version = NO_WEIGHTS
         self.given_up.append(self._submit(replica, replica.give_up, cause))
 
@@ -229,7 +226,7 @@ class _Delivery:
             call("pause", {}, deadline_s)
         try:
             call("start_weight_update", {}, deadline_s)
-        except (RequestRefused, ReplicaLost) as error:  # a server says 500
+        except (RequestRefused, ReplicaLost) as error:  # a server answers 500
             if OPEN not in str(error):
                 raise
             with contextlib.suppress(RequestRefused, ReplicaLost):  # its answer to every abort
@@ -270,7 +267,7 @@ class _Delivery:
         return half
 
     def _flush(self, half: _Half) -> None:
-        """Tells every replica of what is in it; it is under way until ``_await``."""
+        """Send a half's message to every replica; the half is under way until ``_await``."""
         message, deadline_s = half.message(), self.sync.deadline_s
         self.tally.add(message["checksum"], len(half.tensors))
         half.under_way = [(x, self._submit(x, x.control, "update_weights", message, deadline_s)) for x in self.living]
@@ -283,7 +280,7 @@ class _Delivery:
                 self._drop(replica, error)
 
     def _await(self, half: _Half | None) -> None:
-        """Its memory is ours again once every replica has answered."""
+        """Wait for every replica's answer to a half, whose memory is free again then."""
         if half is not None and half.under_way:
             for replica, future in half.under_way:
                 self._settle(replica, future)
@@ -297,10 +294,10 @@ class _Delivery:
         call("update_weights", end, deadline_s)
         call("finish_weight_update", {"weight_version": str(self.version)}, deadline_s)
         call("reset_prefix_cache", {"running": True} if self.in_flight else {}, deadline_s)
-        for worker, said in enumerate(call("weights_received", {}, deadline_s)):
-            if WeightReceipt(**said) != wanted:
+        for worker, receipt in enumerate(call("weights_received", {}, deadline_s)):
+            if WeightReceipt(**receipt) != wanted:
                 raise EngineError(
-                    f"worker {worker} of {replica.name} says that it holds {said} after a sync of {wanted}"
+                    f"worker {worker} of {replica.name} says that it holds {receipt} after a sync of {wanted}"
                 )
         if self.in_flight:
             call("resume", {}, deadline_s)

@@ -1,7 +1,7 @@
-"""How a bucket's bytes get from the trainer to an engine: a file in memory that both map, a broadcast in a process
-group of their own, or the trainer's own GPU memory, opened by the engine.
+"""Transport of a bucket's bytes from the trainer to an engine: shared memory, a broadcast, or the trainer's GPU memory.
 
-Both sides import this, so it needs torch alone.
+Shared memory is a file that both map, the broadcast has a process group of its own, and the engine opens the trainer's
+GPU memory. Both sides import this, so it needs torch alone.
 """
 
 from __future__ import annotations
@@ -25,24 +25,22 @@ SEGMENT_PREFIX = "megatron_rl-weights-"
 
 
 def segment_folders() -> tuple[pathlib.Path, ...]:
-    """Where segments may lie, the preferred one first: memory where the host has it mounted, or the folder for
-    temporary files."""
+    """Return the folders for segments, the preferred one first: /dev/shm if the host has it, then temporary files."""
     shared = pathlib.Path("/dev/shm")
     temporary = pathlib.Path(tempfile.gettempdir())
     return (shared, temporary) if shared.is_dir() else (temporary,)
 
 
 class Segment:
-    """A file of so many bytes that this process maps and the engine opens by its path; only this user may. ``close``
-    removes it."""
+    """Holds a file that this process maps and the engine, of the same user, opens by its path; ``close`` removes it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where the memory is not there, rather than a bus error on a later write."""
+        """Allocate the file; raise OSError where memory is short, as a later write would end in a bus error."""
         folder, name = segment_folders()[0], f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         remove_abandoned(folder)
         draft, self.path = folder / f".{name}", folder / name
         self._file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # before it has its name; held until it is closed, or its owner killed
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # before it has its name; ends when it is closed or its owner killed
         draft.rename(self.path)
         try:
             os.posix_fallocate(self._file, 0, num_bytes)
@@ -64,11 +62,10 @@ class Segment:
 
 
 def remove_abandoned(folder: pathlib.Path) -> None:
-    """Segments whose owner was killed: nobody holds their lock any more."""
+    """Remove segments whose owner was killed: nobody holds their lock any more."""
     for path in folder.glob(f"{SEGMENT_PREFIX}*"):
-        with contextlib.suppress(
-            FileNotFoundError, PermissionError, BlockingIOError
-        ):  # gone meanwhile, another user's, in use
+        # gone meanwhile, another user's, in use
+        with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,11 +75,10 @@ def remove_abandoned(folder: pathlib.Path) -> None:
 
 
 def share_storage(packed: torch.Tensor) -> dict[str, object]:
-    """What another process on this host needs to open ``packed``'s GPU memory, in JSON: CUDA's handles are bytes, and
-    nothing is pickled.
+    """Return, as JSON, the handles by which another process on this host opens ``packed``'s GPU memory.
 
-    Each call is an export of its own, which that process releases with its tensor (torch/multiprocessing/reductions.py,
-    2.13). NOT RUN: no GPU was at hand.
+    CUDA's handles are bytes, sent as base64; nothing is pickled. Each call is an export of its own, which that process
+    releases with its tensor (torch/multiprocessing/reductions.py, 2.13). NOT RUN: no GPU was at hand.
     """
     _, handle, num_bytes, offset, counter, counter_offset, event, waits = packed.untyped_storage()._share_cuda_()
     plain = {"num_bytes": num_bytes, "offset": offset, "counter_offset": counter_offset, "waits": waits}
@@ -91,7 +87,7 @@ def share_storage(packed: torch.Tensor) -> dict[str, object]:
 
 
 def open_storage(shared: dict, device_index: int) -> torch.Tensor:
-    """uint8, on the GPU that this process knows by that index. NOT RUN, as ``share_storage``."""
+    """Return the memory as uint8, on this process's GPU ``device_index``. NOT RUN, as ``share_storage``."""
     handle, counter, event = (base64.b64decode(shared[name]) for name in ("handle", "counter", "event"))
     storage = torch.UntypedStorage._new_shared_cuda(
         device_index,
@@ -107,7 +103,7 @@ def open_storage(shared: dict, device_index: int) -> torch.Tensor:
 
 
 class Tally:
-    """What a sync has brought so far: how many tensors, and one text over the checksums of its buckets, in order."""
+    """Counts a sync's tensors, and digests the checksums of its buckets, in order, into one text."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -122,7 +118,7 @@ class Tally:
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket on a free port of that address alone; torch's store would listen on all of them."""
+    """Return a listening socket on a free port of this address alone; torch's store would listen on all addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((address, 0))
@@ -131,7 +127,7 @@ def listen(address: str) -> socket.socket:
 
 
 def open_group(listener: socket.socket, world_size: int, backend: str, timeout: timedelta):
-    """The trainer's end, rank 0, once every worker of the engine has joined."""
+    """Return the trainer's end of a process group, rank 0, once every worker of the engine has joined."""
     host, port = listener.getsockname()[:2]
     store = dist.TCPStore(
         host,
@@ -146,7 +142,7 @@ def open_group(listener: socket.socket, world_size: int, backend: str, timeout: 
 
 
 def join_group(address: str, port: int, rank: int, world_size: int, backend: str, timeout: timedelta):
-    """An engine worker's end."""
+    """Return an engine worker's end of the process group."""
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     with socket.create_connection((address, port), timeout=timeout.total_seconds()) as probe:
         own_address = probe.getsockname()[0]  # of the interface that leads to the trainer
@@ -154,7 +150,7 @@ def join_group(address: str, port: int, rank: int, world_size: int, backend: str
 
 
 def _group(store, own_address: str, rank: int, world_size: int, backend: str, timeout: timedelta):
-    """A process group apart from torch's global ones, which vLLM and the trainer each have for themselves."""
+    """Return a process group apart from torch's global ones, which vLLM and the trainer each have for themselves."""
     store = dist.PrefixStore("megatron_rl/weights", store)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -167,7 +163,7 @@ def _group(store, own_address: str, rank: int, world_size: int, backend: str, ti
 
 
 def broadcast(group, packed: torch.Tensor) -> None:
-    """Rank 0 sends, the others receive into ``packed``; waits."""
+    """Broadcast rank 0's ``packed`` into that of the other ranks, and wait."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([packed], options).wait()
