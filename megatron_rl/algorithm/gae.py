@@ -24,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.algorithm.estimators import whitened
+from megatron_rl.algorithm.flat import token_owner
 
 
 def token_rewards(
@@ -123,7 +124,7 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
 def _loss_tokens(loss_mask: np.ndarray, response_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (positions [L] of the loss tokens in the flat array, their counts [S] per sample)."""
-    owner = np.repeat(np.arange(len(response_tokens)), response_tokens)
+    owner = token_owner(response_tokens)
     return np.flatnonzero(loss_mask), np.bincount(owner[loss_mask], minlength=len(response_tokens))
 
 

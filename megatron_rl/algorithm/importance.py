@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.algorithm.flat import sum_per_sample, token_owner
 from megatron_rl.config import CorrectionConfig
 
 
@@ -62,14 +63,12 @@ def importance_weights(
     Raises ValueError, naming a sample, where d_t or its sum is NaN.
     """
     # d_t of each loss token, its sum and its mean per sample.
-    num_samples = len(response_tokens)
-    owner = np.repeat(np.arange(num_samples), response_tokens)
+    owner = token_owner(response_tokens)
     counted = loss_mask & decided[owner]
     gap = np.zeros(len(owner))
     with np.errstate(invalid="ignore"):  # −inf − −inf, named below
         np.subtract(old_logprobs, rollout_logprobs, out=gap, where=counted, dtype=np.float64)
-    tokens = np.bincount(owner, weights=counted, minlength=num_samples)
-    total = np.bincount(owner, weights=gap, minlength=num_samples)
+    tokens, total = sum_per_sample(counted, response_tokens), sum_per_sample(gap, response_tokens)
     bad = np.flatnonzero(np.isnan(total))
     if len(bad):
         raise ValueError(

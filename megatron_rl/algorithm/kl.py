@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+PENALTIES = ("k1", "k2", "k3")  # estimators that a reward can take; ``unbiased`` is about a gradient
+
 
 def kl_per_token(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, old_logprobs: torch.Tensor, *, estimator: str
@@ -31,20 +33,16 @@ def kl_per_token(
 def kl_penalty_per_token(old_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
     """Return float64 [T] nats: KL(π_old ‖ π_ref) per token, for a reward.
 
-    These are the estimates of ``kl_per_token`` at π_θ = π_old, without gradient. A pure function.
+    These are the estimates of ``kl_per_token`` at π_θ = π_old, in float64 and without gradient.
 
     old_logprobs, reference_logprobs: [T], under π_old and π_ref.
-    estimator: with d = log π_ref − log π_old (Schulman 2020, "Approximating KL divergence"), ``k1`` = −d, ``k2`` = d²/2
-               or ``k3`` = e^d − d − 1. Raises ValueError for another.
+    estimator: ``k1``, ``k2`` or ``k3``. Raises ValueError for another.
 
     Example: log-probs (−1.0, −2.0) against (−1.5, −2.0) → ``k1`` (0.5, 0.0), ``k3`` (0.10653, 0.0).
     """
-    d = reference_logprobs.astype(np.float64) - old_logprobs.astype(np.float64)
-    match estimator:
-        case "k1":
-            return -d
-        case "k2":
-            return 0.5 * d * d
-        case "k3":
-            return np.expm1(d) - d
-    raise ValueError(f"loss.kl_estimator={estimator!r} is no penalty for a reward; choose one of k1, k2, k3")
+    if estimator not in PENALTIES:
+        raise ValueError(
+            f"loss.kl_estimator={estimator!r} is no penalty for a reward; choose one of {', '.join(PENALTIES)}"
+        )
+    old, reference = (torch.from_numpy(values.astype(np.float64)) for values in (old_logprobs, reference_logprobs))
+    return kl_per_token(old, reference, old, estimator=estimator).numpy()

@@ -166,11 +166,9 @@ class TrainableModel:
             )
         return Batch(facts=facts, local=samples)
 
-    def plan(
-        self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool, samples: np.ndarray | None = None
-    ) -> BatchPlan:
+    def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool) -> BatchPlan:
         """Plan the batch: whole for "logprob" and "values", else split in mini-batches. Not a collective."""
-        members = np.arange(batch.facts.num_samples) if samples is None else samples
+        members = np.arange(batch.facts.num_samples)
         whole = purpose in ("logprob", "values")
         mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
         merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"

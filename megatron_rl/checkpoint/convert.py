@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from megatron_rl.checkpoint.megatron_lm import (
     whole_size,
 )
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.export import HuggingFaceReader
 from megatron_rl.weights.mapping import EMBEDDING, Layout, adapter_name, hf_size, load_shard
@@ -88,15 +88,8 @@ def appearing(path: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
     """Yield a new folder that takes the place of ``path`` when the block ends, and vanishes where it raises."""
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists; name another folder, or pass --overwrite")
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing_folder(path) as partial:
         yield partial
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def side_files(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -26,6 +26,7 @@ import re
 import shutil
 from collections.abc import Mapping
 
+from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.errors import CheckpointError
 
 FORMAT, VERSION = "megatron_rl", 2
@@ -80,25 +81,16 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
     for name in digests.keys() - files.keys():
         _sync(folder / name)
     content = {"format": FORMAT, "version": VERSION, "iteration": iteration, "files": digests}
-    write_synced(folder / MANIFEST, json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n")
+    manifest = json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n"
+    replace_text(folder / MANIFEST, manifest, synced=True)
     _sync(folder)
     final = folder.with_name(name_of(iteration))
     if final.exists():
         remove(final)  # the same iteration, of a run that was told to start before it
     os.rename(folder, final)
-    write_synced(final.with_name(LATEST), f"{iteration}")
+    replace_text(final.with_name(LATEST), f"{iteration}", synced=True)
     _sync(final.parent)
     return final
-
-
-def write_synced(path: pathlib.Path, text: str) -> None:
-    """Replace a small file at once: a reader, and a host that loses power, sees the old text or the new."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def read_manifest(folder: pathlib.Path) -> dict:

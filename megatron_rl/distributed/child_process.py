@@ -5,38 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
+import re
 import signal
 from collections.abc import Mapping
 
-# A child that inherited these variables of torchrun or SLURM would join the trainer's world.
-RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMPI_COMM_WORLD_SIZE",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
+# Variables of torchrun, MPI and SLURM: a child that inherited them would join the trainer's world.
+LAUNCHER_VARIABLES = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|"
+    r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|PMI_.*|PMIX_.*|OMPI_.*|SLURM_(PROCID|NTASKS|LOCALID)"
 )
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return ``given`` without the variables of the trainer's world, and with this package on PYTHONPATH."""
-    variables = {
-        name: value
-        for name, value in given.items()
-        if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
+    variables = {name: value for name, value in given.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
     variables["PYTHONPATH"] = os.pathsep.join(
         [str(pathlib.Path(__file__).parents[2]), *filter(None, [given.get("PYTHONPATH")])]
     )
@@ -55,9 +40,14 @@ def end_with_parent(parent: int) -> None:
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)
     os.register_at_fork(after_in_child=_leave_when_asked)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def signal_at_parents_end(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends, for any reason (Linux)."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 def _stay(number: int, frame: object) -> None:

@@ -2,11 +2,11 @@
 
 With x = logits / temperature, Z = Σ_v e^{x_v} over all tensor ranks: logprob_t = x_{t, target} − log Z_t and
 H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] − p_v, ∂H/∂x_v = −p_v (log p_v + H).
-Two all-reduces of floats per token (the maximum, then three sums); float32 throughout; tokens are taken in chunks.
+Two all-reduces of floats per token (the maximum, then three sums); float32 throughout.
 
-``vocab_parallel_logprob`` takes the logits: extra memory O(T · V/TP), of which the chunks bound all but logits and
-gradient. ``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again
-in backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three.
+``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again in
+backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three. tests/vocab_parallel.py
+has the same over whole logits, which it is held against.
 """
 
 from __future__ import annotations
@@ -17,65 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-CHUNK_TOKENS = 1024  # of vocab_parallel_logprob
-LINEAR_CHUNK_TOKENS = 512  # of linear_logprob; fewer spend more on adding up the weight's gradient, [V/TP, H] per chunk
+LINEAR_CHUNK_TOKENS = 512  # fewer spend more on adding up the weight's gradient, [V/TP, H] per chunk
 UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
 
 
-class _VocabParallelLogProb(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, temperature, vocab_start, num_valid, group, train_entropy):
-        parallel = group is not None and dist.get_world_size(group) > 1
-        tokens = logits.shape[0]
-        stats = logits.new_empty((3, tokens), dtype=torch.float32)  # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target
-        peak = torch.cat([_scaled(chunk, temperature, num_valid).amax(-1) for chunk in logits.split(CHUNK_TOKENS)])
-        if parallel:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        local = targets - vocab_start
-        mine = (local >= 0) & (local < num_valid)
-        column = torch.where(mine, local, 0)
-        # This rank's statistics relative to the maximum, chunk by chunk; then the sums over tensor ranks.
-        for start in range(0, tokens, CHUNK_TOKENS):
-            rows = slice(start, start + CHUNK_TOKENS)
-            x = _scaled(logits[rows], temperature, num_valid)
-            weight = (x - peak[rows, None]).exp_()
-            stats[0, rows] = weight.sum(-1)
-            stats[2, rows] = x.gather(1, column[rows, None])[:, 0] * mine[rows]
-            # shifted by the maximum, or the two halves of the entropy cancel
-            stats[1, rows] = weight.mul_(x.sub_(peak[rows, None]).clamp_(min=UNDERFLOW)).sum(-1)
-        if parallel:
-            dist.all_reduce(stats, group=group)
-        log_z = peak + stats[0].log()
-        logprobs = stats[2] - log_z
-        entropy = stats[0].log() - stats[1] / stats[0]
-        ctx.save_for_backward(logits, column, mine, log_z, entropy)
-        ctx.temperature, ctx.num_valid, ctx.train_entropy = temperature, num_valid, train_entropy
-        if not train_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        logits, column, mine, log_z, entropy = ctx.saved_tensors
-        gradient = torch.zeros_like(logits)
-        for start in range(0, logits.shape[0], CHUNK_TOKENS):
-            rows = slice(start, start + CHUNK_TOKENS)
-            log_p = (_scaled(logits[rows], ctx.temperature, ctx.num_valid) - log_z[rows, None]).clamp_(min=UNDERFLOW)
-            p = log_p.exp()
-            g = p * -grad_logprobs[rows, None]
-            g.scatter_add_(1, column[rows, None], (grad_logprobs[rows] * mine[rows])[:, None])
-            if ctx.train_entropy:
-                g -= p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
-            gradient[rows, : ctx.num_valid] = (g / ctx.temperature).to(logits.dtype)
-        return gradient, None, None, None, None, None, None
-
-
-def _scaled(logits: torch.Tensor, temperature: float, num_valid: int) -> torch.Tensor:
-    """Return float32 logits over the temperature, without the columns that only pad the vocabulary."""
-    return logits[:, :num_valid].float() / temperature
-
-
-def _columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
+def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
     """Return the first of this tensor rank's ``width`` padded columns, and the number of columns that are no pads."""
     start = tensor_rank * width
     num_valid = max(0, min(width, vocab_size - start))
@@ -85,27 +31,6 @@ def _columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
             "parallel.tensor"
         )
     return start, num_valid
-
-
-def vocab_parallel_logprob(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int,
-    tensor_rank: int = 0,
-    group: dist.ProcessGroup | None = None,
-    train_entropy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's log-probability and each row's entropy, both float32 [T], in nats, at ``temperature``.
-
-    logits:     [T, V/TP], this tensor rank's columns of the padded vocabulary.
-    targets:    int64 [T], global token ids below ``vocab_size``.
-    vocab_size: true size; columns past it are pads, take no probability and get no gradient.
-    train_entropy: whether the entropy carries gradient; as a mere metric it costs the backward nothing.
-    """
-    start, num_valid = _columns(logits.shape[1], tensor_rank, vocab_size)
-    return _VocabParallelLogProb.apply(logits, targets, temperature, start, num_valid, group, train_entropy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +172,8 @@ def linear_logprob(
     reduce_hidden_grad: bool = True,
     chunk_tokens: int = LINEAR_CHUNK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``vocab_parallel_logprob`` of ``hidden @ weight.T``, each [N], without ever holding all those logits.
+    """Return each target's log-probability and each row's entropy, [N] in nats, from hidden states and the head's
+    weight.
 
     hidden:     [N, H], the output layer's input; under sequence parallelism already gathered. All N rows are the same
                 on all tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is
@@ -268,7 +194,7 @@ def linear_logprob(
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    start, num_valid = _columns(weight.shape[0], tensor_rank, vocab_size)
+    start, num_valid = own_columns(weight.shape[0], tensor_rank, vocab_size)
     parallel = group is not None and dist.get_world_size(group) > 1
     head = _Head(
         temperature=temperature,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import os
 import pathlib
 import re
 import sys
@@ -17,6 +16,7 @@ from itertools import groupby
 
 import numpy as np
 
+from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.observability.metrics import WARMUP_PHASE, Row, duration, read_metrics, summarize
 from megatron_rl.observability.report_figures import FIGURES, TIME_TITLE, Figure
 from megatron_rl.observability.svg import Frame, Series, line_plot, short, smoothing_window, stacked_plot
@@ -322,9 +322,7 @@ def write_report(metrics_path: str | pathlib.Path, config_yaml: str, out_path: s
     """
     metrics_path, out_path = pathlib.Path(metrics_path), pathlib.Path(out_path)
     page = _page(metrics_path.resolve().parent.name, read_metrics(metrics_path), config_yaml)
-    unfinished = out_path.with_name(f"{out_path.name}.tmp")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, out_path)  # a browser that reloads during a run never sees half a page
+    replace_text(out_path, page)  # a browser that reloads during a run never sees half a page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,10 +20,10 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from megatron_rl.distributed.frames import is_json
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward.function import Outcome, columns_of
 from megatron_rl.reward.task_queue import Failure, Task, TaskQueue
-from megatron_rl.reward.wire import is_json
 from megatron_rl.reward.worker_handle import CLOSE_S, START_S, Gone, WorkerProcess
 from megatron_rl.types import Rollout
 

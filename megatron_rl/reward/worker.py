@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable, Iterator
 
 from megatron_rl.distributed.child_process import end_with_parent
+from megatron_rl.distributed.frames import Inbox, encode
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.function import RewardFunction, call, check_signature, formatted_traceback, resolve
-from megatron_rl.reward.wire import Inbox, encode
 
 STACK_AT = 0.9  # of the deadline
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.distributed.child_process import environment
+from megatron_rl.distributed.frames import Inbox, encode
 from megatron_rl.reward.task_queue import Task
-from megatron_rl.reward.wire import Inbox, encode
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import platform
 import statistics
 
@@ -18,6 +17,7 @@ import torch
 
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import Config
+from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.observability.metrics import set_aside
 from megatron_rl.simulator.machine import fitted_with
@@ -78,7 +78,7 @@ class Recorder:
             "fitted_with": fitted_with(backend.shape, self.config, backend.topology),
             "measured_on": self._where(),
         }
-        _replace(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        replace_text(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def _where(self) -> str:
         topology = self.backend.topology
@@ -87,9 +87,3 @@ class Recorder:
             f"{device}, {topology.world_size} process(es), {topology.degrees}, torch {torch.__version__}, "
             f"{self.backend.step_index} step(s)"
         )
-
-
-def _replace(path: pathlib.Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)

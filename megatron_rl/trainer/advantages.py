@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.advantage import advantages
+from megatron_rl.algorithm.flat import sum_per_sample
 from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whiten_tokens
 from megatron_rl.algorithm.kl import kl_penalty_per_token
 from megatron_rl.algorithm.noise import with_noise
@@ -104,8 +105,7 @@ def group_advantages(
     settings, facts = config.advantage, scored.facts
     rewards, options = scored.rewards, {"epsilon": settings.epsilon, "whiten": settings.whiten}
     if penalty is not None:
-        owner = np.repeat(np.arange(facts.num_samples), facts.response_tokens)
-        penalty_S = np.bincount(owner, weights=np.where(loss_mask, penalty.penalties, 0.0), minlength=facts.num_samples)
+        penalty_S = sum_per_sample(np.where(loss_mask, penalty.penalties, 0.0), facts.response_tokens)
         rewards = dataclasses.replace(rewards, totals=rewards.totals - penalty_S)
         values = collectives.broadcast_from_rank0(advantages(rewards, estimator=settings.estimator, **options))
         return AdvantageResult(
@@ -140,9 +140,7 @@ def critic_advantages(
         sample_ids=facts.sample_ids,
     )
     of_token = collectives.broadcast_from_rank0(whiten_tokens(plain, loss_mask, settings.whiten, settings.epsilon))
-    owner = np.repeat(np.arange(facts.num_samples), facts.response_tokens)
-    sums = np.bincount(owner, weights=of_token, minlength=facts.num_samples)
-    of_sample = sums / np.maximum(facts.loss_tokens, 1)
+    of_sample = sum_per_sample(of_token, facts.response_tokens) / np.maximum(facts.loss_tokens, 1)
     return AdvantageResult(
         advantages=Advantages(of_sample=of_sample, of_token=of_token),
         plain=np.zeros(facts.num_samples),

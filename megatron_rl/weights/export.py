@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.mapping import (
@@ -326,12 +325,8 @@ def _gather(
 
 def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, tokenizer, path: pathlib.Path) -> None:
     """Write a Hugging Face directory (config, tokenizer, model.safetensors) that appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # each is valid until the next one
-    save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
-    hf_config.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(partial, path)
+    with replacing_folder(path) as partial:
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # each is valid until the next one
+        save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
+        hf_config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)

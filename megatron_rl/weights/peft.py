@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import shutil
 from collections.abc import Iterator
 
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.weights.mapping import target_entries
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -42,11 +41,7 @@ def save_peft(tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, obj
 
     tensors: by PEFT's names without PREFIX, each valid until the next one.
     """
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    copies = {PREFIX + name: tensor.to("cpu", copy=True) for name, tensor in tensors}
-    save_file(copies, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(partial, path)
+    with replacing_folder(path) as partial:
+        copies = {PREFIX + name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+        save_file(copies, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

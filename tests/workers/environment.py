@@ -5,25 +5,17 @@ from __future__ import annotations
 import os
 import sys
 
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "OMPI_")
+from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 
 
 def worker_environment() -> dict[str, str]:
-    """This process's, without what a launcher left in it, and with no GPU: these workers are a gloo world on the
+    """Return this process's variables without a launcher's and without a GPU: these workers are a gloo world on the
     CPU."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith(LAUNCHER_PREFIXES)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not LAUNCHER_VARIABLES.fullmatch(name) and not name.startswith("SLURM_")
+    }
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return kept | {
         "GLOO_SOCKET_IFNAME": loopback,

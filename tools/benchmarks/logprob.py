@@ -79,7 +79,8 @@ def step(path: str, given: argparse.Namespace, hidden, weight, targets) -> None:
     """Run one forward and backward; no gradients stay."""
     import torch
 
-    from megatron_rl.model.logprob import linear_logprob, vocab_parallel_logprob
+    from megatron_rl.model.logprob import linear_logprob
+    from tests.vocab_parallel import vocab_parallel_logprob
 
     options = {"temperature": given.temperature, "vocab_size": given.vocab, "train_entropy": given.train_entropy}
     if path == "lean":

@@ -34,7 +34,7 @@ FEED = (
         name="passes-of-what-was-replaced",
         file="megatron_rl/rollout/training_batch.py",
         line="if int(part.facts.groups[i]) in unchanged:",
-        becomes="if int(part.facts.places[i]) in at:",
+        becomes="if int(part.facts.places[i]) in row_of:",
         fault="a group that took another's place has the other's old log-probs",
         tests=(
             "tests/unit/rollout/test_queue.py::test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced",

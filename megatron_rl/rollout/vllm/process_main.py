@@ -9,10 +9,8 @@ resume. The process ends when its rank ends, for any reason.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -20,9 +18,8 @@ import traceback
 
 import numpy as np
 
-from megatron_rl.rollout.vllm import frames
-
-PR_SET_PDEATHSIG = 1
+from megatron_rl.distributed import frames
+from megatron_rl.distributed.child_process import end_with_parent
 
 
 class EngineProcess:
@@ -161,21 +158,9 @@ def _sampled_logprobs(sample) -> np.ndarray:
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process when its rank is killed, and ignore the signals that ask the rank to leave.
-
-    A rank that is asked to leave finishes its step first, and needs its engine until then.
-    """
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def main(arguments: list[str]) -> int:
     descriptor, parent = int(arguments[0]), int(arguments[1])
-    _end_with_parent(parent)
+    end_with_parent(parent)
     connection = socket.socket(fileno=descriptor)
     setup, _ = frames.receive(connection)
     try:

@@ -19,9 +19,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
 
-from megatron_rl.distributed import child_process
+from megatron_rl.distributed import child_process, frames
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.vllm import frames
 from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
 

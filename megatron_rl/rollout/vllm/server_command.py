@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
+
+from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 
 MODULE = "vllm.entrypoints.openai.api_server"
 API_KEY = "VLLM_API_KEY"  # in the environment: an argument shows in the host's process list
@@ -17,11 +18,6 @@ WORKER_EXTENSION = "megatron_rl.rollout.weight_sync.receiver.Receiver"
 
 # Lets a pickled function be sent to /collective_rpc: anyone who reaches the port could run code. Never passed on.
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-# A server started beside a trainer must not take the trainer's process group for its own.
-LAUNCHER_VARIABLES = re.compile(
-    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|"
-    r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|PMI_.*|PMIX_.*|OMPI_.*"
-)
 
 
 def server_command(

@@ -10,20 +10,13 @@ whole process group.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
-
-
-def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends, for any reason (Linux)."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, number)
+from megatron_rl.distributed.child_process import signal_at_parents_end
 
 
 def main(arguments: list[str]) -> int:
@@ -31,10 +24,10 @@ def main(arguments: list[str]) -> int:
     asked: list[int] = []  # no Event: its lock may be held by the very wait that the handler interrupts
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: asked.append(number))
-    end_with_parent(signal.SIGTERM)
+    signal_at_parents_end(signal.SIGTERM)
     if os.getppid() != parent:
         return 1
-    server = subprocess.Popen(command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGKILL))
+    server = subprocess.Popen(command, process_group=0, preexec_fn=lambda: signal_at_parents_end(signal.SIGKILL))
     try:
         while server.poll() is None and not asked:
             time.sleep(0.1)

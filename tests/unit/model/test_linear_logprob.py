@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.model.logprob import linear_logprob, vocab_parallel_logprob
+from megatron_rl.model.logprob import linear_logprob
 from tests.unit.model.logits import SINGLE, gradients, reference
+from tests.vocab_parallel import vocab_parallel_logprob
 
 TOKENS, WIDTH, VOCAB, PADDED = 11, 12, 37, 40
 # ‖found − wanted‖ / ‖wanted‖: sums of float32 products over H = 12 or V = 37, every term rounded to 6e-8

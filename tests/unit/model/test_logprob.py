@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.model import logprob
-from megatron_rl.model.logprob import vocab_parallel_logprob
 from tests.unit.model.logits import SINGLE, gradients, reference
+from tests.vocab_parallel import vocab_parallel_logprob
 
 # log p = x − log Z of numbers near 30 is rounded to 2e-6, and the entropy, a difference of such numbers, to some 5e-6;
 # a gradient

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_rl.config import RewardConfig
+from megatron_rl.distributed.frames import Inbox, encode, is_json
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.reward.wire import Inbox, encode, is_json
 from tests.patience import HANG_S, patient, until
 from tests.unit.reward.pool_rig import SHORT_S
 from tests.unit.reward.rig import HERE, groups_of, is_alive, reward_of, totals
@@ -91,7 +91,7 @@ def test_a_stream_in_pieces_equals_its_messages():
     stream, inbox = b"".join(map(encode, messages)), Inbox()
     assert [message for byte in stream for message in inbox.take(bytes([byte]))] == messages
     with pytest.raises(ValueError, match="not one of messages"):
-        Inbox().take(b"\xff" * 8)
+        Inbox().take(b"\xff" * 16)
     assert is_json({"a": [1, None, {"b": 2.5}]}) and not is_json({1: 2}) and not is_json([(1,)]) and not is_json({1})
 
 

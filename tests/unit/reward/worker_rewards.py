@@ -126,9 +126,9 @@ def group_size(completions, **columns):
 
 
 def rank_variables(completions, **columns):
-    from megatron_rl.distributed.child_process import RANK_VARIABLES
+    from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 
-    return [float(sum(name in os.environ for name in RANK_VARIABLES))] * len(completions)
+    return [float(sum(LAUNCHER_VARIABLES.fullmatch(name) is not None for name in os.environ))] * len(completions)
 
 
 def stays_when_asked(completions, **columns):

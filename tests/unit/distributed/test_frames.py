@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from megatron_rl.rollout.vllm import frames
+from megatron_rl.distributed import frames
 from tests.patience import HANG_S, patient
 
 BOUND_S = patient(HANG_S)

@@ -1,0 +1,37 @@
+"""Files and folders that appear whole or not at all: written beside their place, then put there at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+
+def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None:
+    """Replace a small file at once: a reader sees the old text or the new.
+
+    synced: the text is on the disk before it takes the file's place, so that a host that loses power shows no less.
+    """
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a new folder that takes the place of ``path`` when the block ends, and vanishes where it raises."""
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
