@@ -54,7 +54,8 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipConfig:
-    """Decides which samples are dropped, and the effect of a step without signal (README.md#what-is-lossless-when)."""
+    """Decides which samples are dropped, and the effect of a step without signal
+    (docs/skip.md#what-is-lossless-when)."""
 
     mode: str = "exact"
     """`exact`: drops samples that provably move nothing; `approximate`: all without advantage; `off`: none."""

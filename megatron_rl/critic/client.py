@@ -16,7 +16,7 @@ from megatron_rl.backend.batch import Batch
 from megatron_rl.critic.link import Arrays, PolicyCriticLink
 from megatron_rl.distributed import topology
 from megatron_rl.errors import CheckpointError
-from megatron_rl.types import Sample
+from megatron_rl.types import BatchFacts, Sample
 
 
 class RemoteSave:
@@ -44,7 +44,7 @@ class RemoteCritic:
         self.bridge, self.place = bridge, topology.current()
         self.number = 0
         self.is_told_to_leave = False  # by a signal that reached the critic's ranks
-        self.held: Batch | None = None
+        self.valued: BatchFacts | None = None  # of the batch whose rows the critic's ranks have
         self.ask("build", total_steps=total_steps)
 
     def ask(
@@ -77,13 +77,13 @@ class RemoteCritic:
         everything = np.arange(batch.facts.num_samples)
         needed = [everything if rank == 0 else everything[:0] for rank in range(self.place.world_size)]
         rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.place)
-        self.held = batch
+        self.valued = batch.facts
         _, arrays = self.ask("values", lambda: batch_arrays(batch, rows), sample_ids=list(batch.facts.sample_ids))
         return arrays["values"]
 
     def train(self, batch: Batch, returns: np.ndarray, old_values: np.ndarray) -> dict[str, float]:
         """Take the rollout's optimizer steps on the batch of the last ``values``; return their metrics."""
-        assert batch is self.held, "train() is of the batch that values() was asked of"
+        assert batch.facts is self.valued, "train() takes the batch of the last values()"
         answer, _ = self.ask("train", lambda: {"returns": returns, "old_values": old_values})
         return answer["metrics"]
 
