@@ -10,12 +10,12 @@ from megatron_rl.critic.link import PolicyCriticLink
 __all__ = ["Critic", "RemoteCritic", "build_critic"]
 
 
-def build_critic(config: Config, total_steps: int, bridge: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
+def build_critic(config: Config, total_steps: int, link: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
     """Build the run's critic, after its policy; None for an estimator without one.
 
     total_steps: the number of its optimizer steps in the whole run.
-    bridge: the link to a separate critic's ranks; None where the policy's ranks hold the critic.
+    link: the link to a separate critic's ranks; None where the policy's ranks hold the critic.
     """
     if not config.has_critic:
         return None
-    return Critic(config, total_steps=total_steps) if bridge is None else RemoteCritic(bridge, total_steps=total_steps)
+    return Critic(config, total_steps=total_steps) if link is None else RemoteCritic(link, total_steps=total_steps)

@@ -40,8 +40,8 @@ class RemoteSave:
 class RemoteCritic:
     """Passes Critic's methods on to the critic's ranks; their failure is a PeerError with its message on every rank."""
 
-    def __init__(self, bridge: PolicyCriticLink, *, total_steps: int) -> None:
-        self.bridge, self.place = bridge, topology.current()
+    def __init__(self, link: PolicyCriticLink, *, total_steps: int) -> None:
+        self.link, self.place = link, topology.current()
         self.number = 0
         self.is_told_to_leave = False  # by a signal that reached the critic's ranks
         self.valued: BatchFacts | None = None  # of the batch whose rows the critic's ranks have
@@ -57,11 +57,11 @@ class RemoteCritic:
         arrays: called on the first rank alone.
         """
         self.number += 1
-        if self.bridge.is_first:
-            self.bridge.tell(f"request/{self.number}", {"request": request, **given}, arrays() if arrays else None)
-        answer = self.bridge.hear(f"answer/{self.number}")
+        if self.link.is_first:
+            self.link.tell(f"request/{self.number}", {"request": request, **given}, arrays() if arrays else None)
+        answer = self.link.hear(f"answer/{self.number}")
         self.is_told_to_leave |= answer["is_told_to_leave"]
-        return answer, self.bridge.arrays(answer)
+        return answer, self.link.arrays(answer)
 
     def ask_of_checkpoint(self, request: str, **given: object) -> dict:
         """Send a request about a checkpoint; raises the critic's CheckpointError on every rank."""
@@ -102,7 +102,7 @@ class RemoteCritic:
     def close(self, *, preempted: bool = False) -> None:
         """End the critic's ranks, as those of a finished run or of a preempted one."""
         self.ask("close", preempted=preempted)
-        self.bridge.close()
+        self.link.close()
 
 
 def batch_arrays(batch: Batch, rows: Mapping[int, Sample]) -> dict[str, np.ndarray]:

@@ -43,14 +43,14 @@ def joined(config: Config, *, of_critic: bool) -> Iterator[PolicyCriticLink | No
     if not is_separate(config):
         yield None
         return
-    bridge = PolicyCriticLink(config, of_critic=of_critic)
+    link = PolicyCriticLink(config, of_critic=of_critic)
     try:
-        yield bridge
+        yield link
     except BaseException as error:
-        bridge.say_failed(f"{type(error).__name__}: {error}")
+        link.say_failed(f"{type(error).__name__}: {error}")
         raise
     finally:
-        bridge.close()
+        link.close()
 
 
 def is_separate(config: Config) -> bool:

@@ -26,11 +26,11 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 
 def serve(config: Config) -> bool:
     """Run every rank of the critic, in place of the loop; return whether the run came to its end, as ``train`` does."""
-    with joined(config, of_critic=True) as bridge:
+    with joined(config, of_critic=True) as link:
         if config.checkpoint.save_every_rollouts:
             for number in SIGNALS:
-                signal.signal(number, lambda *_: vars(bridge).update(is_told_to_leave=True))
-        service = Service(config, bridge)
+                signal.signal(number, lambda *_: vars(link).update(is_told_to_leave=True))
+        service = Service(config, link)
         while service.answer_next():
             pass
     return not service.preempted
@@ -39,8 +39,8 @@ def serve(config: Config) -> bool:
 class Service:
     """Answers requests on the critic's ranks. Methods are collectives over them."""
 
-    def __init__(self, config: Config, bridge: PolicyCriticLink) -> None:
-        self.config, self.bridge = config, bridge
+    def __init__(self, config: Config, link: PolicyCriticLink) -> None:
+        self.config, self.link = config, link
         self.number = 0
         self.preempted = False
         self.critic: Critic | None = None
@@ -53,8 +53,8 @@ class Service:
         An error of one rank is raised on every rank, after the policy's ranks were told.
         """
         self.number += 1
-        request = self.bridge.hear(f"request/{self.number}")
-        arrays = self.bridge.arrays(request)
+        request = self.link.hear(f"request/{self.number}")
+        arrays = self.link.arrays(request)
         error, answer, results = None, {}, {}
         try:
             answer, results = self._answer(request, arrays)
@@ -67,11 +67,11 @@ class Service:
                 type(raised).__name__,
                 raised,
             )
-            self.bridge.say_failed(f"{request['request']!r} met {type(raised).__name__}: {raised}")
+            self.link.say_failed(f"{request['request']!r} met {type(raised).__name__}: {raised}")
         collectives.raise_on_all_ranks(error)
-        is_told_to_leave = any(collectives.gather_json(self.bridge.is_told_to_leave))
-        if self.bridge.is_first:
-            self.bridge.tell(f"answer/{self.number}", {**answer, "is_told_to_leave": is_told_to_leave}, results)
+        is_told_to_leave = any(collectives.gather_json(self.link.is_told_to_leave))
+        if self.link.is_first:
+            self.link.tell(f"answer/{self.number}", {**answer, "is_told_to_leave": is_told_to_leave}, results)
         return request["request"] != "close"
 
     def _answer(self, asked: Mapping, arrays: Mapping[str, np.ndarray]) -> Answer:

@@ -47,37 +47,37 @@ class EngineRole:
     drives: bool
 
 
-def role_of(config: Config, seat: RankLocation) -> EngineRole:
+def role_of(config: Config, location: RankLocation) -> EngineRole:
     """Return a rank's part in the rollouts. Raises ConfigError if the engines do not fit the ranks.
 
     Not a collective: every rank does the same arithmetic.
     """
     rollout = config.rollout
     if rollout.engine == "transformers":
-        return EngineRole(share=(seat.rank, seat.world_size), starts=False, drives=True)
+        return EngineRole(share=(location.rank, location.world_size), starts=False, drives=True)
     if rollout.servers:
-        return EngineRole(share=(seat.rank, seat.world_size), starts=False, drives=seat.rank == 0)
+        return EngineRole(share=(location.rank, location.world_size), starts=False, drives=location.rank == 0)
     width = rollout.tensor_parallel
-    engines = rollout.num_engines or seat.world_size // width
-    if engines * width > seat.world_size or engines < 1:
+    engines = rollout.num_engines or location.world_size // width
+    if engines * width > location.world_size or engines < 1:
         raise ConfigError(
             f"rollout.num_engines={rollout.num_engines} engines of rollout.tensor_parallel={width} need "
-            f"{max(1, engines) * width} ranks and there are {seat.world_size}; lower one of the two, or start more "
+            f"{max(1, engines) * width} ranks and there are {location.world_size}; lower one of the two, or start more "
             "ranks"
         )
-    if width > seat.local_world_size:
+    if width > location.local_world_size:
         raise ConfigError(
-            f"rollout.tensor_parallel={width} is more than the {seat.local_world_size} ranks of a node; an engine "
+            f"rollout.tensor_parallel={width} is more than the {location.local_world_size} ranks of a node; an engine "
             "stays on one"
         )
     # The ranks fall into equal slices, one per engine; the first ``width`` ranks of a slice are its engine's.
-    number, rest = divmod(seat.rank, seat.world_size // engines)
+    number, rest = divmod(location.rank, location.world_size // engines)
     for engine in range(engines):
-        first = engine * (seat.world_size // engines) % seat.local_world_size
-        if first + width > seat.local_world_size:
+        first = engine * (location.world_size // engines) % location.local_world_size
+        if first + width > location.local_world_size:
             raise ConfigError(
                 f"engine {engine} of rollout.tensor_parallel={width} would begin at rank {first} of a node's "
-                f"{seat.local_world_size} and reach beyond it; take a width that divides a node's ranks, or fewer "
+                f"{location.local_world_size} and reach beyond it; take a width that divides a node's ranks, or fewer "
                 "rollout.num_engines"
             )
     owns = rest == 0 and number < engines
@@ -110,8 +110,8 @@ def build_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    seat: RankLocation,
-    place: EngineRole,
+    location: RankLocation,
+    role: EngineRole,
     device: torch.device,
     dtype: torch.dtype,
     vocab_size: int,
@@ -122,7 +122,7 @@ def build_engine(
         return TransformersEngine(
             config.model.hf_path, tokenizer, rollout, seed=config.run.seed, dtype=dtype, device=device
         )
-    replicas = _servers(config) if rollout.servers else [_process(config, seat, device)] if place.starts else []
+    replicas = _servers(config) if rollout.servers else [_process(config, location, device)] if role.starts else []
     settings = config.weight_sync
     sender = WeightSender(
         channel=_channel(config, device),
@@ -140,8 +140,8 @@ def build_engine(
         stop_ids=stop_tokens(config.model.hf_path, tokenizer, vocab_size),
         vocab_size=vocab_size,
         longest=_longest(config),
-        drives=place.drives,
-        rank=seat.rank,
+        drives=role.drives,
+        rank=location.rank,
         in_flight=settings.in_flight,
     )
 
@@ -195,7 +195,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _process(config: Config, seat: RankLocation, device: torch.device) -> ProcessReplica:
+def _process(config: Config, location: RankLocation, device: torch.device) -> ProcessReplica:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm starts vLLM in this environment, and it is not installed here; pip install "
@@ -206,13 +206,13 @@ def _process(config: Config, seat: RankLocation, device: torch.device) -> Proces
     if device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-        devices = names[seat.local_rank : seat.local_rank + config.rollout.tensor_parallel]
+        devices = names[location.local_rank : location.local_rank + config.rollout.tensor_parallel]
     else:
         engines_here = max(
-            1, (config.rollout.num_engines or seat.world_size) * seat.local_world_size // seat.world_size
+            1, (config.rollout.num_engines or location.world_size) * location.local_world_size // location.world_size
         )
         threads = max(1, usable_cores() // engines_here)
-    log_path = config.run.path / "engines" / f"vllm_{seat.rank}.log"
+    log_path = config.run.path / "engines" / f"vllm_{location.rank}.log"
     return ProcessReplica(engine_arguments(config, device), engine_environment(os.environ, devices, threads), log_path)
 
 

@@ -67,7 +67,7 @@ class RolloutManager:
     ):
         self.engine, self.config = engine, config
         settings = config.rollout.producer
-        self.producer = RolloutWorker(
+        self.worker = RolloutWorker(
             engine, score, settings, apart=score_apart, share=share, deadline_s=config.run.deadline_s
         )
         self.in_background = settings.ahead > 0 or settings.mode == "streaming"
@@ -164,7 +164,7 @@ class RolloutManager:
         Nothing is generated before ``start``.
         """
         places = sorted(prompts)
-        mine = [places[k] for k in self.producer.places(len(places))]
+        mine = [places[k] for k in self.worker.places(len(places))]
         return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
 
     def restored_job(self, prompts: Mapping[int, Prompt]) -> RolloutJob:
@@ -178,7 +178,7 @@ class RolloutManager:
         """
         self.jobs.append(job)
         if self.in_background:
-            self.producer.start(job)
+            self.worker.start(job)
 
     def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
         """Wait until every rank's share of the places is scored; return the seconds of waiting and of scoring.
@@ -186,14 +186,14 @@ class RolloutManager:
         Samples that a lost engine owes are asked for again once it has weights again. An error of one rank is raised on
         every rank.
         """
-        started, scored_s = time.perf_counter(), self.producer.scored_here_s
+        started, scored_s = time.perf_counter(), self.worker.scored_here_s
         mine = [place for place in places if place in job.mine]
         try:
             self._collect(job, mine)
         except Exception:
             self.jobs = [other for other in self.jobs if other is not job]  # a caller that goes on does not owe it
             raise
-        scored_s = self.producer.scored_here_s - scored_s
+        scored_s = self.worker.scored_here_s - scored_s
         waited_s = time.perf_counter() - started - scored_s
         self.waited_s += waited_s
         self.totals["waited_s"] += waited_s
@@ -203,7 +203,7 @@ class RolloutManager:
         while True:
             if not self.in_background and any(collectives.gather_json(bool(job.missing))):
                 self._generate_here(job)
-            self._together(lambda: self.producer.wait(job, mine))
+            self._together(lambda: self.worker.wait(job, mine))
             lost = self._owed()
             if not any(lost):
                 return
@@ -232,7 +232,7 @@ class RolloutManager:
 
     def _generate_here(self, job: RolloutJob) -> None:
         self._together(self.device.to_engine)
-        self.producer.generate(job)
+        self.worker.generate(job)
         if not any(collectives.gather_json(job.lost is not None)):
             self._together(self.device.to_trainer)
 
@@ -250,7 +250,7 @@ class RolloutManager:
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:
-        self._together(lambda: [self.producer.drain(job) for job in self.jobs])
+        self._together(lambda: [self.worker.drain(job) for job in self.jobs])
 
     def _mend(self, lost: Sequence[Sequence[str]]) -> None:
         """Give the engines weights again and restart the jobs that they owe. ``lost``: the reasons of each rank."""
@@ -261,7 +261,7 @@ class RolloutManager:
         self.sync_weights()
         for job in self.jobs if self.in_background else ():
             if job.lost is not None:
-                self.producer.start(job)
+                self.worker.start(job)
 
     def produce(
         self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float | None = None
@@ -310,7 +310,7 @@ class RolloutManager:
 
     def close(self) -> None:
         self.engine.close()
-        self.producer.close()
+        self.worker.close()
 
 
 def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:

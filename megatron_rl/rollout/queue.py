@@ -59,7 +59,7 @@ class RolloutQueue:
         steps_per_rollout: int,
     ) -> None:
         self.config, self.backend, self.manager, self.prompts, self.timer = config, backend, manager, prompts, timer
-        self.producer = config.rollout.producer
+        self.settings = config.rollout.producer
         self.passes_parts, self.passes_all, self.steps_per_rollout = passes_parts, passes_all, steps_per_rollout
         self.replay = ReplayBuffer(config.replay, config.run.seed)
         self.replay_groups: dict[str, Group] = {}  # this rank's groups of the replay buffer, by their prompts' names
@@ -81,13 +81,13 @@ class RolloutQueue:
 
     def start_ahead(self, index: int) -> None:
         """Start rollout ``index`` if it is not started, and the later ones that ``max_staleness_steps`` allows."""
-        while self.next_rollout <= index + self.producer.ahead and self._has_prompts(self.next_rollout):
+        while self.next_rollout <= index + self.settings.ahead and self._has_prompts(self.next_rollout):
             decision = may_start(
                 trained=self.backend.weight_version,
                 engine=self.manager.sent_version,
                 between=self.next_rollout - index,
                 steps_per_rollout=self.steps_per_rollout,
-                max_staleness_steps=self.producer.max_staleness_steps,
+                max_staleness_steps=self.settings.max_staleness_steps,
                 interval=self.config.weight_sync.interval_steps,
                 renew=self.resend_weights,
             )
@@ -172,7 +172,7 @@ class RolloutQueue:
         """Yield a rollout in parts of ``min_groups`` as they come: scored and, if configured, passed for log-probs."""
         job = self.jobs[index]
         places = sorted(job.prompts)
-        size = self.producer.min_groups or len(places)
+        size = self.settings.min_groups or len(places)
         for first in range(0, len(places), size):
             scored = self._collect(job, places[first : first + size])
             self._note_failed(scored, job.prompts)
@@ -198,7 +198,7 @@ class RolloutQueue:
 
     def _fresh_places(self, scored: ScoredBatch) -> list[int]:
         """Return the places of groups that are not too old. Not a collective."""
-        facts, limit = scored.facts, self.producer.max_staleness_steps
+        facts, limit = scored.facts, self.settings.max_staleness_steps
         if limit is None:
             return sorted(set(facts.groups.tolist()))
         stale = self.backend.weight_version - facts.weight_versions > limit
@@ -212,7 +212,7 @@ class RolloutQueue:
                 "rollout %d: %d groups are older than rollout.producer.max_staleness_steps=%s and are asked again",
                 index + 1,
                 len(dropped),
-                self.producer.max_staleness_steps,
+                self.settings.max_staleness_steps,
             )
             self.prompts.put_back(dropped)
         return len(dropped)
@@ -321,7 +321,7 @@ class RolloutQueue:
             with job.change:  # reward workers may be changing it
                 groups |= {
                     f"job/{number}/{place}": SavedGroup(
-                        prompt=job.prompts[place], rollouts=job.found[place], scores=job.scores.get(place)
+                        prompt=job.prompts[place], rollouts=job.rollouts[place], scores=job.scores.get(place)
                     )
                     for place in job.mine
                 }

@@ -4,7 +4,7 @@ Every rank knows all prompts of a rollout by place (their number in it) and take
 whole on one rank. One thread generates, job after job; with reward workers another one scores, if configured in parts
 while the rest is generated. Functions of the rank's own process are called in its main thread, where signals work.
 
-1. Every place of a job ends in ``found`` and then in ``scores`` exactly once, whatever engines are lost in between.
+1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, whatever engines are lost in between.
 2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the
    last call.
 3. ``wait`` ends: by scored places, by a thread's error, by a lost engine once nothing is under way, or by its deadline.
@@ -82,7 +82,7 @@ class RolloutJob:
 
     prompts: of all ranks, by place.
     mine:    this rank's places.
-    found:   place → its rollouts, once they are generated.
+    rollouts: place → its rollouts, once they are generated.
     scores:  place → its scores, once they are known.
     lost:    why the engine was lost during the job.
     error:   a thread's exception, for the main thread to raise.
@@ -100,7 +100,7 @@ class RolloutJob:
         self.prompts, self.mine = dict(prompts), tuple(mine)
         self.samples_per_prompt, self.temperature = samples_per_prompt, temperature
         self.change = threading.Condition()
-        self.found: dict[int, list[Rollout]] = {}
+        self.rollouts: dict[int, list[Rollout]] = {}
         self.scores: dict[int, list[Score]] = {}
         self.lost: str | None = None
         self.error: BaseException | None = None
@@ -109,15 +109,15 @@ class RolloutJob:
 
     @property
     def missing(self) -> list[int]:
-        return [place for place in self.mine if place not in self.found]
+        return [place for place in self.mine if place not in self.rollouts]
 
     @property
     def unscored(self) -> list[int]:
         """Return the places that are generated and not scored, in the order in which they were finished."""
-        return [place for place in self.found if place not in self.scores]
+        return [place for place in self.rollouts if place not in self.scores]
 
     def group(self, place: int) -> Group:
-        return Group(rollouts=tuple(self.found[place]), scores=tuple(self.scores[place]))
+        return Group(rollouts=tuple(self.rollouts[place]), scores=tuple(self.scores[place]))
 
     def groups(self) -> dict[int, Group]:
         """Return this rank's groups by their places; every one of them must be scored."""
@@ -126,20 +126,20 @@ class RolloutJob:
     def put(self, place: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
         """Add a group that an earlier process had finished; its place is this rank's from now on."""
         self.mine = tuple(sorted({*self.mine, place}))
-        self.found[place] = list(rollouts)
+        self.rollouts[place] = list(rollouts)
         if scores is not None:
             self.scores[place] = list(scores)
 
     def num_tokens(self) -> int:
         """Count the tokens that the engine sampled."""
-        return sum(rollout.num_sampled for group in self.found.values() for rollout in group)
+        return sum(rollout.num_sampled for group in self.rollouts.values() for rollout in group)
 
     def num_turns(self) -> int:
         """Count the policy's turns over all samples."""
-        return sum(rollout.num_turns for group in self.found.values() for rollout in group)
+        return sum(rollout.num_turns for group in self.rollouts.values() for rollout in group)
 
     def num_samples(self) -> int:
-        return sum(len(group) for group in self.found.values())
+        return sum(len(group) for group in self.rollouts.values())
 
 
 class RolloutWorker:
@@ -204,7 +204,7 @@ class RolloutWorker:
 
         def keep(index: int, rollouts: list[Rollout]) -> None:
             with job.change:
-                job.found[places[index]] = rollouts
+                job.rollouts[places[index]] = rollouts
                 job.change.notify_all()
             if self._apart and self.config.mode == "streaming":
                 self._to_score.put(job)
@@ -234,12 +234,12 @@ class RolloutWorker:
         with job.change:
             ready = [] if job.error else job.unscored
             streams = self.config.mode == "streaming"
-            enough = len(job.found) == len(job.mine) or (streams and len(ready) >= self._enough)
+            enough = len(job.rollouts) == len(job.mine) or (streams and len(ready) >= self._enough)
             if not ready or not enough:
                 return False
-            if len(job.found) == len(job.mine):
+            if len(job.rollouts) == len(job.mine):
                 ready.sort()
-            rollouts = [rollout for place in ready for rollout in job.found[place]]
+            rollouts = [rollout for place in ready for rollout in job.rollouts[place]]
             job.scoring = True
         started, scores, error = time.perf_counter(), [], None
         try:
@@ -269,7 +269,7 @@ class RolloutWorker:
                 if all(place in job.scores for place in places) or (job.lost is not None and not job.generating):
                     return
                 if not job.change.wait(ends_at - time.monotonic()) and time.monotonic() >= ends_at:
-                    generated = all(place in job.found for place in places) and (job.scoring or not job.generating)
+                    generated = all(place in job.rollouts for place in places) and (job.scoring or not job.generating)
                     raise EngineError(self._late(job, "scored" if generated else "generated"))
 
     def drain(self, job: RolloutJob) -> None:

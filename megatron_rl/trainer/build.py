@@ -174,8 +174,8 @@ def _build_manager(
     engine = build_engine(
         config,
         tokenizer,
-        seat=location,
-        place=role,
+        location=location,
+        role=role,
         device=HOST.device,
         dtype=DTYPES[config.model.dtype],
         vocab_size=backend.shape.vocab_size,

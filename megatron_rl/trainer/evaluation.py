@@ -129,7 +129,7 @@ class Evaluation:
         every = self.config.eval.every_rollouts
         return last or (every is not None and num_rollouts % every == 0)
 
-    def run(self, generation: RolloutManager, *, step: int, suffix: str = "") -> dict[str, float]:
+    def run(self, manager: RolloutManager, *, step: int, suffix: str = "") -> dict[str, float]:
         """Return ``eval/*`` of all sets by the current weights, generated in one call, and its time. A collective.
 
         step: the optimizer step that the log names.
@@ -137,9 +137,7 @@ class Evaluation:
         """
         started, settings = time.perf_counter(), self.config.eval
         prompts = [prompt for members in self.sets.values() for prompt in members]
-        job = generation.produce(
-            dict(enumerate(prompts)), settings.samples_per_prompt, temperature=settings.temperature
-        )
+        job = manager.produce(dict(enumerate(prompts)), settings.samples_per_prompt, temperature=settings.temperature)
         metrics = {}
         for name, outcomes in self._outcomes(job).items():
             values = set_metrics(name, outcomes, self.config.reward.functions, threshold=settings.reward_threshold)
@@ -162,7 +160,7 @@ class Evaluation:
         local = np.zeros(len(ends), dtype=np.int64)
         for place in job.mine:
             local[np.searchsorted(ends, place, side="right")] += sum(
-                len(rollout.response_ids) for rollout in job.found[place]
+                len(rollout.response_ids) for rollout in job.rollouts[place]
             )
         tokens = np.sum(collectives.gather_json(local.tolist()), axis=0)
         shape = (int(ends[-1]), size)

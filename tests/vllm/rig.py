@@ -191,8 +191,8 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) ->
     engine = build_engine(
         config,
         AutoTokenizer.from_pretrained(folder),
-        seat=seat,
-        place=role_of(config, seat),
+        location=seat,
+        role=role_of(config, seat),
         device=CPU,
         dtype=torch.float32,
         vocab_size=model.config.vocab_size,

@@ -93,7 +93,7 @@ class Driver:
 
     def produce(self) -> list[tuple]:
         self.generation.sync_weights()
-        found = self.generation.produce(dict(enumerate(PROMPTS)), SAMPLES).found
+        found = self.generation.produce(dict(enumerate(PROMPTS)), SAMPLES).rollouts
         return told(rollout for place in sorted(found) for rollout in found[place])
 
 

@@ -104,8 +104,8 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
     engine = build_engine(
         config,
         AutoTokenizer.from_pretrained(model),
-        seat=location,
-        place=role_of(config, location),
+        location=location,
+        role=role_of(config, location),
         device=device,
         dtype=torch.float32,
         vocab_size=AutoConfig.from_pretrained(model).vocab_size,

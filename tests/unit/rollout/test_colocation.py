@@ -194,7 +194,7 @@ def test_generation_goes_in_order(alone):
     engine = RecordingEngine()
     generation = generation_of(engine)
     for _ in range(2):
-        assert len(generation.produce(dict(enumerate(PROMPTS)), 2).found) == 3
+        assert len(generation.produce(dict(enumerate(PROMPTS)), 2).rollouts) == 3
     step = [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, "generate", *TO_TRAINER]
     assert engine.events == step * 2
     assert {"perf/update_peak_memory_bytes", "perf/rollout_peak_memory_bytes"} <= set(generation.take_metrics())

@@ -119,14 +119,14 @@ def test_a_disturbed_call_equals_an_undisturbed_one(answers):
     generation = generation_of(engine)
     generation.sync_weights()
     job = generation.produce(NAMED, SAMPLES)
-    assert [x.sample_id for place in job.mine for x in job.found[place]] == [
+    assert [x.sample_id for place in job.mine for x in job.rollouts[place]] == [
         f"{prompt.prompt_id}#{k}" for prompt in PROMPTS for k in range(SAMPLES)
     ]
     assert list(job.mine) == list(range(len(PROMPTS))) and {len(x) for x in job.scores.values()} == {SAMPLES}
     owed = [len(PROMPTS) - sum(answers[:k]) for k in range(len(answers) + 1)]
     assert [len(call) for call in engine.calls] == owed  # what is finished is not asked for again
     assert engine.sent == [4] * (1 + len(answers)) and engine.recovered == [(), *[("the engine",)] * len(answers)]
-    assert {rollout.weight_version for group in job.found.values() for rollout in group} == {4}
+    assert {rollout.weight_version for group in job.rollouts.values() for rollout in group} == {4}
 
 
 def test_a_rank_takes_its_share_alone():
@@ -135,8 +135,8 @@ def test_a_rank_takes_its_share_alone():
         generation = generation_of(FakeEngine((1,)), share=(rank, 3))
         generation.sync_weights()
         job = generation.produce(NAMED, SAMPLES)
-        assert job.found.keys().isdisjoint(produced_by)
-        produced_by |= {place: [x.sample_id for x in job.found[place]] for place in job.mine}
+        assert job.rollouts.keys().isdisjoint(produced_by)
+        produced_by |= {place: [x.sample_id for x in job.rollouts[place]] for place in job.mine}
     assert produced_by == {i: [f"{prompt.prompt_id}#{k}" for k in range(SAMPLES)] for i, prompt in enumerate(PROMPTS)}
 
 
@@ -144,7 +144,7 @@ def test_a_rank_without_an_engine_produces_nothing():
     engine = FakeEngine()
     generation = generation_of(engine, share=None)
     generation.sync_weights()
-    assert generation.produce(NAMED, SAMPLES).found == {} and engine.calls == []
+    assert generation.produce(NAMED, SAMPLES).rollouts == {} and engine.calls == []
 
 
 def test_what_an_engine_refuses_is_raised_and_not_asked_again():
@@ -267,5 +267,5 @@ def test_whoever_goes_on_after_an_error_owes_nothing(mode):
     with pytest.raises(EngineError, match="did not arrive in 2 attempts"):
         generation.produce(NAMED, SAMPLES)
     assert generation.jobs == []
-    assert len(generation.produce(NAMED, SAMPLES).found) == len(PROMPTS)
+    assert len(generation.produce(NAMED, SAMPLES).rollouts) == len(PROMPTS)
     generation.close()

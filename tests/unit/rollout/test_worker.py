@@ -53,7 +53,7 @@ def assert_invariants(
     """1 and 2 of the module; 3 is met by whoever waited; 4 by the engine's calls."""
     wanted = {job.prompts[place].name: number for number, job in enumerate(jobs) for place in job.mine}
     for job in jobs:
-        assert set(job.found) == set(job.scores) == set(job.mine)
+        assert set(job.rollouts) == set(job.scores) == set(job.mine)
         for place in job.mine:
             group = job.group(place)
             assert [rollout.sample_id for rollout in group.rollouts] == [
@@ -164,7 +164,7 @@ def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
     producer = producer_of(engine, score, mode, apart=apart, min_groups=3, deadline_s=SHORT_S)
     job = job_of(producer, range(5))
     producer.start(job)
-    assert until(lambda: len(job.found) == 3)
+    assert until(lambda: len(job.rollouts) == 3)
     assert_late(lambda: producer.wait(job, [2, 3, 4]), "were not generated", "the first is prompt 3@0")
     assert_late(lambda: producer.drain(job), "were not generated", "the first is prompt 3@0")
     go_on(producer, job, engine.held)
@@ -208,7 +208,7 @@ def test_a_part_too_small_to_be_scored_waits_for_the_engine(apart):
     producer = producer_of(engine, FakeReward(), "streaming", apart=apart, min_groups=3, deadline_s=SHORT_S)
     job = job_of(producer, range(4))
     producer.start(job)
-    assert until(lambda: len(job.found) == 2)
+    assert until(lambda: len(job.rollouts) == 2)
     assert_late(lambda: producer.wait(job, [0, 1]), "were not generated", "the first is prompt 2@0")
     go_on(producer, job, engine.held)
     end(producer)

@@ -83,12 +83,12 @@ def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
     producer = producer_of(engine, score, mode, apart=apart)
     job = job_of(producer, range(3))
     producer.start(job)
-    assert until(lambda: job.found)
+    assert until(lambda: job.rollouts)
     producer.close()
     assert producer._threads[0].is_alive()  # close did not wait for it
     engine.held.set()
     assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
-    assert set(job.found) == {0, 1, 2}
+    assert set(job.rollouts) == {0, 1, 2}
     late = threading.Thread(target=engine.on_finished, args=(0, group_of(prompt_of(0))), daemon=True)
     late.start()
     assert until(lambda: not late.is_alive())
