@@ -36,6 +36,11 @@ def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...])
         found: dict[str, object] = {"before": before, "weights before": rig.weights()}
         if middle == "ghost":
             result = rig.ghost()
+        elif middle == "held":
+            plan = rig.plan(np.zeros(8), drops=True).held()
+            rig.accumulate(np.zeros(8), plan)
+            result = rig.backend.optim_step(plan.mini_batches[0].kind)
+            assert result.kind is StepKind.HELD
         elif middle == "zero-gradient":
             (result,) = rig.step(np.zeros(8), drops=False)
             assert result.kind is StepKind.REAL and result.grad_norm == 0.0
@@ -92,6 +97,23 @@ def frozen(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict
 @pytest.mark.parametrize(("pipeline", "distributed"), pairwise([1, 2], ["true", "false"], strength=1))
 def test_frozen_ghost_moves_nothing(pool: Pool, pipeline: int, distributed: str) -> None:
     for found in pool.run(2 * pipeline, frozen, pipeline, (f"optimizer.distributed={distributed}",), timeout_s=60):
+        assert all(found.values()), found
+
+
+def held(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, bool]:
+    step, none = (three_steps(middle, 1, pipeline, extra) for middle in ("held", "none"))
+    return {
+        "state": equal(step["before"], step["after"]),
+        "weights": equal_by_name(step["weights before"], step["weights after"]),
+        "version": step["versions"] == 0 and step["applied"] is False,
+        "the next step is as if there had been no held one": equal(step["end"], none["end"]),
+    }
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_held_step_moves_nothing(pool: Pool, pipeline: int) -> None:
+    """Under ``skip.ghost: dense`` too, where a ghost decays weights and moments."""
+    for found in pool.run(pipeline, held, pipeline, (), timeout_s=60):
         assert all(found.values()), found
 
 

@@ -327,6 +327,17 @@ def test_json_carries_details() -> None:
     assert BatchPlan.from_json(plan.to_json()).details == {"step": 3} and plan.fingerprints() == ()
 
 
+def test_a_plan_is_held_only_where_it_runs_nothing() -> None:
+    """A held plan is another plan to the ranks that compare it."""
+    nothing, everything = np.zeros(4, dtype=bool), np.ones(4, dtype=bool)
+    halves, lengths = [np.arange(2), np.arange(2, 4)], np.full(4, 3)
+    ghosts, real = (plan_steps("train", halves, lengths, x, PlanRules(), drops=True) for x in (nothing, everything))
+    assert [step.kind for step in ghosts.held().mini_batches] == [StepKind.HELD] * 2
+    assert not set(ghosts.held().fingerprints()) & set(ghosts.fingerprints())
+    with pytest.raises(ValueError, match="cannot be held"):
+        real.held()
+
+
 @pytest.mark.parametrize("data_size", [1, 64])
 def test_100_000_samples_plan(data_size: int) -> None:
     """No list of all samples is walked per micro-batch: one rank with tens of thousands of micro-batches plans too."""
