@@ -54,8 +54,7 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipConfig:
-    """Decides which samples are dropped, and the effect of a step without signal
-    (docs/skip.md#what-is-lossless-when)."""
+    """Decides which samples are dropped, and the effect of a ghost step (docs/skip.md#what-is-lossless-when)."""
 
     mode: str = "exact"
     """`exact`: drops samples that provably move nothing; `approximate`: all without advantage; `off`: none."""

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # tests/vocab_parallel.py
 PATHS = ("plain", "lean")
 GIB = 2**30
 
