@@ -10,7 +10,10 @@ MODES = [mode for mode in CORRECTIONS if mode != "none"]
 
 
 def naive_weight(mode: str, gaps: list[float], mask: list[bool], t: int, cap: float, floor: float | None) -> float:
-    """One token's weight by semantics §7, in words. gaps: log π_old − log μ of the sample's response tokens."""
+    """Return one token's weight by semantics §7, in words.
+
+    gaps: log π_old − log μ of the sample's response tokens.
+    """
     counted = [d for d, m in zip(gaps, mask, strict=True) if m]
     if not mask[t]:
         return 0.0
@@ -29,7 +32,7 @@ def naive_weight(mode: str, gaps: list[float], mask: list[bool], t: int, cap: fl
 
 
 def naive_drop(advantage: float, gaps: list[float], mask: list[bool], delta: float | None) -> bool:
-    """DeepSeek-V3.2, eq. 9, at π_old."""
+    """Say whether a sample is dropped by eq. 9 of DeepSeek-V3.2, at π_old."""
     counted = [-d for d, m in zip(gaps, mask, strict=True) if m]
     return delta is not None and advantage < 0 and bool(counted) and sum(counted) / len(counted) > delta
 

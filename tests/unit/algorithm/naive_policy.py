@@ -8,8 +8,10 @@ from megatron_rl.config import LossConfig
 
 
 def clipped_surrogate(ratio, advantage, config: LossConfig, *, dual: float | None):
-    """−objective of one token by cases: which side of the clip it stands on, and whether that side is the pessimistic
-    one."""
+    """Return −objective of one token by cases.
+
+    The cases are the side of the clip on which the token stands, and whether that side is the pessimistic one.
+    """
     if advantage > 0 and ratio > 1 + config.clip_high:
         return -(1 + config.clip_high) * advantage
     if advantage < 0 and dual is not None and ratio > dual:
@@ -20,7 +22,7 @@ def clipped_surrogate(ratio, advantage, config: LossConfig, *, dual: float | Non
 
 
 def token_loss(config: LossConfig, t: SimpleNamespace, logprobs: list, i: int):
-    """The equation of semantics §7 for token i, as an objective to be minimised."""
+    """Return the loss of token i by the equation of semantics §7, as an objective to be minimised."""
     ratio = (logprobs[i] - t.old_logprobs[i]).exp()
     match config.policy:
         case "ppo":

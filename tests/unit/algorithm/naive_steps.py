@@ -23,9 +23,9 @@ def naive_steps(
     denominator: str,
     steps: str,
 ) -> Iterator[tuple[list[int], dict[int, float]]]:
-    """(samples that run, the weight of each one's loss tokens) of every optimizer step; nothing runs in a ghost.
+    """Yield (samples that run, the weight of each one's loss tokens) of every optimizer step.
 
-    Also the reference of the distributed test.
+    Nothing runs in a ghost. This is also the reference of the distributed test.
     """
     everyone = list(range(len(masks)))
     size = len(everyone) if steps == "merge" or size is None else size

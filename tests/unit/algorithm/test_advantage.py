@@ -1,5 +1,7 @@
-"""algorithm/advantage.py: every invariant under Hypothesis, each estimator and each reduction against a loop over its
-formula."""
+"""algorithm/advantage.py: every invariant under Hypothesis, and every estimator and reduction.
+
+Each estimator and each reduction is compared with a loop over its formula.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=N
 EPSILON = 1e-3
 
 # Rounding of a sum over a few rewards below 10 is some 1e-15. A group whose rewards differ by rounding alone (0.1 + 0.2
-# and 0.3)
-# divides it by a spread of about 0 + EPSILON, and whitening does so once more: 1e-9.
+# and 0.3) divides it by a spread of about 0 + EPSILON, and whitening does so once more: 1e-9.
 NOISE = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One batch; rewards stand per function, the plain estimators see their first column."""
+    """One batch of samples.
+
+    Rewards stand per function; the plain estimators see their first column.
+    """
 
     by_function: np.ndarray
     groups: np.ndarray
@@ -58,7 +62,10 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    """Sizes by Hypothesis; numbers by a seed, or most cases would be near copies of a few."""
+    """Draw sizes by Hypothesis, numbers by a seed.
+
+    Most cases would be near copies of a few otherwise.
+    """
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(0, 14))
     pool = draw(
@@ -79,7 +86,7 @@ def cases(draw) -> Case:
 
 
 def assert_invariants(case: Case, estimator: str) -> None:
-    """Every numbered invariant of algorithm/advantage.py on one batch."""
+    """Assert every numbered invariant of algorithm/advantage.py on one batch."""
     found = case.run(estimator)
     centres = case.whiten == "center_and_scale" and estimator in ("gdpo", "reinforce_plus_plus")
     columns = case.by_function.T if estimator == "gdpo" else case.rewards[None]
@@ -118,7 +125,7 @@ def assert_invariants(case: Case, estimator: str) -> None:
 
 
 def of_all(totals, groups, **named) -> GroupRewards:
-    """Rewards of samples none of which was taken out."""
+    """Return the rewards of samples none of which was taken out."""
     totals = np.asarray(totals, dtype=np.float64)
     return GroupRewards(totals=totals, groups=np.asarray(groups), included=np.ones(len(totals), dtype=bool), **named)
 
@@ -139,7 +146,10 @@ def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, cen
 
 
 def test_under_gae_every_included_sample_may_have_an_advantage() -> None:
-    """Equal rewards in a group say nothing there: each sample is measured against a critic."""
+    """Under gae every included sample may have an advantage, though its group's rewards are equal.
+
+    Each sample is measured against a critic.
+    """
     included = np.array([True, True, False, True])
     rewards = GroupRewards(totals=np.ones(4), groups=np.zeros(4, dtype=np.int64), included=included)
     found = may_have_advantage(rewards, estimator="gae")
@@ -185,14 +195,14 @@ def mean_of(values: list[float]) -> float:
 
 
 def std_of(values: list[float]) -> float:
-    """The unbiased one, n − 1; 0 for fewer than two."""
+    """Return the unbiased deviation, over n − 1, or 0 for fewer than two values."""
     return (
         math.sqrt(math.fsum((x - mean_of(values)) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
     )
 
 
 def whiten_naive(values: list[float], tokens: list[int], included: list[bool], mode: str) -> list[float]:
-    """The batch written out token by token, its mean and its unbiased spread."""
+    """Whiten the batch written out token by token, by its mean and its unbiased spread."""
     spread_out = [v for v, t, i in zip(values, tokens, included, strict=True) if i for _ in range(t)]
     if mode == "none" or len(spread_out) < 2:
         return values
@@ -201,7 +211,7 @@ def whiten_naive(values: list[float], tokens: list[int], included: list[bool], m
 
 
 def advantage_naive(case: Case, estimator: str) -> list[float]:
-    """Semantics §6, one sample at a time."""
+    """Return the advantages by semantics §6, one sample at a time."""
     groups, included, tokens = case.groups.tolist(), case.included.tolist(), case.loss_tokens.tolist()
 
     def peers(i: int, column: list[float]) -> list[float]:
@@ -251,20 +261,29 @@ def test_estimator_equals_formula(estimator: str, case: Case) -> None:
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("value", [0.0, 0.3, 0.1 + 0.2, 1 / 3, 1e-30, -7e11])
 def test_equal_rewards_give_exactly_zero(estimator: str, value: float) -> None:
-    """The mean of 7 times 0.1 + 0.2 is not that number, and noise over a zero spread would look like signal."""
+    """Equal rewards give exactly zero.
+
+    The mean of 7 times 0.1 + 0.2 is not that number, and noise over a zero spread would look like signal.
+    """
     rewards = np.array([value] * 7 + [0.0, 1.0])
     found = advantages(of_all(rewards, [0] * 7 + [1] * 2, by_function=rewards[:, None]), estimator=estimator)
     assert (found[:7] == 0.0).all() and (found[7:] != 0.0).all()
 
 
 def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
-    """0.1 + 0.2 ≠ 0.3 as numbers: dropping the group would not be lossless, so it keeps its (tiny) signal."""
+    """Rewards that differ by rounding are not equal, so their group keeps its (tiny) signal.
+
+    0.1 + 0.2 ≠ 0.3 as numbers: dropping the group would not be lossless.
+    """
     found = advantages(of_all([0.1 + 0.2, 0.3], [0, 0]), estimator="grpo")
     assert (found != 0).any() and (np.abs(found) < NOISE).all()
 
 
 def test_gdpo_function_that_does_not_apply_adds_nothing() -> None:
-    """Function 2 applies to half the group: its baseline is theirs alone, and the others' advantage is function 1's."""
+    """A function of gdpo adds nothing to samples to which it does not apply.
+
+    Function 2 applies to half the group: its baseline is theirs alone, and the others' advantage is function 1's.
+    """
     by_function = np.array([[1.0, math.nan], [0.0, math.nan], [1.0, 4.0], [0.0, 2.0]])
     rewards = of_all(np.nansum(by_function, axis=1), [0] * 4, by_function=by_function, function_weights=(1.0, 3.0))
     found = advantages(rewards, estimator="gdpo", epsilon=0.0)
@@ -274,7 +293,10 @@ def test_gdpo_function_that_does_not_apply_adds_nothing() -> None:
 
 
 def test_gdpo_names_the_sample_of_an_infinite_reward() -> None:
-    """The total may hide it behind a weight of 0; the advantages would be NaN all the same."""
+    """gdpo names the sample of an infinite reward.
+
+    The total may hide it behind a weight of 0; the advantages would be NaN all the same.
+    """
     by_function = np.array([[1.0, math.inf], [0.0, 1.0]])
     with pytest.raises(ValueError, match="s0 is inf"):
         given = of_all(
@@ -290,7 +312,7 @@ def test_whitening_by_scale_keeps_dead_groups_at_zero_and_centering_does_not() -
 
 
 def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, max_response_tokens: int) -> float:
-    """The table of semantics §1."""
+    """Return the weight of sample i by the table of semantics §1."""
     tokens, groups = facts.loss_tokens.tolist(), facts.groups.tolist()
     present = [j for j in counted if tokens[j] > 0]
     if i not in present:
@@ -316,7 +338,10 @@ def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, 
 @SETTINGS
 @given(case=cases(), seed=st.integers(0, 99))
 def test_reduction_weights_equal_the_table(reduction: str, case: Case, seed: int) -> None:
-    """Over any mini-batch, in any order; samples without loss tokens are in no denominator."""
+    """Reduction weights equal the table over any mini-batch, in any order.
+
+    Samples without loss tokens are in no denominator.
+    """
     facts, random = make_facts(case.groups, case.loss_tokens), np.random.default_rng(seed)
     counted = random.permutation(np.flatnonzero(case.included))
     found = reduction_weights(reduction, facts, counted, max_response_tokens=11)
@@ -339,12 +364,15 @@ def test_unknown_names_are_errors() -> None:
 
 
 def test_token_mean_of_unequal_microbatches_is_032_never_040() -> None:
-    """100 tokens at 0.5 and 900 at 0.3, each summed where it runs, added, divided by nothing afterwards."""
+    """The token mean of 100 tokens at 0.5 and 900 at 0.3 is 0.32 and never 0.40, the mean of the means.
+
+    Each is summed where it runs, added, and divided by nothing afterwards.
+    """
     facts = make_facts([0, 1], [100, 900])
     weights = reduction_weights("token_mean", facts, np.arange(2), max_response_tokens=900)
     sums = [sum(weights[i] * loss for _ in range(tokens)) for i, (tokens, loss) in enumerate([(100, 0.5), (900, 0.3)])]
     assert sum(sums) == pytest.approx(0.32, rel=1e-12)  # 1,000 additions
-    assert sum([0.5, 0.3]) / 2 == 0.40  # what a mean of means would say
+    assert sum([0.5, 0.3]) / 2 == 0.40  # the answer of a mean of means
 
 
 def of(values: list[float], groups: list[int]) -> Rewards:
@@ -352,7 +380,7 @@ def of(values: list[float], groups: list[int]) -> Rewards:
 
 
 def test_the_examples_of_the_docstrings() -> None:
-    """Each estimator's, as it stands there."""
+    """The estimators give the numbers of the examples in their docstrings."""
     one, third = of([1.0, 0.0, 0.0, 1.0], [0] * 4), 1 / 3
     half = pytest.approx(np.array([0.866, -0.866, -0.866, 0.866]), abs=5e-4)
     assert grpo(one, epsilon=0.0) == half

@@ -1,5 +1,7 @@
-"""algorithm/gae.py: every invariant under Hypothesis; the recursion against a sum per token written from the paper;
-whitening against numpy."""
+"""algorithm/gae.py: every invariant under Hypothesis, the recursion, and whitening.
+
+The recursion is compared with a sum per token written from the paper, whitening with numpy.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    """Sizes by Hypothesis, numbers by a seed; holes anywhere, samples without a loss token, NaN where no loss token
-    stands."""
+    """Draw sizes by Hypothesis, numbers by a seed.
+
+    There are holes anywhere, samples without a loss token, and NaN where no loss token stands.
+    """
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     lengths = random.integers(0, 12, draw(st.integers(0, 7)))
     total = int(lengths.sum())
@@ -57,7 +61,10 @@ def cases(draw) -> Case:
 
 
 def naive_advantages(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """A_t = Σ_l (γλ)^l δ_{t+l} (eq. 16), each sum written out; time counts the sample's loss tokens."""
+    """Return A_t = Σ_l (γλ)^l δ_{t+l} (eq. 16) and the returns, each sum written out.
+
+    Time counts the sample's loss tokens.
+    """
     advantages, returns = np.zeros(len(case.mask)), np.zeros(len(case.mask))
     for part in case.slices:
         steps = [t for t in range(part.start, part.stop) if case.mask[t]]
@@ -70,7 +77,10 @@ def naive_advantages(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_invariants(case: Case) -> None:
-    """Every numbered invariant of algorithm/gae.py on one batch; 7 and 8 have tests of their own below."""
+    """Assert every numbered invariant of algorithm/gae.py on one batch, but for 7 and 8.
+
+    These two have tests of their own below.
+    """
     advantages, returns = case.run()
     mask = case.mask
     # 1
@@ -141,7 +151,10 @@ def test_lengths_that_do_not_fit_are_errors() -> None:
 @SETTINGS
 @given(cases(), st.booleans())
 def test_token_rewards_equal_a_loop(case: Case, penalised: bool) -> None:
-    """The total on the last loss token; a sample that is taken out (NaN) has none, and its rewards are 0."""
+    """Token rewards equal a loop that puts the total on the last loss token.
+
+    A sample that is taken out (NaN) has no loss token, and its rewards are 0.
+    """
     random = np.random.default_rng(0)
     trained = np.array([case.mask[part].any() for part in case.slices], dtype=bool)
     totals = np.where(trained, random.normal(size=len(trained)), np.nan)
@@ -169,7 +182,7 @@ def test_excluded_samples_give_zeros_not_nan() -> None:
 @SETTINGS
 @given(cases(), st.sampled_from([0.0, 1e-6]))
 def test_whitening_is_over_loss_tokens(case: Case, epsilon: float) -> None:
-    """Each mode against numpy's own mean and deviation of the tokens with loss."""
+    """Whitening in each mode equals numpy's own mean and deviation of the tokens with loss."""
     advantages, _ = case.run()
     advantages[np.flatnonzero(case.mask)[:1]] = 0.0
     noisy = np.where(case.mask, advantages, case.rewards)
@@ -187,7 +200,10 @@ def test_whitening_is_over_loss_tokens(case: Case, epsilon: float) -> None:
 
 
 def test_one_token_and_equal_tokens_are_not_whitened() -> None:
-    """No spread to divide by: one token stays, and so do equal tokens without an ε."""
+    """One token and equal tokens are not whitened, since there is no spread to divide by.
+
+    One token stays as it is, and so do equal tokens without an ε.
+    """
     assert whiten_tokens(np.array([5.0, 3.0]), np.array([True, False]), "center_and_scale", 0.0).tolist() == [5.0, 0.0]
     assert whiten_tokens(np.array([3.0, 3.0]), np.array([True, True]), "scale", 0.0).tolist() == [3.0, 3.0]
     with pytest.raises(ValueError, match="advantage.whiten='centre'"):
@@ -195,8 +211,11 @@ def test_one_token_and_equal_tokens_are_not_whitened() -> None:
 
 
 def test_a_million_tokens_are_no_loop_over_tokens() -> None:
-    """500 samples of up to 4,000 tokens: some lines for each place in the longest, where a loop runs one for each token
-    at least."""
+    """A million tokens take no loop over tokens.
+
+    For 500 samples of up to 4,000 tokens some lines run for each place in the longest, where a loop runs one for each
+    token at least.
+    """
     random = np.random.default_rng(0)
     lengths = random.integers(1, 4001, 500)
     total = int(lengths.sum())

@@ -1,5 +1,7 @@
-"""algorithm/importance.py: every mode against a loop over tokens, what a mask leaves of signal and of denominators, and
-what is refused."""
+"""algorithm/importance.py: every mode against a loop over tokens, the effect of masks, and refusals.
+
+Masks change the signal and the denominators; settings that cannot work are refused.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ def run(
     *,
     rollout: float = -2.0,
 ):
-    """The correction of samples whose engine said ``rollout`` at every token and whose trainer says ``rollout`` +
-    gap."""
+    """Return the correction of samples by the gaps between trainer and engine.
+
+    The engine said ``rollout`` at every token, the trainer says ``rollout`` + gap.
+    """
     flat = np.array([d for sample in gaps for d in sample])
     mask = np.array([m for sample in masks for m in sample], dtype=bool)
-    old = np.where(mask, rollout + flat, np.nan)  # what carries no loss may be anything
+    old = np.where(mask, rollout + flat, np.nan)  # a token without loss may have any number
     lengths = np.array([len(d) for d in gaps], dtype=np.int64)
     return importance_weights(
         old, np.full(len(flat), rollout), mask, lengths, np.array(advantages), np.ones(len(lengths), dtype=bool), config
@@ -62,7 +66,10 @@ samples = st.lists(
     delta=st.sampled_from([None, 0.0, 0.5, 1.0]),
 )
 def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> None:
-    """Ragged samples, tokens without loss, both signs of A; and the signal that is left."""
+    """Weights equal a loop over tokens, and so does the signal that is left.
+
+    Samples are ragged, some tokens have no loss, and A has both signs.
+    """
     config = CorrectionConfig(mode=mode, cap=cap, floor=None if mode == "none" else floor, off_policy_delta=delta)
     advantages = [a for a, _ in drawn]
     gaps, masks = [[d for d, _ in tokens] for _, tokens in drawn], [[m for _, m in tokens] for _, tokens in drawn]
@@ -80,8 +87,11 @@ def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> Non
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mask_zeroes_what_truncation_moves_to_the_bound(mode: str) -> None:
-    """e^1 above 2, e^−1 below 0.5, both in every token, so that product, mean and token agree on which side they
-    are."""
+    """A mask zeroes the weights that truncation moves to the bound.
+
+    e^1 is above 2 and e^−1 below 0.5, both in every token, so that product, mean and token agree on which side they
+    are.
+    """
     config = CorrectionConfig(mode=mode, cap=2.0, floor=0.5)
     weights = run(config, [1.0] * 3, [[1.0, 1.0], [-1.0], [0.0, 0.0]], [[True, True], [True], [True, True]]).weights
     assert weights.tolist() == ([0.0] * 3 if mode.endswith("mask") else [2.0, 2.0, 0.5]) + [1.0, 1.0]
@@ -99,7 +109,10 @@ def test_equal_logprobs_give_weights_of_exactly_one(mode: str) -> None:
 
 
 def test_off_policy_masking_takes_negative_advantages_only() -> None:
-    """mean(log μ − log π_old) = 1: above δ = 0.9, not above 1; a gap the other way never counts; 0 is not below 0."""
+    """Off-policy masking takes negative advantages only, and only with a gap above δ.
+
+    mean(log μ − log π_old) = 1 is above δ = 0.9 and not above 1; a gap the other way never counts; 0 is not below 0.
+    """
     advantages, gaps = [-1.0, 1.0, 0.0, -1.0], [[-0.5, -1.5], [-1.0], [-1.0], [2.0]]
     masks = [[True] * len(d) for d in gaps]
     for delta, wanted in ((0.9, [0.0, 0.0, 1.0, 1.0, 1.0]), (1.0, [1.0] * 5), (0.0, [0.0, 0.0, 1.0, 1.0, 1.0])):
@@ -118,7 +131,10 @@ def test_tokens_without_loss_are_in_no_sum_and_no_mean() -> None:
 
 
 def test_samples_that_were_not_passed_have_weight_zero() -> None:
-    """Their π_old is unknown (0 in the flat array): nothing may be trained on it."""
+    """Samples that were not passed have weight zero.
+
+    Their π_old is unknown (0 in the flat array), so nothing may be trained on it.
+    """
     found = importance_weights(
         np.zeros(4),
         np.full(4, -1.0),
@@ -132,8 +148,10 @@ def test_samples_that_were_not_passed_have_weight_zero() -> None:
 
 
 def test_an_impossible_token_is_capped_and_nan_is_named() -> None:
-    """The engine says −inf where the trainer does not: the weight is the cap, or masked; where both do, it is an
-    error."""
+    """The weight of an impossible token is the cap, or masked, and NaN is an error that names the sample.
+
+    A token is impossible where the engine says −inf and the trainer does not; where both do, the gap is NaN.
+    """
     for mode, wanted in (("token_truncate", 2.0), ("sequence_mask", 0.0)):
         assert run(CorrectionConfig(mode=mode), [1.0], [[math.inf]], [[True]]).weights.tolist() == [wanted]
     with pytest.raises(ValueError, match="sample 1 is NaN"):
@@ -141,7 +159,10 @@ def test_an_impossible_token_is_capped_and_nan_is_named() -> None:
 
 
 def test_metrics_are_of_the_tokens_with_an_advantage() -> None:
-    """5 loss tokens with A ≠ 0, of 8: weights 0 (e^1 > 2), 1, 1 and, of the sample wholly masked, 0, 0."""
+    """Metrics are of the tokens with an advantage: of 8 tokens, 5 loss tokens have A ≠ 0.
+
+    Their weights are 0 (e^1 > 2), 1, 1 and, of the sample wholly masked, 0, 0.
+    """
     gaps, advantages = [[1.0, 0.0, 9.0, 0.0], [1.0, 1.0], [1.0, 0.0]], [1.0, -1.0, 0.0]
     masks = [[True, True, False, True], [True, True], [True, True]]
     mask, lengths = np.array(sum(masks, [])), np.array([4, 2, 2])

@@ -1,5 +1,7 @@
-"""algorithm/noise.py: every invariant under Hypothesis, the distribution, and a run whose first steps have noise, on
-several layouts."""
+"""algorithm/noise.py: every invariant under Hypothesis, the distribution, and runs with noise.
+
+The first steps of such a run have noise, the same on several layouts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ HIGHEST = 8.3  # of 52 random bits: the inverse at 2^-53 is −8.21
 
 
 def assert_invariants(advantages: np.ndarray, signal: np.ndarray, ids: list[str], std: float, seed: int) -> None:
-    """Every numbered invariant of algorithm/noise.py on one batch."""
+    """Assert every numbered invariant of algorithm/noise.py on one batch."""
     given_advantages = advantages.copy()
     found = with_noise(advantages, signal, ids, std=std, seed=seed)
 
@@ -34,9 +36,10 @@ def assert_invariants(advantages: np.ndarray, signal: np.ndarray, ids: list[str]
     if std and signal.any():
         assert not np.array_equal(found[signal], with_noise(advantages, signal, ids, std=std, seed=seed + 1)[signal])
 
+    # 3
     naive = [
         a + std * standard_normal(seed, name) if s else a for a, s, name in zip(advantages, signal, ids, strict=True)
-    ]  # 3
+    ]
     assert np.array_equal(found, naive)
     assert np.array_equal(with_noise(advantages, signal, ids, std=0.0, seed=seed), advantages)
 
@@ -65,15 +68,18 @@ def test_a_group_of_equal_rewards_stays_exactly_zero() -> None:
 
 
 def test_numbers_are_normal_and_pinned() -> None:
-    """20,000 numbers: mean and deviation within five standard errors, no quantile off by more than the Kolmogorov bound
-    for 1e-6."""
+    """The numbers are normally distributed, and pinned.
+
+    Of 20,000 numbers, mean and deviation are within five standard errors, and no quantile is off by more than the
+    Kolmogorov bound for 1e-6.
+    """
     count = 20_000
     numbers = np.sort([standard_normal(7, f"{i}@0#0") for i in range(count)])
     assert abs(numbers.mean()) < 5 / math.sqrt(count) and abs(numbers.std() - 1) < 5 / math.sqrt(2 * count)
     ranks = np.array([NormalDist().cdf(x) for x in numbers])
     assert np.abs(ranks - (np.arange(count) + 0.5) / count).max() < math.sqrt(math.log(2 / 1e-6) / 2 / count)
-    # What a run draws must not change with a version: a tail (a logarithm, whose last bit is the library's) and the
-    # middle.
+    # The draws of a run must not change with a version. Pinned are a tail (a logarithm, whose last bit is the
+    # library's) and the middle.
     for name, value in {"17@0#19": 2.7173410046028237, "17@0.1#3": -0.7336562692372715}.items():
         assert standard_normal(0, name) == pytest.approx(value, rel=1e-14)
 
@@ -91,9 +97,12 @@ WHOLE = ("loss.reduction=sequence_mean", "train.samples_per_mini_batch=null", "s
 
 
 def test_first_losses_are_zero_without_noise_and_only_the_first_with_it(pool, arithmetic, tmp_path):
-    """One step a rollout, whole groups: Σ A = 0, so the loss is 0 to rounding, and the gradient is not. Noise for one
-    step, counted after the warm-up, moves the first loss and the second not; what is dropped in the first is the
-    same."""
+    """First losses are zero without noise, and noise of one step moves only the first.
+
+    One step a rollout on whole groups has Σ A = 0, so the loss is 0 to rounding, and the gradient is not. Noise for one
+    step, counted after the warm-up, moves the first loss and the second not; the first step drops as
+    many samples as without noise.
+    """
     found = {}
     for name, extra in (("plain", ()), ("noisy", NOISE)):
         given = arguments(arithmetic, tmp_path / name, *WHOLE, *extra)

@@ -30,8 +30,10 @@ CONFIGS = {
 
 
 def make_tokens(seed: int = 0) -> SimpleNamespace:
-    """60 tokens of 6 sequences, in no order; ratios from 0.1 to 10, so that every clip is met from both sides of both
-    signs."""
+    """Make 60 tokens of 6 sequences, in no order.
+
+    Ratios go from 0.1 to 10, so that every clip is met from both sides of both signs.
+    """
     random = torch.Generator().manual_seed(seed)
     sequences = torch.randint(0, 6, (60,), generator=random)
     old = -3 * torch.rand(60, generator=random, dtype=torch.float64)
@@ -52,7 +54,7 @@ def make_tokens(seed: int = 0) -> SimpleNamespace:
 
 
 def run_term(config: LossConfig, t: SimpleNamespace, **changed):
-    """(PolicyTerm, gradient of its sum with respect to the log-probs)."""
+    """Return (PolicyTerm, gradient of its sum with respect to the log-probs)."""
     t = SimpleNamespace(**{**vars(t), **changed})
     logprobs = t.logprobs.clone().requires_grad_()
     term = policy_term(logprobs, t.old_logprobs, t.advantages, t.weights, t.sequences, t.num_sequences, config)
@@ -61,7 +63,7 @@ def run_term(config: LossConfig, t: SimpleNamespace, **changed):
 
 
 def naive_loss(config: LossConfig, t: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """(per-token losses, gradient of their sum), one scalar at a time."""
+    """Return (per-token losses, gradient of their sum), one scalar at a time."""
     logprobs = [x.clone().requires_grad_() for x in t.logprobs]
     losses = [token_loss(config, t, logprobs, i) for i in range(len(logprobs))]
     gradient = torch.autograd.grad(sum(losses), logprobs, allow_unused=True)
@@ -85,7 +87,10 @@ def test_term_equals_equation(name: str) -> None:
 
 
 def test_gspo_of_a_single_token_response_equals_the_naive_loop() -> None:
-    """Its ratio is the token's own, within the clip and beyond it, beside responses of two and three tokens."""
+    """gspo's ratio of a single-token response is the token's own, within the clip and beyond it.
+
+    Such responses stand beside responses of two and three tokens.
+    """
     lengths, gaps = [1, 2, 1, 3, 1, 1], [0.06, 0.02, -0.03, -0.04, 0.01, 0.07, -0.02, 0.5, -0.5]
     sequences = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
     old, gap = torch.linspace(-3, -1, 9, dtype=torch.float64), torch.tensor(gaps, dtype=torch.float64)
@@ -111,7 +116,7 @@ def test_clipped_is_where_the_gradient_is_gone(name: str) -> None:
     term, gradient = run_term(CONFIGS[name], tokens)
     alive = tokens.advantages != 0
     assert torch.equal(term.clipped[alive], gradient[alive] == 0)
-    assert 0.2 < term.clipped[alive].double().mean() < 0.8  # the case above is not vacuous
+    assert 0.2 < term.clipped[alive].double().mean() < 0.8  # both cases occur often
 
 
 def test_every_policy_is_tested() -> None:
@@ -120,8 +125,10 @@ def test_every_policy_is_tested() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_folded_weight_equals_weight_outside(name: str) -> None:
-    """w·term(A) = term(w·A), bit by bit for a power of two (the exponent alone changes), and to rounding for any w >
-    0."""
+    """A weight folded into A equals a weight outside: w·term(A) = term(w·A).
+
+    It holds bit by bit for a power of two (the exponent alone changes), and to rounding for any w > 0.
+    """
     tokens = make_tokens()
     plain = {"advantages": tokens.advantages / tokens.weights, "weights": torch.ones_like(tokens.weights)}
     outside, gradient_outside = run_term(CONFIGS[name], tokens, **plain)
@@ -137,7 +144,10 @@ def test_folded_weight_equals_weight_outside(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "dro"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_advantage_gives_exactly_zero_gradient(name: str, dtype: torch.dtype) -> None:
-    """What the skip stands on: not small, zero, however far the ratio has gone."""
+    """A zero advantage gives a gradient of exactly zero, however far the ratio has gone.
+
+    The skip stands on this: a small gradient would not do.
+    """
     tokens = make_tokens()
     moved = {k: v.to(dtype) for k, v in vars(tokens).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     far = moved["old_logprobs"] + 12 * (moved["logprobs"] - moved["old_logprobs"])
@@ -148,7 +158,7 @@ def test_zero_advantage_gives_exactly_zero_gradient(name: str, dtype: torch.dtyp
 
 
 def test_dro_trains_at_zero_advantage() -> None:
-    """The reason why algorithm/signal.py refuses it under skip.mode=exact."""
+    """dro trains at zero advantage, so algorithm/signal.py refuses it under skip.mode=exact."""
     _, gradient = run_term(CONFIGS["dro"], make_tokens(), advantages=torch.zeros(60, dtype=torch.float64))
     assert (gradient != 0).all()
 
@@ -184,10 +194,10 @@ def test_kl_equals_definition(estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "unbiased"])
 def test_kl_is_unbiased_in_value_and_unbiased_in_gradient_too(estimator: str) -> None:
-    """Σ_v π_old(v)·estimate(v) over a whole vocabulary: KL(π_θ ‖ π_ref) itself for ``unbiased``, gradient included,
-    off-policy.
+    """The ``unbiased`` estimate gives KL(π_θ ‖ π_ref) itself off-policy, gradient included.
 
-    k1 and k3 need π_old = π_θ for the value, and their gradient is another one (DeepSeek-V3.2, section 3.1).
+    The sum Σ_v π_old(v)·estimate(v) goes over a whole vocabulary. k1 and k3 need π_old = π_θ for the value, and their
+    gradient is another one (DeepSeek-V3.2, section 3.1).
     """
     random = torch.Generator().manual_seed(3)
     logits, reference, old = torch.randn(3, 11, generator=random, dtype=torch.float64)
@@ -219,8 +229,10 @@ def run_objective(config: LossConfig, tokens: SimpleNamespace, entropy: torch.Te
 
 @pytest.mark.parametrize("policy", ["ppo", "dro"])
 def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
-    """L = Σ policy + Σ w·(β·kl − c·entropy), and the six sums that metrics read. dro's quadratic is against the
-    engine's μ."""
+    """The objective is L = Σ policy + Σ w·(β·kl − c·entropy), and gives the six sums that metrics read.
+
+    dro's quadratic is against the engine's μ.
+    """
     tokens, entropy = make_tokens(), torch.linspace(0.1, 3, 60, dtype=torch.float64)
     config = LossConfig(policy=policy, kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.02)
     loss, sums, (gradient, entropy_gradient) = run_objective(config, tokens, entropy)
@@ -236,7 +248,10 @@ def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
 
 
 def test_objective_without_old_logprobs_is_on_policy() -> None:
-    """Where the first step takes π_old = π_θ, no pass is needed: the ratio is exactly 1, nothing is clipped."""
+    """Without old log-probs the objective is on-policy: the ratio is exactly 1 and nothing is clipped.
+
+    So no pass is needed where the first step takes π_old = π_θ.
+    """
     tokens = make_tokens()
     tokens.old_logprobs = tokens.reference_logprobs = None
     loss, sums, (gradient, entropy_gradient) = run_objective(LossConfig(), tokens, torch.zeros(60, dtype=torch.float64))
@@ -246,7 +261,10 @@ def test_objective_without_old_logprobs_is_on_policy() -> None:
 
 
 def test_zero_weights_take_kl_and_entropy_along() -> None:
-    """What a filler runs: every weight 0, so that no term of it moves a weight, bit by bit."""
+    """Weights of 0 let no term of the objective move a weight of the model, bit by bit.
+
+    A filler runs with such weights.
+    """
     tokens = make_tokens()
     zeros = torch.zeros(60, dtype=torch.float64)
     tokens.advantages = tokens.weights = zeros
@@ -263,7 +281,7 @@ def test_unknown_names_are_errors() -> None:
 
 
 def test_the_examples_of_the_policy_terms_docstrings() -> None:
-    """Each term's, as it stands there."""
+    """The policy terms give the numbers of the examples in their docstrings."""
 
     def of(*values: float) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, requires_grad=True)

@@ -1,5 +1,8 @@
-"""loss.reduction × loss.denominator × skip.steps, against a naive loop written from semantics §1 and §3: who runs in
-which step, with which weight. tests/equality/test_products.py takes the same products through real schedules."""
+"""loss.reduction × loss.denominator × skip.steps against a naive loop from semantics §1 and §3.
+
+The loop says which samples run in which step, with which weight. tests/equality/test_products.py takes the same
+products through real schedules.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ every_product = pytest.mark.parametrize(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A batch: masks per sample, groups, advantages, and how it is cut. Mini-batches cut through groups."""
+    """A batch: masks per sample, groups, advantages, and its cut.
+
+    Mini-batches cut through groups.
+    """
 
     masks: list[np.ndarray]
     groups: np.ndarray
@@ -54,7 +60,7 @@ class Case:
         )
 
     def plan(self, *, steps: str = "match", drops: bool = True, advantages: np.ndarray | None = None) -> BatchPlan:
-        """As the backend makes it: nothing is merged where nothing is dropped."""
+        """Plan as the backend does: nothing is merged where nothing is dropped."""
         facts = self.facts
         signal = has_signal(self.advantages if advantages is None else advantages, facts.loss_tokens)
         mini_batches = split_mini_batches(np.arange(facts.num_samples), self.samples_per_mini_batch)
@@ -65,7 +71,10 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    """Ragged masks with holes, some empty; drop patterns from none to all, with mini-batches that are wholly dead."""
+    """Draw ragged masks with holes, some of them empty, and drop patterns from none to all.
+
+    Some mini-batches are wholly dead.
+    """
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(1, 20))
     masks = [random.random(random.integers(1, 12)) < random.choice([0.9, 0.9, 0.0]) for _ in range(count)]
@@ -105,7 +114,7 @@ def weights_of(
     *,
     mode: str = "approximate",
 ) -> list[np.ndarray]:
-    """[S] of each step: the weights that the run's loop gives to the loss."""
+    """Return the weights [S] that the run's loop gives to the loss in each step."""
     config, values = config_of(reduction, denominator, mode), case.advantages if advantages is None else advantages
     signal = has_signal(values, case.facts.loss_tokens)
     found = []
@@ -145,8 +154,10 @@ def test_steps_and_weights_equal_the_naive_loop(case: Case, reduction: str, deno
 @SETTINGS
 @given(case=cases())
 def test_kept_equals_original_when_nothing_is_dropped(case: Case, reduction: str, denominator: str, steps: str) -> None:
-    """Bit by bit, in each step that drops nothing: of a whole batch with signal, and under skip.mode=off of any
-    batch."""
+    """Kept denominators equal original ones, bit by bit, in each step that drops nothing.
+
+    Such steps are those of a whole batch with signal, and under skip.mode=off those of any batch.
+    """
     alive = np.where(case.advantages == 0, 1.0, case.advantages)
     for plan, values, mode in (
         (case.plan(steps=steps, advantages=alive), alive, "approximate"),
@@ -162,8 +173,10 @@ def test_kept_equals_original_when_nothing_is_dropped(case: Case, reduction: str
 @SETTINGS
 @given(case=cases(), size=st.integers(1, 4))
 def test_kept_denominators_do_not_depend_on_the_cut(case: Case, reduction: str, size: int) -> None:
-    """Without repacking, samples without signal run next to survivors: they are counted no more than where they do
-    not."""
+    """Kept denominators do not depend on the cut.
+
+    Without repacking, samples without signal run next to survivors: they are counted no more than where they do not.
+    """
     whole = dataclasses.replace(case.rules, repack=False, max_tokens=10_000, samples_per_microbatch=size)
     cut = dataclasses.replace(case, rules=whole).plan()
     for found, wanted in zip(*(weights_of(case, plan, reduction, "kept") for plan in (cut, case.plan())), strict=True):
@@ -174,7 +187,10 @@ def test_kept_denominators_do_not_depend_on_the_cut(case: Case, reduction: str, 
 @SETTINGS
 @given(case=cases())
 def test_match_with_original_denominators_equals_the_dense_run(case: Case, reduction: str) -> None:
-    """Lossless: as many steps, and in each the dense run's weights, bit by bit."""
+    """Matched steps with original denominators equal the dense run, so the skip is lossless.
+
+    There are as many steps, and in each the dense run's weights, bit by bit.
+    """
     skip, dense = (weights_of(case, case.plan(drops=drops), reduction, "original") for drops in (True, False))
     assert len(skip) == len(dense) and all(np.array_equal(a, b) for a, b in zip(skip, dense, strict=True))
 
@@ -184,7 +200,11 @@ def test_match_with_original_denominators_equals_the_dense_run(case: Case, reduc
 @SETTINGS
 @given(case=cases())
 def test_merge_equals_match_on_one_mini_batch(case: Case, reduction: str, denominator: str) -> None:
-    """One step, its denominators those of the merged mini-batch, a ghost only where nothing of the batch has signal."""
+    """Merged mini-batches equal one mini-batch of all samples under skip.steps=match.
+
+    There is one step, its denominators are those of the merged mini-batch, and it is a ghost only where nothing of the
+    batch has signal.
+    """
     merged = case.plan(steps="merge")
     whole = plan_steps(
         "train",
@@ -204,7 +224,10 @@ def test_merge_equals_match_on_one_mini_batch(case: Case, reduction: str, denomi
 @SETTINGS
 @given(case=cases())
 def test_kept_means_are_means_over_the_survivors(case: Case, reduction: str, steps: str) -> None:
-    """Σ_t w_t over the loss tokens that run is 1 in every real step; under ``original`` it is their share, ≤ 1."""
+    """Kept weights are means over the survivors: Σ_t w_t over the loss tokens that run is 1 in every real step.
+
+    Under ``original`` the sum is their share, ≤ 1.
+    """
     plan, tokens = case.plan(steps=steps), case.facts.loss_tokens
     for denominator in DENOMINATORS:
         for mini_batch, weights in zip(plan.mini_batches, weights_of(case, plan, reduction, denominator), strict=True):
@@ -238,7 +261,10 @@ def test_exact_refuses_kept_and_names_both_ways_out(reduction: str, steps: str) 
     [("exact", "match", 8), ("exact", "merge", 2), ("approximate", "merge", 2), ("off", "merge", 8)],
 )
 def test_merge_has_one_step_an_epoch(mode: str, steps: str, wanted: int) -> None:
-    """16 prompts of 4 in mini-batches of 16, two epochs; where nothing is dropped nothing is merged."""
+    """A merged run has one step an epoch; where nothing is dropped nothing is merged.
+
+    The run has 16 prompts of 4 in mini-batches of 16, and two epochs.
+    """
     config = load_config(
         None,
         [

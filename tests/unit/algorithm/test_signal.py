@@ -1,4 +1,4 @@
-"""algorithm/signal.py: what may be dropped, and every setting under which dropping is not exact."""
+"""algorithm/signal.py: the samples that may be dropped, and every setting under which dropping is not exact."""
 
 from __future__ import annotations
 
@@ -70,11 +70,14 @@ REFUSED = [
 
 
 def assert_invariants(values: np.ndarray, tokens: np.ndarray, epsilon: float) -> None:
-    """Every numbered invariant of algorithm/signal.py; the fourth is ``test_exact_refuses``, over settings."""
+    """Assert every numbered invariant of algorithm/signal.py but the fourth.
+
+    That one is ``test_exact_refuses``, over settings.
+    """
     found = has_signal(values, tokens, advantage_epsilon=epsilon)
-    # 1: of these alone
+    # 1: it depends on these alone
     assert np.array_equal(found, has_signal(values.copy(), tokens.copy(), advantage_epsilon=epsilon))
-    # 1: not of a sign, so not of a sum
+    # 1: it does not depend on a sign, and so on no sum
     assert np.array_equal(found, has_signal(-values, tokens, advantage_epsilon=epsilon))
     assert not found[tokens == 0].any()  # 2
     for value, count, signal in zip(values.tolist(), tokens.tolist(), found.tolist(), strict=True):  # 3
@@ -102,8 +105,10 @@ def test_every_coupling_field_is_tested() -> None:
 
 
 def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
-    """A renamed field would let a coupled run pass; a default that couples must be one that model/build.py
-    overrides."""
+    """Coupling fields are Megatron's own, and every default that couples is known.
+
+    A renamed field would let a coupled run pass; a default that couples must be one that model/build.py overrides.
+    """
     from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 
     from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
@@ -117,7 +122,10 @@ def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
 
 @pytest.mark.parametrize(("term", "changes"), REFUSED, ids=[term for term, _ in REFUSED])
 def test_exact_refuses(term: str, changes: dict) -> None:
-    """Names the setting, and both ways out: take it back, or another skip.mode."""
+    """skip.mode=exact refuses a setting that couples samples, and names it with both ways out.
+
+    These are to take the setting back, or to choose another skip.mode.
+    """
     assert coupling_terms(make_config("exact", **changes)) == (term,)
     with pytest.raises(ConfigError) as caught:
         signal_rule(make_config("exact", **changes))
@@ -137,7 +145,7 @@ def test_approximate_says_what_it_approximates_and_off_drops_nothing(term: str, 
 
 
 def test_a_refusal_names_every_setting_at_once() -> None:
-    """Mending one after the other would cost a start each."""
+    """A refusal names every setting at once, since mending one after the other would cost a start each."""
     with pytest.raises(ConfigError) as caught:
         signal_rule(make_config("exact", loss={"kl_coefficient": 0.1, "policy": "dro", "denominator": "kept"}))
     for word in ("loss.kl_coefficient to its neutral value", "another loss.policy", "loss.denominator=original"):
@@ -153,8 +161,10 @@ def test_exact_allows_neutral_values(name: str) -> None:
 @pytest.mark.parametrize("mode", ["exact", "approximate", "off"])
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNCOUNTED for value in UNCOUNTED[name]])
 def test_uncounted_losses_are_refused_in_every_mode(name: str, value: object, mode: str) -> None:
-    """By the run and by the library: the message names key, value, reason and way out, and of exact that it could not
-    hold."""
+    """The run and the library both refuse uncounted losses, in every mode.
+
+    The message names key, value, reason and way out, and for exact that it could not hold.
+    """
     config = make_config(mode, transformer={name: value})
     for refuse in (signal_rule, refuse_uncounted_losses):
         with pytest.raises(ConfigError) as caught:
@@ -172,7 +182,10 @@ def test_neutral_values_of_uncounted_losses_are_accepted(name: str) -> None:
 
 
 def test_the_library_refuses_uncounted_losses_too() -> None:
-    """A user of MegatronBackend alone passes no ``signal_rule``; nothing is joined or built before the refusal."""
+    """The library refuses uncounted losses before anything is joined or built.
+
+    A user of MegatronBackend alone passes no ``signal_rule``.
+    """
     from megatron_rl.backend.backend import MegatronBackend
 
     with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01 is refused in every skip.mode"):
@@ -186,7 +199,10 @@ def test_exact_is_the_default_and_drops() -> None:
 
 
 def test_first_loss_is_zero_and_signal_is_not() -> None:
-    """TRL #2869: on-policy, over whole groups under sequence_mean, Σ A = 0 makes the loss 0; its gradient is not."""
+    """The first loss is zero and its gradient is not (TRL #2869).
+
+    On-policy, over whole groups under sequence_mean, Σ A = 0 makes the loss 0.
+    """
     rewards, groups = np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]), np.array([0, 0, 0, 0, 1, 1])
     tokens = np.array([3, 5, 2, 8, 4, 4])
     values = advantages(GroupRewards(totals=rewards, groups=groups, included=np.ones(6, dtype=bool)), estimator="grpo")

@@ -12,7 +12,10 @@ DOUBLE = {"rtol": 1e-12, "atol": 1e-13}
 
 
 def make_tokens(seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """values, old values, returns, weights [200]: on either side of the clip and of the return; some weights 0."""
+    """Return values, old values, returns and weights, each [200].
+
+    They lie on either side of the clip and of the return; some weights are 0.
+    """
     random = torch.Generator().manual_seed(seed)
     values, moved, gap = torch.randn(3, 200, generator=random, dtype=torch.float64)
     weights = torch.rand(200, generator=random, dtype=torch.float64)
@@ -21,7 +24,7 @@ def make_tokens(seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 def naive_loss(values, old, returns, weights, clip: float | None):
-    """(sum, gradient, clipped) by cases, token by token."""
+    """Return (sum, gradient, clipped) by cases, token by token."""
     loss, gradient, clipped = 0.0, [], []
     for v, o, r, w in zip(*(x.tolist() for x in (values, old, returns, weights)), strict=True):
         bounded = v if clip is None else o - clip if v < o - clip else o + clip if v > o + clip else v
@@ -43,13 +46,13 @@ def test_value_loss_equals_equation(clip: float | None) -> None:
     torch.testing.assert_close(values.grad, gradient, **DOUBLE)
     assert torch.equal(term.clipped, clipped) and not term.clipped.requires_grad
     if clip == 0.2:
-        assert 0.1 < clipped.double().mean() < 0.9  # the case above is not vacuous
+        assert 0.1 < clipped.double().mean() < 0.9  # both cases occur often
     if clip in (None, 100.0):
         assert not clipped.any()
 
 
 def test_micro_batches_add_up() -> None:
-    """A sum: however the tokens are cut, nothing is averaged."""
+    """Micro-batches add up: however the tokens are cut, nothing is averaged."""
     tokens = make_tokens()
     whole = value_loss(*tokens, clip=0.2).loss
     parts = [value_loss(*(x[start::3] for x in tokens), clip=0.2).loss for start in range(3)]
@@ -64,7 +67,10 @@ def test_zero_weight_has_exactly_zero_gradient() -> None:
 
 
 def test_no_tokens_give_zero_with_a_gradient() -> None:
-    """What a rank of context parallelism without a loss token runs: backward must not fail."""
+    """No tokens give a loss of zero with a gradient, so that backward does not fail.
+
+    A rank of context parallelism without a loss token runs this.
+    """
     values = torch.zeros(0, requires_grad=True)
     term = value_loss(values, *torch.zeros(3, 0), clip=0.2)
     term.loss.backward()

@@ -9,8 +9,10 @@ from megatron_rl.types import StepPlan
 
 
 def microbatches_of(plan: StepPlan, data_size: int) -> list[list[list[int]]]:
-    """Per data-parallel rank, its micro-batches without fillers, each the samples in it; what the ranks will iterate
-    over."""
+    """Return the micro-batches without fillers of each data-parallel rank, each as its samples.
+
+    They are asserted to be what the ranks will iterate over.
+    """
     per_rank = [[*plan.microbatches(rank)] for rank in range(data_size)]
     for rank, microbatches in enumerate(per_rank):
         assert plan.rank_samples(rank).tolist() == [i for m in microbatches for i in m.samples.tolist()]
@@ -19,7 +21,7 @@ def microbatches_of(plan: StepPlan, data_size: int) -> list[list[list[int]]]:
 
 
 def assert_lockstep(plan: StepPlan, rules: PlanRules, padded: np.ndarray) -> None:
-    """Invariants 9 and 10, block by block."""
+    """Assert invariants 9 and 10 of planning/plan.py, block by block."""
     assert len(plan.filler_microbatches) == plan.num_microbatches.sum()
     ran = [i for rank in microbatches_of(plan, rules.data_size) for m in rank for i in m]
     silent, num_fillers = 0, 0

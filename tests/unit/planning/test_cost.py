@@ -1,5 +1,7 @@
-"""planning/cost.py: its invariants under Hypothesis, fits against what generated them, and the closed form against
-planning/timeline.py's clock."""
+"""planning/cost.py: its invariants under Hypothesis, its fits, and its closed form.
+
+Fits are compared with the models that generated them, the closed form with planning/timeline.py's clock.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ PRIOR = prior(stages=2, virtual=1, overhead_tokens=256, square_share=1e-3, head_
 
 @st.composite
 def models(draw) -> CostModel:
-    """Of one to five stages, some without a fixed cost, so that which stage is the slowest depends on the count."""
+    """Draw a model of one to five stages, some without a fixed cost.
+
+    So the slowest stage depends on the count of micro-batches.
+    """
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     number = draw(st.integers(1, 5))
     stages = tuple(
@@ -45,7 +50,7 @@ def models(draw) -> CostModel:
 
 
 def microbatches(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and Σ l² of ragged micro-batches of one to eight sequences each."""
+    """Return tokens and Σ l² of ragged micro-batches of one to eight sequences each."""
     random = np.random.default_rng(seed)
     lengths = [random.integers(1, 500, random.integers(1, 9)) for _ in range(count)]
     return np.array([x.sum() for x in lengths], dtype=float), np.array([(x**2).sum() for x in lengths], dtype=float)
@@ -54,7 +59,7 @@ def microbatches(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 def step_of(
     model: CostModel, tokens: np.ndarray, squares: np.ndarray, *, noise: float = 0.0, seed: int = 0
 ) -> np.ndarray:
-    """What ranks would measure under ``model`` (its seconds: a third forward), [stages, NUM_SUMS]."""
+    """Return the sums [stages, NUM_SUMS] that ranks would measure under ``model``, a third of its seconds forward."""
     random, rows = np.random.default_rng(seed), []
     for stage in model.stages:
         forward = stage.seconds(tokens, squares) / 3 * random.uniform(1 - noise, 1 + noise, len(tokens))
@@ -65,7 +70,7 @@ def step_of(
 @SETTINGS
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.0, 0.5, 0.99]))
 def test_coefficients_are_never_negative(seed, count, noise) -> None:
-    """Invariant 1: times that fall with tokens, too."""
+    """Coefficients are never negative (invariant 1), even where times fall with tokens."""
     random = np.random.default_rng(seed)
     tokens, squares = microbatches(seed, count)
     rows = [
@@ -98,7 +103,7 @@ def test_without_measurements_the_prior_stands() -> None:
 @SETTINGS
 @given(models(), st.integers(0, 2**32 - 1), st.integers(1, 8))
 def test_more_work_never_takes_less_on_a_stage(model, seed, count) -> None:
-    """Invariant 2."""
+    """More work never takes less time on a stage (invariant 2)."""
     tokens, squares = microbatches(seed, count)
     for stage in model.stages:
         least = stage.seconds(tokens, squares)
@@ -111,7 +116,10 @@ def test_more_work_never_takes_less_on_a_stage(model, seed, count) -> None:
 @SETTINGS
 @given(models(), st.integers(1, 20_000), st.integers(0, 2_000_000), st.floats(0, 1))
 def test_best_count_is_the_least_predicted_time(model, tokens, squares, share) -> None:
-    """Invariant 3, against every count to 4 above it and powers of two beyond."""
+    """The best count has the least predicted time (invariant 3).
+
+    It is compared with every count to 4 above it and with powers of two beyond.
+    """
     longest = float(int(share * tokens))
     found = model.best_count(tokens, squares, longest)
     possible = min(tokens, MOST_MICROBATCHES)
@@ -131,8 +139,11 @@ def test_seconds_of_a_count_equal_the_ranks_that_runs_so_many(model, count, toke
 
 
 def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
-    """Four equal stages: beyond the count at which all others are as short, more micro-batches only cost their
-    overhead."""
+    """A longest sample is not cut, and asks for fewer micro-batches.
+
+    On four equal stages, beyond the count at which all others are as short, more micro-batches only cost their
+    overhead.
+    """
     model = CostModel(stages=(StageCost(overhead=10, token=1, square=0),) * 4)
     assert model.best_count(10_000, 0) == 55 and model.best_count(10_000, 0, longest=2_500) == 4
 
@@ -140,8 +151,10 @@ def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
 @SETTINGS
 @given(st.integers(0, 2**32 - 1), st.integers(2, 12))
 def test_the_priors_own_proportions_are_found_again(seed, count) -> None:
-    """The ridge draws towards the prior's shape, so where that is the truth nothing is lost: equal to rounding, in
-    seconds."""
+    """The prior's own proportions are found again, equal to rounding, in seconds.
+
+    The ridge draws towards the prior's shape, so where that is the truth nothing is lost.
+    """
     tokens, squares = microbatches(seed, count)
     truth = CostModel(
         stages=tuple(
@@ -158,18 +171,23 @@ def test_the_priors_own_proportions_are_found_again(seed, count) -> None:
 
 
 def test_older_steps_weigh_less_and_a_ghost_forgets_nothing() -> None:
-    """Σ over the steps of forget^(steps measured since) · sums, one step at a time."""
+    """Older steps weigh less, and a ghost step forgets nothing.
+
+    The sums are Σ over the steps of forget^(steps measured since) · sums, one step at a time.
+    """
     steps = [step_of(PRIOR, *microbatches(seed, 3)) for seed in range(4)]
     fit = CostFit(prior=PRIOR, forget=0.5)
     for step in (steps[0], np.zeros((2, NUM_SUMS)), *steps[1:], np.zeros((2, NUM_SUMS))):
         fit.add(step)
     np.testing.assert_allclose(fit.sums, sum(0.5 ** (3 - i) * step for i, step in enumerate(steps)), rtol=1e-12)
-    assert CostFit(prior=PRIOR).forget < 1  # machines slow down and speed up: what a run measured first must fade
+    assert CostFit(prior=PRIOR).forget < 1  # machines slow down and speed up: the first measurements must fade
 
 
 def test_other_proportions_are_found_from_enough_microbatches() -> None:
-    """2,000 micro-batches with ±10 % of noise: predictions within 1 % of a mean micro-batch; the ridge weighs one of
-    them."""
+    """Other proportions than the prior's are found from 2,000 micro-batches with ±10 % of noise.
+
+    Predictions are within 1 % of a mean micro-batch; the ridge weighs one of them.
+    """
     truth = CostModel(
         stages=(StageCost(overhead=8e-3, token=2e-5, square=4e-8), StageCost(overhead=9e-3, token=3e-5, square=1e-8))
     )
@@ -182,7 +200,10 @@ def test_other_proportions_are_found_from_enough_microbatches() -> None:
 
 
 def test_a_fixed_cost_that_no_lap_shows_stays_the_priors() -> None:
-    """Laps without any fixed cost: it stays worth the prior's 256 tokens, and tokens cost what was measured."""
+    """A fixed cost that no lap shows stays the prior's, worth 256 tokens.
+
+    The laps have no fixed cost at all, and tokens cost what was measured.
+    """
     truth = CostModel(stages=(StageCost(overhead=0.0, token=2e-5, square=0.0),) * 2)
     fit = CostFit(prior=PRIOR)
     fit.add(step_of(truth, *microbatches(1, 2000)))
@@ -194,7 +215,10 @@ def test_a_fixed_cost_that_no_lap_shows_stays_the_priors() -> None:
 @SETTINGS
 @given(st.integers(0, 2**32 - 1))
 def test_nonnegative_least_squares_meets_its_conditions(seed) -> None:
-    """Karush-Kuhn-Tucker: no slope where x > 0, an upward one where x = 0."""
+    """Nonnegative least squares meets the conditions of Karush, Kuhn and Tucker.
+
+    There is no slope where x > 0, and an upward one where x = 0.
+    """
     random = np.random.default_rng(seed)
     x = random.normal(size=(6, 3)) * [1.0, 1e3, 1e5]
     gram, moment = x.T @ x, x.T @ random.normal(size=6)
@@ -205,7 +229,10 @@ def test_nonnegative_least_squares_meets_its_conditions(seed) -> None:
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_mini_batch_takes_as_long_as_its_slowest_rank(stages) -> None:
-    """Rank by rank and micro-batch by micro-batch, of a plan whose last rank is silent."""
+    """A mini-batch takes as long as its slowest rank, of a plan whose last rank is silent.
+
+    The reference goes rank by rank and micro-batch by micro-batch.
+    """
     inner, last = StageCost(overhead=10, token=1, square=1e-2), StageCost(overhead=10, token=1.5, square=1e-2)
     model, lengths = CostModel(stages=(inner,) * (stages - 1) + (last,)), np.array([900, 40, 30, 20, 70, 80])
     rules = PlanRules(data_size=3, cost=model, max_tokens=100)
@@ -227,7 +254,10 @@ def test_a_mini_batch_takes_as_long_as_its_slowest_rank(stages) -> None:
 
 
 def clock_seconds(model: CostModel, tokens: np.ndarray, squares: np.ndarray) -> float:
-    """The makespan of the schedule itself, each stage's time spread evenly over its chunks, a third of it forward."""
+    """Return the makespan of the schedule itself.
+
+    Each stage's time is spread evenly over its chunks, a third of it forward.
+    """
     each = np.array([s.seconds(tokens, squares) for s in model.stages]) / model.virtual
     every = np.concatenate([each] * model.virtual)
     return simulate(every / 3, every * 2 / 3, pipeline=len(model.stages)).makespan
@@ -236,7 +266,10 @@ def clock_seconds(model: CostModel, tokens: np.ndarray, squares: np.ndarray) -> 
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("heavier", [1.0, 1.4])
 def test_rank_seconds_equals_the_clock_for_equal_microbatches(virtual, heavier) -> None:
-    """Where all stages are equal, or the last one carries more (the LM head)."""
+    """The closed form equals the clock for equal micro-batches.
+
+    All stages are equal, or the last one carries more (the LM head).
+    """
     inner, last = StageCost(overhead=10, token=1, square=1e-3), StageCost(overhead=10, token=heavier, square=1e-3)
     for pipeline in (1, 2, 4, 8):
         for count in (1, 2, 5) if virtual == 1 else (1, 3):
@@ -252,8 +285,10 @@ def test_rank_seconds_equals_the_clock_for_equal_microbatches(virtual, heavier) 
 
 @pytest.mark.parametrize(("spread", "median", "worst"), [(0.05, 0.03, 0.10), (0.2, 0.08, 0.20), (0.5, 0.12, 0.30)])
 def test_rank_seconds_is_near_the_clock_for_ragged_microbatches(spread, median, worst) -> None:
-    """How far the closed form is off on 1F1B with equal stages and the costliest micro-batch in the middle, as the
-    planner orders them."""
+    """The closed form is near the clock for ragged micro-batches.
+
+    The bounds are for 1F1B with equal stages and the costliest micro-batch in the middle, as the planner orders them.
+    """
     random, inner, errors = np.random.default_rng(0), StageCost(overhead=10, token=1, square=1e-3), []
     for _ in range(40):
         pipeline, count = int(random.choice([2, 4, 8])), int(random.integers(1, 33))

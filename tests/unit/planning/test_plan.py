@@ -1,5 +1,4 @@
-"""planning/plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches against
-brute force."""
+"""planning/plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ SETTINGS = settings(max_examples=120, deadline=None, derandomize=True, database=
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The arguments of one ``plan_steps``."""
+    """The arguments of one call of ``plan_steps``."""
 
     mini_batches: list[np.ndarray]
     lengths: np.ndarray
@@ -42,7 +41,10 @@ class Case:
 
 @st.composite
 def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Case:
-    """Rules by Hypothesis; lengths and signal by a seed, or most cases would be near copies of a few."""
+    """Draw rules by Hypothesis, lengths and signal by a seed.
+
+    Most cases would be near copies of a few otherwise.
+    """
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(0, 40))
     lengths = random.integers(1, draw(st.sampled_from([2, 70])), count)
@@ -78,7 +80,7 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
 
 
 def assert_invariants(plan: BatchPlan, case: Case) -> None:
-    """Every numbered invariant of planning/plan.py on one plan."""
+    """Assert every numbered invariant of planning/plan.py on one plan."""
     mini_batches, rules = case.mini_batches, case.rules
     if case.merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
@@ -126,8 +128,10 @@ def assert_costliest_in_the_middle(planned: StepPlan, rules: PlanRules, each: np
 
 
 def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
-    """Equal inputs, equal fingerprints; a sample that is no member changes nothing, whatever its length and its
-    signal."""
+    """Assert that equal inputs give equal fingerprints, which members alone decide.
+
+    A sample that is no member changes nothing, whatever its length and its signal.
+    """
     again = case.plan(
         lengths=case.lengths.copy(), signal=case.signal.copy(), mini_batches=[x.copy() for x in case.mini_batches]
     )
@@ -139,8 +143,10 @@ def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
 
 
 def assert_long_samples_fail_alike(case: Case) -> None:
-    """An error iff a member is above the cap, whatever is dropped, else the plan of ``own_microbatch``; a static cut
-    has no cap."""
+    """Assert that on_long_sample=fail is an error iff a member is above the cap, whatever is dropped.
+
+    Else the plan is that of ``own_microbatch``; a static cut has no cap.
+    """
     failing = dataclasses.replace(case.rules, on_long_sample="fail")
     above = padded_lengths(case.lengths, failing.pad_multiple) > failing.max_tokens
     for drops in (False, True):
@@ -170,7 +176,7 @@ def test_signal_everywhere_equals_no_drop(case: Case) -> None:
 @SETTINGS
 @given(case=cases())
 def test_merge_gives_one_step(case: Case) -> None:
-    """One mini-batch of all members, REAL iff any of them has signal."""
+    """Merging gives one mini-batch of all members, REAL iff any of them has signal."""
     plan = case.plan(merge=True, drops=True)
     assert len(plan.mini_batches) == min(1, len(case.mini_batches))
     for merged in plan.mini_batches:
@@ -181,7 +187,10 @@ def test_merge_gives_one_step(case: Case) -> None:
 @SETTINGS
 @given(case=cases(), bins=st.integers(1, 9))
 def test_balance_equals_greedy_longest_first(case: Case, bins: int) -> None:
-    """Each sample, longest first and of equals the first, to the least loaded bin, of equals the first."""
+    """Balancing gives each sample, longest first, to the least loaded bin.
+
+    Of equal samples and of equal bins the first is taken.
+    """
     for members in case.mini_batches:
         wanted: list[list[int]] = [[] for _ in range(bins)]
         for i in sorted(members.tolist(), key=lambda i: (-case.lengths[i], i)):
@@ -191,8 +200,11 @@ def test_balance_equals_greedy_longest_first(case: Case, bins: int) -> None:
 
 
 def test_ghost_stands_at_its_own_position() -> None:
-    """Three mini-batches of two, signal in the first and the last: the ghost is the second, and the optimizer steps
-    thrice."""
+    """A ghost stands at its own position among the mini-batches.
+
+    Of three mini-batches of two, the first and the last have signal: the ghost is the second, and the optimizer steps
+    three times.
+    """
     signal = np.array([False, True, False, False, True, True])
     plan = plan_steps(
         "train", split_mini_batches(np.arange(6), 2), np.full(6, 5), signal, PlanRules(data_size=2), drops=True
@@ -213,7 +225,10 @@ def test_split_mini_batches_leaves_the_rest_in_the_last(size: int | None, wanted
 
 
 def test_pads_count_against_the_cap() -> None:
-    """Four sequences of 9 tokens are 36, under a cap of 40; padded to 16 they are 64 and need two micro-batches."""
+    """Pads count against the cap.
+
+    Four sequences of 9 tokens are 36, under a cap of 40; padded to 16 they are 64 and need two micro-batches.
+    """
     lengths, members = np.full(4, 9), [np.arange(4)]
     for multiple, microbatches in ((1, 1), (16, 2)):
         plan = plan_steps(
@@ -228,8 +243,10 @@ def test_pads_count_against_the_cap() -> None:
 
 
 def test_no_microbatch_exceeds_the_token_cap() -> None:
-    """Not by one token: longest first lays 9, 7, 4 and 4 tokens out as 13 and 11, two micro-batches under a cap of 13,
-    three under 12."""
+    """No micro-batch exceeds the token cap, not by one token.
+
+    Longest first lays 9, 7, 4 and 4 tokens out as 13 and 11: two micro-batches under a cap of 13, three under 12.
+    """
     lengths = np.array([9, 7, 4, 4])
     for cap, microbatches in ((11, 3), (12, 3), (13, 2), (14, 2)):
         (one,) = plan_steps(
@@ -258,7 +275,10 @@ def test_padded_lengths_equal_a_loop() -> None:
 def test_rules_of_a_run_are_its_settings(
     tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, pads: int, multiple: int
 ) -> None:
-    """The cap as it is set; the LM head, worth 3 layers here, over the layers of the last stage alone."""
+    """The rules of a run are its settings, the cap as it is set.
+
+    The LM head, worth 3 layers here, is counted over the layers of the last stage alone.
+    """
     split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
     given = ["plan.max_tokens_per_microbatch=4096", "plan.microbatch_overhead_tokens=100", *split]
     degrees = SimpleNamespace(
@@ -279,8 +299,10 @@ def test_rules_of_a_run_are_its_settings(
 
 
 def test_fingerprint_sees_every_field() -> None:
-    """Membership, drop, cut, order, ranks, fillers, kind and purpose: a rank that differs in one of them must not go
-    on."""
+    """The fingerprint sees every field in which ranks must agree.
+
+    A rank that differs in membership, drop, cut, order, ranks, fillers, kind or purpose must not go on.
+    """
     lengths = np.arange(1, 9)
     signal = np.array([True, True, False, True, True, True, True, False])
     base = plan_steps("train", [np.arange(8)], lengths, signal, PlanRules(data_size=2, max_tokens=12), drops=True)
@@ -306,9 +328,8 @@ def test_fingerprint_sees_every_field() -> None:
         changed = dataclasses.replace(base, mini_batches=(dataclasses.replace(one, **{name: value}),))
         seen.add(changed.fingerprints()[0])
     assert len(seen) == 2 + len(changes)
-    assert {f.name for f in dataclasses.fields(StepPlan)} - set(changes) == {
-        "microbatches_dropped"
-    }  # a count for metrics only
+    # a count for metrics only
+    assert {f.name for f in dataclasses.fields(StepPlan)} - set(changes) == {"microbatches_dropped"}
 
 
 def test_fingerprint_sees_a_length_that_moves_a_sample() -> None:
@@ -340,7 +361,10 @@ def test_a_plan_is_held_only_where_it_runs_nothing() -> None:
 
 @pytest.mark.parametrize("data_size", [1, 64])
 def test_100_000_samples_plan(data_size: int) -> None:
-    """No list of all samples is walked per micro-batch: one rank with tens of thousands of micro-batches plans too."""
+    """100,000 samples are planned without a walk over all samples for each micro-batch.
+
+    One rank with tens of thousands of micro-batches plans too.
+    """
     random = np.random.default_rng(0)
     lengths = random.integers(50, 4000, 100_000)
     signal = random.random(100_000) < 0.4
@@ -371,5 +395,5 @@ def test_long_sample_error_names_the_sample_and_the_way_out() -> None:
             drops=True,
             sample_ids=("7@0#0", "7@0#1"),
         )
-    # 2 is no member
+    # sample 2 is no member
     plan_steps("logprob", [np.array([0, 1])], np.array([3, 16, 17]), np.ones(3, dtype=bool), rules, drops=True)

@@ -1,5 +1,7 @@
-"""planning/plan.py under lockstep: ranks that share experts run equally many micro-batches, by finer cuts first and
-fillers last."""
+"""planning/plan.py under lockstep: ranks that share experts run equally many micro-batches.
+
+They come there by finer cuts first and by fillers last.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from tests.unit.planning.lockstep import assert_lockstep
 def layout(
     signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True
 ) -> tuple[StepPlan, list[str]]:
-    """The plan of one mini-batch of 8 samples (or as many as lengths), and per rank its micro-batches: "0,4 7*", * for
-    a filler."""
+    """Return the plan of one mini-batch of 8 samples (or as many as lengths), and each rank's micro-batches.
+
+    These are written "0,4 7*", with * for a filler.
+    """
     tokens = np.array(lengths or [10] * 8)
     with_signal = np.isin(np.arange(len(tokens)), signal)
     (one,) = plan_steps("train", [np.arange(len(tokens))], tokens, with_signal, rules, drops=drops).mini_batches
@@ -38,7 +42,10 @@ def layout(
     ],
 )
 def test_one_survivor_keeps_its_block_in_lockstep(lockstep: int, multiple: int, ranks: list[str], silent: int) -> None:
-    """Under VPP each rank that runs has a whole group: as many micro-batches as pipeline stages, never fewer."""
+    """One survivor keeps its block of ranks in lockstep.
+
+    Under VPP each rank that runs has a whole group: as many micro-batches as pipeline stages, never fewer.
+    """
     rules = PlanRules(data_size=4, lockstep_ranks=lockstep, microbatch_multiple=multiple)
     one, found = layout([5], rules)
     assert found == ranks and one.silent_ranks == silent and one.num_fillers == sum(r.count("*") for r in ranks)
@@ -52,8 +59,10 @@ def test_fewer_survivors_than_ranks_wake_as_few_blocks_as_they_can() -> None:
 
 @pytest.mark.parametrize("static", [None, 1])
 def test_survivors_on_one_rank_only(static: int | None) -> None:
-    """Without ``repack`` survivors stay on their rank: its block runs with it, the other is silent, and no dropped
-    sample fills."""
+    """Without ``repack`` survivors stay on their rank: its block runs with it, and the other is silent.
+
+    No dropped sample is a filler.
+    """
     rules = PlanRules(data_size=4, lockstep_ranks=2, max_tokens=10, samples_per_microbatch=static, repack=False)
     one, found = layout([3, 7], rules, lengths=[1, 1, 10, 10, 1, 1, 9, 9] if static else [10] * 8)
     assert found == (["", "", "7* 7*", "3 7"] if static else ["", "", "3* 3*", "3 7"]) and one.silent_ranks == 2
@@ -65,7 +74,10 @@ def test_nothing_survives_and_no_filler_runs() -> None:
 
 
 def test_dense_run_gets_fillers_too() -> None:
-    """Five samples on two ranks, each its own micro-batch: 3 against 2, and neither rank has one to cut."""
+    """A dense run gets fillers too.
+
+    Five samples on two ranks, each its own micro-batch, are 3 against 2, and neither rank has one to cut.
+    """
     rules = PlanRules(data_size=2, lockstep_ranks=2, max_tokens=10)
     one, found = layout([], rules, lengths=[10] * 5, drops=False)
     assert found == ["0 2 4", "1 3 0*"] and one.num_fillers == 1
@@ -82,8 +94,11 @@ def test_dense_run_gets_fillers_too() -> None:
     ],
 )
 def test_block_cuts_its_own_samples_before_it_fills(lockstep: int, lengths: list[int], ranks: list[str]) -> None:
-    """20 tokens against 21 under a cap of 20: one micro-batch against two. Two samples are cut in two; a single one is
-    not."""
+    """A block cuts its own samples before it takes fillers.
+
+    20 tokens against 21 under a cap of 20 are one micro-batch against two. Two samples are cut in two; a single one is
+    not.
+    """
     assert (
         layout([], PlanRules(data_size=2, lockstep_ranks=lockstep, max_tokens=20), lengths=lengths, drops=False)[1]
         == ranks
@@ -91,8 +106,11 @@ def test_block_cuts_its_own_samples_before_it_fills(lockstep: int, lengths: list
 
 
 def test_cut_that_greedy_cannot_fit_takes_its_block_along() -> None:
-    """Rank 0 has 9, 4, 7, 4: 24 tokens, two micro-batches of 12, but longest first ends at 13 and takes three; rank 1
-    follows."""
+    """A cut that greedy packing cannot fit takes its block along.
+
+    Rank 0 has 9, 4, 7, 4: 24 tokens, two micro-batches of 12, but longest first ends at 13 and takes three; rank 1
+    follows.
+    """
     lengths = [9, 4, 7, 9, 5, 4, 6, 3]
     alone, together = (PlanRules(data_size=2, lockstep_ranks=n, max_tokens=12) for n in (1, 2))
     assert layout([], alone, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3,7 4,6"]

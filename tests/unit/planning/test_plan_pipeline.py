@@ -1,4 +1,4 @@
-"""planning/plan.py on a pipeline: how many micro-batches, in which order."""
+"""planning/plan.py on a pipeline: the number of micro-batches and their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from tests.unit.planning.pipeline_cost import pipeline
 
 
 def test_pipeline_takes_the_best_number_under_the_cap() -> None:
-    """64 equal samples, p = 4: the cap alone asks for 4 micro-batches, the cost for more, and the plan has as many."""
+    """A pipeline takes the best number of micro-batches under the cap.
+
+    For 64 equal samples at p = 4 the cap alone asks for 4 micro-batches and the cost for more, and the plan has as
+    many.
+    """
     rules = PlanRules(cost=pipeline(4, overhead=64), max_tokens=2048)
     plan = plan_steps("train", [np.arange(64)], np.full(64, 128), np.ones(64, dtype=bool), rules, drops=True)
     sizes = np.diff(plan.mini_batches[0].microbatch_offsets)
@@ -18,8 +22,10 @@ def test_pipeline_takes_the_best_number_under_the_cap() -> None:
 
 
 def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
-    """The planner's order against the order of the samples, on planning/timeline.py's clock: shorter in the mean on
-    every pipeline."""
+    """The planner's order takes less time than the order of the samples, in the mean on every pipeline.
+
+    The time is that of planning/timeline.py's clock.
+    """
     for stages, cap, spread in ((2, 4096, 0.6), (4, 4096, 0.6), (4, 2048, 0.9), (8, 2048, 0.6)):
         saved = []
         for seed in range(20):
@@ -38,7 +44,10 @@ def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
 
 
 def test_balance_counts_attention_too() -> None:
-    """One sample of 1,000 tokens costs as much as 2,000 tokens in short ones where a square costs 1/1000 of a token."""
+    """The balance between ranks counts attention too.
+
+    One sample of 1,000 tokens costs as much as 2,000 tokens in short ones where a square costs 1/1000 of a token.
+    """
     lengths = np.array([1000, *[100] * 20])
     plain, squared = (PlanRules(data_size=2, cost=pipeline(1, square=x)) for x in (0.0, 1e-3))
     for rules, with_the_long_one in ((plain, 6), (squared, 2)):

@@ -1,5 +1,7 @@
-"""planning/timeline.py: its invariants under Hypothesis, an independent longest-path reference, and Megatron-Core's own
-tables."""
+"""planning/timeline.py: its invariants under Hypothesis, a reference, and Megatron-Core's own tables.
+
+The reference is an independent search for the longest path.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=N
 
 @st.composite
 def layouts(draw) -> tuple[int, int, int]:
-    """(pipeline, virtual, micro-batches) that Megatron-Core accepts."""
+    """Draw (pipeline, virtual, micro-batches) that Megatron-Core accepts."""
     pipeline = draw(st.integers(1, 5))
     virtual = draw(st.integers(1, 3)) if pipeline > 1 else 1
     microbatches = draw(st.integers(1, 4)) * pipeline if virtual > 1 else draw(st.integers(0, 9))
@@ -73,7 +75,7 @@ def test_any_times_keep_the_invariants(layout, seed, transfer_s) -> None:
 @SETTINGS
 @given(layouts(), st.integers(1, 5), st.integers(1, 9))
 def test_equal_times_take_what_the_paper_says(layout, forward, backward) -> None:
-    """Invariant 5, in whole numbers: exact."""
+    """Equal times in whole numbers take exactly what the paper says (invariant 5)."""
     pipeline, virtual, microbatches = layout
     shape = (pipeline * virtual, microbatches)
     timeline = simulate(np.full(shape, float(forward)), np.full(shape, float(backward)), pipeline=pipeline)
@@ -84,8 +86,10 @@ def test_equal_times_take_what_the_paper_says(layout, forward, backward) -> None
 
 
 def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: int) -> float:
-    """The longest path through a graph that is written down from the schedule's words, not from planning/timeline.py's
-    loop."""
+    """Return the longest path through a graph that is written down from the schedule's words.
+
+    It uses nothing of planning/timeline.py's loop.
+    """
     stages, microbatches = forward_s.shape
     virtual = stages // pipeline
     before: dict[tuple, tuple] = {}
@@ -129,7 +133,7 @@ def test_makespan_equals_the_longest_path(layout, seed) -> None:
 
 
 def test_tables_are_megatrons() -> None:
-    """schedule_table and warmup_forwards against the installed Megatron-Core's own functions."""
+    """schedule_table and warmup_forwards equal the installed Megatron-Core's own functions."""
 
     import megatron_rl.distributed.platform  # noqa: F401 (presents the host before Megatron-Core is imported)
 

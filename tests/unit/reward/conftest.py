@@ -10,5 +10,5 @@ from tests.unit.reward.rig import OnlyEndless
 
 @pytest.fixture
 def only_endless(monkeypatch) -> None:
-    """Deadlines reach only the samples that never end, however loaded the host is."""
+    """Let deadlines reach only the samples that never end, however loaded the host is."""
     monkeypatch.setattr(pool_module, "WorkerProcess", OnlyEndless)

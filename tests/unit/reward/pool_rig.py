@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-SHORT_S = 0.2  # met only by what never ends
+SHORT_S = 0.2  # a deadline that only a sample that never ends reaches

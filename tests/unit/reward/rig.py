@@ -1,4 +1,4 @@
-"""Rollouts, rewards and workers for the tests of reward workers (test_reward_pool.py)."""
+"""Rollouts, rewards and workers for the tests of reward workers (test_pool.py)."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def is_alive(pid: int) -> bool:
 
 
 class OnlyEndless(WorkerProcess):
-    """A worker whose tasks meet their deadline only where they never end: a loaded host may hold up any other for
-    longer than that.
+    """A worker whose tasks meet their deadline only where they never end.
 
-    And where it stood is read once it is written, which such a host may put off beyond the deadline.
+    A loaded host may hold up any other task for longer than that. The place where a task stood is read once it is
+    written, which such a host may put off beyond the deadline.
     """
 
     def give(self, task: Task, task_id: int, message: Mapping[str, object]) -> None:

@@ -1,5 +1,7 @@
-"""Overlong punishment and filtering (DAPO, section 3.4): eq. 13 against its three cases, what joins which reward, and
-what is masked."""
+"""Overlong punishment and filtering (DAPO, section 3.4).
+
+Eq. 13 equals its three cases, the punishment joins the right reward, and truncated samples are masked.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=
 
 
 def naive_shape(length: int, limit: int, buffer: int) -> float:
-    """The three cases of eq. 13."""
+    """Return the punishment of one length by the three cases of eq. 13."""
     if length <= limit - buffer:
         return 0.0
     return ((limit - buffer) - length) / buffer if length <= limit else -1.0
@@ -41,7 +43,7 @@ def test_the_shape_equals_equation_13(limit: int, share: float, lengths: list[in
     found = overlong_shape(np.array(lengths, dtype=np.int64), max_response_tokens=limit, buffer_tokens=buffer)
     wanted = [naive_shape(length, limit, buffer) if buffer else 0.0 for length in lengths]
     assert found.dtype == np.float64 and np.array_equal(found, wanted)
-    assert not np.signbit(found[found == 0.0]).any()  # a reward plus it prints as it did
+    assert not np.signbit(found[found == 0.0]).any()  # no −0.0: a reward plus 0 prints as it did
 
 
 def test_a_buffer_beyond_the_limit_is_refused() -> None:
@@ -88,7 +90,10 @@ def advantages_of(config: Config, scored: ScoredBatch) -> np.ndarray:
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "gdpo"])
 def test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo(estimator: str) -> None:
-    """Equal rewards, one response longer: it has the lower advantage; the group of equal lengths has none."""
+    """Of two equal rewards the longer response has the lower advantage; a group of equal lengths has none.
+
+    The punishment is part of the total, and for gdpo a function of its own.
+    """
     facts = facts_of([3, 10, 3, 3], [0, 0, 1, 1])
     columns = np.ones((4, 2))
     shaped = load_config(None, [*SHAPED, f"advantage.estimator={estimator}"])
@@ -142,7 +147,7 @@ def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for(
 
 
 def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
-    """Its reward stays in the mean of its group all the same."""
+    """A masked sample has no signal and no share of a denominator, but its reward stays in its group's mean."""
     facts = facts_of([4, 6, 6], [0, 0, 0], [4, 6, 0])
     config = load_config(None, ["reward.functions=[a:f]", "advantage.estimator=dr_grpo"])
     values = advantages_of(config, scored_of(config, facts, np.array([1.0, 1.0, 0.0]), np.zeros((3, 1))))
@@ -157,8 +162,11 @@ def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
 
 
 def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):
-    """Rewards of the trace are 0 or 1 plus eq. 13 of their lengths; what is cut off is masked, and dropped as in the
-    dense run."""
+    """A run punishes and masks long samples, and its final weights equal the dense run's.
+
+    Rewards of the trace are 0 or 1 plus the penalty of 0.5 times eq. 13 of their lengths; samples that are cut off are
+    masked, and dropped as in the dense run.
+    """
     weights = {}
     extra = [
         "reward.overlong_buffer_tokens=3",

@@ -1,5 +1,7 @@
-"""reward/ in workers: what they answer equals what the rank's own process answers, and one sample cannot hold up the
-others."""
+"""reward/ in workers: their answers equal those of the rank's own process.
+
+One sample cannot hold up the others.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 
 def test_workers_equal_the_main_process():
-    """Values, failures and their tracebacks, None, weights and order, over two functions."""
+    """Workers give what the main process gives, over two functions.
+
+    That is values, failures and their tracebacks, None, weights and order.
+    """
     texts = [["a", "bc", "nan", "\x01"], ["raise x", "d", "base"], ["\ud800 é 漢", "none", ""], ["f"] * 5]
     rollouts = groups_of(
         *texts,
@@ -99,8 +104,11 @@ def test_a_stream_in_pieces_equals_its_messages():
 
 
 def test_a_worker_is_a_process_of_its_own(monkeypatch):
-    """No torch, its own main thread, whole groups, nothing of torchrun; signals do not end it, and do end what it
-    starts."""
+    """A worker is a process of its own, which signals do not end.
+
+    It has no torch, its own main thread, whole groups and nothing of torchrun; signals do end the processes that it
+    starts.
+    """
     monkeypatch.setenv("RANK", "0")
     names = ("has_torch", "is_main_thread", "group_size", "rank_variables", "stays_when_asked", "process_number")
     with reward_of(*names) as reward:
@@ -134,7 +142,7 @@ def test_in_process_is_by_choice():
 def test_what_a_worker_cannot_import_is_an_error_at_start(tmp_path, monkeypatch, name, message):
     (tmp_path / "exits_when_imported.py").write_text("raise SystemExit(2)")
     (tmp_path / "killed_when_imported.py").write_text("import os; os.kill(os.getpid(), 9)")
-    monkeypatch.syspath_prepend(str(tmp_path))  # of this process: workers look where it looks
+    monkeypatch.syspath_prepend(str(tmp_path))  # the path of this process: workers look where it looks
     with pytest.raises((ConfigError, RewardError), match=f"(?s){message}"), reward_of(name):
         pass
 
@@ -193,7 +201,10 @@ def test_only_the_guilty_sample_meets_on_error(only_endless, text, message, on_e
 
 
 def test_a_worker_that_dies_once_costs_no_sample(tmp_path):
-    """As when the machine is out of memory: its samples are scored by the worker that replaces it."""
+    """A worker that dies once costs no sample: the worker that replaces it scores its samples.
+
+    A worker dies so when the machine is out of memory.
+    """
     text = f"kill_once {tmp_path / 'done'}"
     with reward_of("act", on_error="fail") as reward:
         assert totals(reward.score(groups_of([text]))) == [float(len(text))]
@@ -216,7 +227,10 @@ def test_a_batch_without_a_guilty_sample_is_an_error():
 
 
 def test_slow_together_is_not_slow_alone(only_endless):
-    """Each sample has its deadline, the four together do not: nobody is guilty, and tasks are smaller from there on."""
+    """Samples that are slow only together are not guilty, and tasks are smaller from then on.
+
+    Each sample meets its deadline, the four together do not.
+    """
     with reward_of("slow_above_two", on_error="fail", deadline_s=SHORT_S) as reward:
         assert totals(reward.score(groups_of(["a"] * 4))) == [1.0] * 4
         assert reward.pool.num_started == 2 and reward.pool.most_samples == 2
@@ -228,12 +242,15 @@ def test_slow_together_is_not_slow_alone(only_endless):
 
 
 def test_a_late_answer_is_nobody_elses(only_endless, tmp_path):
-    """The answer of an abandoned task comes while the next batch is scored: by a worker that is gone, or under a number
-    that is not its."""
+    """A late answer is taken for no other task's.
+
+    The answer of an abandoned task comes while the next batch is scored, by a worker that is gone, or under a number
+    that is not its own.
+    """
     go = tmp_path / "go"
     with reward_of("act", deadline_s=SHORT_S) as reward:
         assert totals(reward.score(groups_of([f"wait_for {go}"]))) == [None]
-        go.touch()  # what it waited for, had it not been killed
+        go.touch()  # the file that it would wait for, had it not been killed
         assert totals(reward.score(groups_of(["a"], ["sleep 0.3"], ["bc"]))) == [1.0, 9.0, 2.0]
         (worker,) = reward.pool._workers
         task = {
@@ -276,7 +293,10 @@ def test_a_forked_copy_does_not_answer():
 
 
 def test_waiting_takes_no_time_of_the_processor():
-    """One wait to see who died before, one for each answer: what polls has many."""
+    """Waiting takes no processor time: one wait to see who died before, and one for each answer.
+
+    A loop that polls has many.
+    """
     with reward_of("act", num_workers=2) as reward:
         selector, waits = reward.pool._selector, []
         select_whole = selector.select
@@ -286,14 +306,17 @@ def test_waiting_takes_no_time_of_the_processor():
 
 
 def test_workers_outlive_the_thread_that_scored():
-    """Linux ties a process's end to the thread that started it; scoring may be done from any."""
+    """Workers outlive the thread that scored.
+
+    Linux ties a process's end to the thread that started it, and scoring may be done from any thread.
+    """
     with reward_of("act") as reward:
         with ThreadPoolExecutor(1) as scorer:
             thread = scorer.submit(threading.get_native_id).result()
             assert totals(scorer.submit(reward.score, groups_of(["kill"])).result()) == [None]
             assert totals(scorer.submit(reward.score, groups_of(["a"])).result()) == [1.0]
         pids = reward.pool.pids
-        # with it goes the signal of its end
+        # the thread's end would send its signal before it is gone
         assert until(lambda: not pathlib.Path(f"/proc/self/task/{thread}").exists())
         assert (
             totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == pids and all(map(is_alive, pids))
@@ -333,7 +356,10 @@ def test_what_a_function_started_ends_with_its_worker(only_endless, how):
 
 @pytest.mark.parametrize("word", ["a", "hang", "spin"])
 def test_workers_end_with_a_killed_rank(word, tmp_path):
-    """Idle, asleep, or holding the interpreter's lock; the last two leave a file each when they begin."""
+    """Workers end with a killed rank, be they idle, asleep, or holding the interpreter's lock.
+
+    The last two leave a file each when they begin.
+    """
     text = f"{word} {tmp_path}"
     code = f"""
 import threading
@@ -356,6 +382,3 @@ with reward_of("act", num_workers=2, deadline_s=3600) as reward:
         rank.wait(patient(HANG_S))
         rank.stdout.close()
     assert until(lambda: not any(map(is_alive, pids)))
-
-
-# --- stress

@@ -12,7 +12,10 @@ pytestmark = pytest.mark.process
 
 
 def misbehaving(num_samples: int, group: int, each: int) -> tuple[list[Rollout], list[float | None]]:
-    """``each`` samples that raise, hang and kill, spread over the batch; and the totals under on_error=drop."""
+    """Return a batch in which ``each`` samples raise, as many hang and as many kill, and its expected totals.
+
+    They are spread over the batch; the totals are those under on_error=drop.
+    """
     texts = ["x" * (1 + i * 7919 % 53) for i in range(num_samples)]
     step = num_samples // (3 * each)
     for k in range(3 * each):
@@ -23,8 +26,10 @@ def misbehaving(num_samples: int, group: int, each: int) -> tuple[list[Rollout],
 
 
 def check_stress(num_samples: int, each: int, num_workers: int, caplog) -> None:
-    """What a batch takes is what its faults cost: at most two deadlines for a hang, two starts for it and three for a
-    kill."""
+    """Assert that a batch takes no more than its faults cost, and that only guilty samples fail.
+
+    That is at most two deadlines for a hang, two starts of a worker for it and three for a kill.
+    """
     rollouts, expected = misbehaving(num_samples, 8, each)
     with reward_of("act", num_workers=num_workers, deadline_s=SHORT_S) as reward:
         assert totals(reward.score(rollouts)) == expected
@@ -41,5 +46,5 @@ def test_a_hundred_samples_of_which_three_misbehave(only_endless, caplog):
 
 @pytest.mark.long
 def test_a_thousand_samples_of_which_thirty_misbehave(only_endless, caplog):
-    """1 % raise, 1 % hang, 1 % kill their worker; the others' scores are right and in order."""
+    """With 1 % that raise, 1 % that hang and 1 % that kill their worker, the others' scores are right and in order."""
     check_stress(1000, 10, 4, caplog)

@@ -1,4 +1,4 @@
-"""reward/: the built-ins, how names resolve, and who pays when a function fails."""
+"""reward/: the built-ins, the resolving of names, and the samples that pay when a function fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_rollouts(texts, answers=None, **columns) -> list[Rollout]:
 
 @pytest.fixture
 def module(monkeypatch):
-    """An importable module for reward functions of a test."""
+    """Make an importable module for the reward functions of a test."""
     made = types.ModuleType("rewards_of_test")
     monkeypatch.setitem(sys.modules, "rewards_of_test", made)
     return made
@@ -230,7 +230,7 @@ def test_numbers_of_numpy_and_bools_are_numbers(module):
 
 
 class Timeout(BaseException):
-    """As math-verify's own."""
+    """An exception like math-verify's own."""
 
 
 def raises_on_b(completions, **_):

@@ -1,5 +1,7 @@
-"""Reward functions that workers import, by dotted path: ``tests.unit.reward.worker_rewards:<name>``. Nothing here
-imports torch."""
+"""Reward functions that workers import by dotted path.
+
+The path is ``tests.unit.reward.worker_rewards:<name>``. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 
 
 class OfBaseException(BaseException):
-    """As the timeouts of libraries."""
+    """An exception that is no Exception, like the timeouts of libraries."""
 
 
 ENDLESS = ("hang", "spin", "wait_for")  # the last until somebody makes a file
@@ -96,7 +98,7 @@ async def act_async(prompts, completions, completion_ids, **columns):
 
 
 def everything(prompts, completions, completion_ids, **columns):
-    """A number made of every argument, to the bit."""
+    """Return numbers made of every argument, to the bit."""
     rows = zip(prompts, completions, completion_ids, *(columns[key] for key in sorted(columns)), strict=True)
     return [None if ids == [1] else sum(repr(row).encode()) / 7 + sum(ids) ** 0.5 for row in rows for ids in [row[2]]]
 
@@ -140,7 +142,7 @@ def stays_when_asked(completions, **columns):
 
 
 def forks(completions, **columns):
-    """Returns in both processes; the child's number."""
+    """Fork, and return the child's number in both processes."""
     return [float(os.fork())] * len(completions)
 
 

@@ -37,10 +37,12 @@ def value_of(rollout: Rollout) -> float:
 
 
 class FakeEngine:
-    """Groups in an order of its own. losses[k]: how many groups its k-th call finishes before the engine is lost.
+    """Finishes groups in a random order, and is lost in the calls that ``losses`` names.
 
-    group_s: before each group · finished: names, one each time that a group is finished · held: set to go on, once
-    ``holds`` groups are finished.
+    losses[k]: how many groups its k-th call finishes before the engine is lost.
+    group_s: seconds that it waits before each group.
+    finished: names of prompts, one each time that a group is finished.
+    held: once ``holds`` groups are finished, it waits until this event is set; groups then go in the order given.
     """
 
     def __init__(
@@ -92,7 +94,10 @@ class FakeEngine:
 
 
 class FakeReward:
-    """calls: (name of the thread, sample ids). It meets ``error`` or waits for ``hold`` at the groups of ``prompt``."""
+    """Scores a rollout by its prompt's number and its place in the group, and notes each call.
+
+    calls: (name of the thread, sample ids). At the groups of ``prompt`` it waits for ``hold`` or raises ``error``.
+    """
 
     def __init__(
         self, *, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None
@@ -132,7 +137,7 @@ def job_of(producer: RolloutWorker, numbers: Sequence[int]) -> RolloutJob:
 
 
 def end(producer: RolloutWorker) -> None:
-    """Close it; its threads end."""
+    """Close the engine and the producer, whose threads end."""
     producer.engine.close()
     producer.close()
     assert until(lambda: not any(thread.is_alive() for thread in producer._threads))

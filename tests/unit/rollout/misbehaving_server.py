@@ -1,5 +1,7 @@
-"""A vLLM server of the tests: the routes that server_replica.py uses, from memory, each of which a test can make go
-wrong."""
+"""A fake vLLM server for tests, each route of which a test can make go wrong.
+
+It has the routes that server_replica.py uses, and answers from memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ DESCRIPTION = {"vocab_size": 64, "max_model_tokens": 32, "logprobs_mode": "proce
 
 
 def generate(body: dict) -> dict:
-    """A well-behaved answer: ``n`` samples of three tokens, the last one a stop token."""
+    """Return a well-behaved answer: ``n`` samples of three tokens, the last one a stop token."""
     content = [{"token_id": token, "logprob": -0.25 * token} for token in (1, 2, 9)]
     choice = {"token_ids": [1, 2, 9], "logprobs": {"content": content}, "finish_reason": "stop"}
     versions = [{"version": "3", "start": 0, "end": 3}]
@@ -28,8 +30,10 @@ def generate(body: dict) -> dict:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Looks its route up in ``server.routes``: a value is sent as JSON, a function gets the body, a fault gets the
-    handler itself."""
+    """Answers each request by its route's entry in ``server.routes``.
+
+    A value is sent as JSON, a function gets the body and gives such a value, and a fault gets the handler itself.
+    """
 
     def do_GET(self) -> None:
         self._serve()
@@ -57,7 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_) -> None:
-        """Nothing: pytest's output is for the tests."""
+        """Write nothing: pytest's output is for the tests."""
 
 
 class Answer:
@@ -66,14 +70,14 @@ class Answer:
 
 
 class Fault:
-    """What the server does instead of answering."""
+    """An act of the server in place of its usual answer."""
 
     def __init__(self, act: Callable[[Handler], None]) -> None:
         self.act = act
 
 
 def in_turn(*answers: Answer) -> Fault:
-    """Give one answer after the other, and the last one from then on."""
+    """Return a fault that gives one answer after the other, and the last one from then on."""
     left = list(answers)
 
     def act(handler: Handler) -> None:
@@ -88,7 +92,10 @@ def _hang(handler: Handler) -> None:
 
 
 def _drip(handler: Handler) -> None:
-    """A byte now and then: a socket's time-out between bytes would wait for ever."""
+    """Send a byte now and then.
+
+    A client with a time-out between bytes alone would wait for ever.
+    """
     handler.send_response(200)
     handler.send_header("Content-Length", "10000")
     handler.end_headers()
@@ -106,7 +113,7 @@ def _drip_headers(handler: Handler) -> None:
 
 
 def _drop(handler: Handler) -> None:
-    """Half an answer, and the connection is gone."""
+    """Send half an answer, and end the connection."""
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
@@ -116,13 +123,13 @@ def _drop(handler: Handler) -> None:
 
 
 def _reset(handler: Handler) -> None:
-    """Gone without a word."""
+    """Reset the connection without a word."""
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     handler.connection.close()
 
 
 def _half_without_length(handler: Handler) -> None:
-    """Without a length, an answer that is cut looks whole."""
+    """Send half an answer without a length, so that the cut answer looks whole."""
     handler.send_response(200)
     handler.end_headers()
     handler.wfile.write(b'{"choices": [{"index"')
@@ -152,7 +159,10 @@ FAULTS = {
 
 
 class FakeVllm(http.server.ThreadingHTTPServer):
-    """``routes`` may be changed at any time; ``seen`` holds (method, path, body, headers) of every request."""
+    """A vLLM server in threads of this process, without a model.
+
+    ``routes`` may be changed at any time; ``seen`` holds (method, path, body, headers) of every request.
+    """
 
     daemon_threads = True
 
@@ -176,7 +186,7 @@ class FakeVllm(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_) -> None:
-        """A client that hangs up is what some tests are about."""
+        """Write nothing: a client that hangs up is what some tests are about."""
 
 
 @contextlib.contextmanager
@@ -194,7 +204,7 @@ def fake_vllm(generate: object = None, **routes: object) -> Iterator[FakeVllm]:
 
 
 def unused_port(count: int = 1) -> int:
-    """The first of ``count`` ports that nobody holds, below those that the kernel gives to outgoing connections."""
+    """Return the first of ``count`` free ports, below those that the kernel gives to outgoing connections."""
     for _ in range(100):
         first = random.randrange(20_000, 32_000)
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):

@@ -6,8 +6,8 @@ from megatron_rl.rollout.vllm.replica import GenerateRequest
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.patience import HANG_S, patient
 
-BOUND_S, LONG_S = patient(HANG_S), patient(10 * HANG_S)  # the second is a deadline that nothing here meets
-SHORT_S = 0.2  # one that is met by who hangs: nobody else is asked with it
+BOUND_S, LONG_S = patient(HANG_S), patient(10 * HANG_S)  # the second is a deadline that nothing here reaches
+SHORT_S = 0.2  # a deadline for servers that hang: no other server is asked with it
 VERSION, OUT_OF_MEMORY = 3, "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 

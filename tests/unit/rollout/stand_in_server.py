@@ -1,9 +1,12 @@
-"""What supervisor tests run in vLLM's place (``python -m tests.unit.rollout.stand_in_server --host H --port P ...``):
-two processes and a /health.
+"""A stand-in for a vLLM server in the tests of the supervisor: two processes and a /health.
 
-STAND_IN_FOLDER   each start leaves a file there, PORT-N.json: process ids, arguments, environment
-STAND_IN_DIES     "at once": exit code 3 · "never healthy": no /health · "stubborn": SIGTERM is ignored
-                  a file PID.sick there: /health answers 503
+``python -m tests.unit.rollout.stand_in_server --host H --port P ...`` runs it. Its environment variables are:
+
+STAND_IN_FOLDER   the folder where each start leaves a file, PORT-N.json: process ids, arguments, environment
+STAND_IN_DIES     "at once": it ends with exit code 3. "never healthy": it has no /health.
+                  "stubborn": it ignores SIGTERM.
+
+A file PID.sick in the folder makes /health answer 503.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_) -> None:
-        """Nothing."""
+        """Write nothing."""
 
 
 def main(arguments: list[str]) -> int:

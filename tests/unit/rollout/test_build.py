@@ -1,4 +1,4 @@
-"""Which rank has which engine, what its process is told, and which settings are refused."""
+"""The engine of each rank, the arguments and environment of its process, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_with_transformers_every_rank_has_its_model():
     ],
 )
 def test_engines_that_do_not_fit_are_refused_with_both_numbers(overrides, world_size, node_size, words):
-    """On every rank alike, so that none waits for another."""
+    """Every rank refuses engines that do not fit, naming both numbers, so that none waits for another."""
     for rank in range(world_size):
         seat = RankLocation(rank=rank, world_size=world_size, local_rank=0, local_world_size=node_size or world_size)
         with pytest.raises(ConfigError) as refused:

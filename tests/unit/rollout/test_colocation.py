@@ -24,7 +24,7 @@ TO_TRAINER = ["sleep", "restore"]
 
 
 class RecordingEngine:
-    """Notes what it is asked to do, and asserts that it is awake for it."""
+    """An engine that notes what it is asked to do, and asserts that it is awake for it."""
 
     def __init__(self, losses: int = 0) -> None:
         self.events: list[str] = []
@@ -128,7 +128,10 @@ def test_every_move_is_idempotent():
 
 @pytest.mark.parametrize("moves", [*itertools.product(("to_weights", "to_engine", "to_trainer"), repeat=4)])
 def test_any_moves_keep_the_order(moves):
-    """Whatever is called: trainer's state is away exactly while the engine is awake, and away before anything wakes."""
+    """After any moves the trainer's state is away exactly while the engine is awake.
+
+    It is away before anything wakes.
+    """
     engine = RecordingEngine()
     device = device_of(engine)
     for move in moves:
@@ -164,7 +167,7 @@ def test_a_device_that_is_not_shared_is_left_alone():
 
 @pytest.fixture(scope="module")
 def alone():
-    """A world of this process."""
+    """Make a world of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -189,8 +192,11 @@ def generation_of(engine: RecordingEngine) -> RolloutManager:
 
 
 def test_generation_goes_in_order(alone):
-    """Two steps: the trainer's state leaves, weights wake, are sent, keys and values wake, rollouts, sleep, the state
-    returns."""
+    """Two steps hand the device over and back in order.
+
+    The trainer's state leaves, weights wake and are sent, keys and values wake, rollouts are made, the engine sleeps,
+    and the trainer's state returns.
+    """
     engine = RecordingEngine()
     generation = generation_of(engine)
     for _ in range(2):
@@ -201,7 +207,7 @@ def test_generation_goes_in_order(alone):
 
 
 def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
-    """It is loaded again and goes on; the trainer's state returns once, at the end."""
+    """An engine lost while it has the device is loaded again; the trainer's state returns once, at the end."""
     engine = RecordingEngine(losses=1)
     generation = generation_of(engine)
     generation.produce(dict(enumerate(PROMPTS)), 1)
@@ -210,7 +216,7 @@ def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
 
 
 class FakeReplica:
-    """Answers every control message; a word in ``silent`` is one that finds it gone."""
+    """Answers every control message, except the words in ``silent``, each of which finds it gone."""
 
     ours = True
 
@@ -252,7 +258,10 @@ def vllm_engine_of(replica: FakeReplica) -> VllmEngine:
 
 
 def test_an_engine_that_still_starts_is_not_woken():
-    """It is awake when it serves, and its answer would be waited for by another deadline than its start's."""
+    """An engine that still starts is not woken, since it is awake once it serves.
+
+    Its answer would be waited for by another deadline than its start's.
+    """
     replica = FakeReplica()
     engine = vllm_engine_of(replica)
     engine.wake(tags=["weights"])
@@ -264,7 +273,10 @@ def test_an_engine_that_still_starts_is_not_woken():
 
 @pytest.mark.parametrize("silent", ["sleep", "wake"])
 def test_an_engine_that_does_not_sleep_or_wake_is_lost_and_mended_by_the_next_sync(silent):
-    """A rank that raised here would leave the others in a collective."""
+    """An engine that does not sleep or wake is lost, and the next sync mends it.
+
+    A rank that raised here would leave the others in a collective.
+    """
     replica = FakeReplica()
     engine = vllm_engine_of(replica)
     engine.recover(())

@@ -17,10 +17,9 @@ from megatron_rl.rollout.vllm.dispatch import Dispatched, dispatch
 from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from tests.patience import HANG_S, patient
 
-LONG_S = patient(10 * HANG_S)  # a deadline that nothing here meets
-SHORT_S = (
-    0.05  # one that is met by who hangs; whoever else is asked in such a call has answered before it is waited for
-)
+LONG_S = patient(10 * HANG_S)  # a deadline that nothing here reaches
+# A deadline for replicas that hang; any other that is asked in such a call has answered before it is waited for.
+SHORT_S = 0.05
 VERSION = 3
 
 
@@ -40,11 +39,13 @@ def completion_of(mark: int, *, tokens: int = 3, logprobs: int = 3, finish_reaso
 
 
 class FakeReplica:
-    """Does with its k-th request what the k-th word of ``plan`` says, and with what comes after the plan what ``rest``
-    says.
+    """A replica that does with each request what the next word of ``plan`` says, and ``rest`` after the plan.
 
-    hang: nothing, ever · late: answers as soon as it is aborted · held: answers when ``release`` is called · soon,
-    slow: answers from a thread within 2 ms, after 15 ms · any other word: at once.
+    hang: it never answers.
+    late: it answers as soon as it is aborted.
+    held: it answers when ``release`` is called.
+    soon, slow: it answers from a thread, within 2 ms or after 15 ms.
+    Any other word: it answers at once.
     """
 
     def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION, rest: str = "answer") -> None:
@@ -146,9 +147,8 @@ def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flig
         rotation=rotation,
         on_finished=lambda *finished: told.append((*finished, threading.get_ident())),
     )
-    assert told == [
-        (name, completions, threading.get_ident()) for name, completions in found.finished.items()
-    ]  # a dict keeps the order
+    # a dict keeps the order
+    assert told == [(name, completions, threading.get_ident()) for name, completions in found.finished.items()]
     lost = [request.request_id for request in found.lost]
     assert sorted([*found.finished, *lost]) == sorted(request.request_id for request in requests)
     issued = [name for replica in replicas for name in replica.given]
@@ -172,7 +172,7 @@ def test_requests_are_told_in_the_order_of_finishing():
     found = run(requests, [first_asked, FakeReplica("b", rest="soon")], max_in_flight=4, rotation=0, on_finished=tell)
     assert dict(told) == found.finished and len(told) == 4 and told == list(found.finished.items())
     first, last = told[0][0], told[-1][0]
-    assert first != "q0" and last == "q0"  # a has it first and answers it last
+    assert first != "q0" and last == "q0"  # replica a has it first and answers it last
 
 
 def test_a_callback_that_raises_leaves_nothing_under_way():
@@ -187,7 +187,10 @@ def test_a_callback_that_raises_leaves_nothing_under_way():
 
 
 def test_a_late_answer_is_not_taken():
-    """The first replica answers, with marks of its own, once it was given up; what counts is the second's answer."""
+    """A late answer is not taken: the second replica's answer counts.
+
+    The first replica answers, with marks of its own, once it was given up.
+    """
     slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast")
     found = run([request_of("q")], [slow, fast], deadline_s=SHORT_S)
     assert slow.given == fast.given == ["q"] and slow.aborted == ["q"]
@@ -196,7 +199,7 @@ def test_a_late_answer_is_not_taken():
 
 
 def test_a_late_answer_after_the_call_is_not_taken():
-    """The same, with nobody left to ask, and the late answer arriving when the call has ended."""
+    """A late answer is not taken when nobody is left to ask and it comes after the call has ended."""
     slow = FakeReplica("slow", ["hang"])
     submit, futures = slow.submit, []
     slow.submit = lambda request: futures.append(submit(request)) or futures[-1]
@@ -206,7 +209,7 @@ def test_a_late_answer_after_the_call_is_not_taken():
 
 
 def test_a_late_answer_among_others_is_not_taken():
-    """It is there while the call still waits for the others."""
+    """A late answer is not taken when it is there while the call still waits for the others."""
     slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast")
     requests = [request_of(f"q{index}") for index in range(20)]
     found = run(requests, [slow, fast], max_in_flight=1, deadline_s=SHORT_S)
@@ -254,7 +257,10 @@ def test_replicas_with_newer_weights_or_in_an_update_get_requests():
 
 
 def test_an_update_that_fails_within_the_call_takes_its_replica_out():
-    """What waits for it goes elsewhere; the name that is told is the one that the replica had."""
+    """Requests that wait for a replica whose update fails within the call go elsewhere.
+
+    The name that is told is the one that the replica had before.
+    """
     updating, sound = FakeReplica("updating", ["lost"], version=UPDATING), FakeReplica("sound")
     submit = updating.submit
 
@@ -281,7 +287,10 @@ def test_tokens_of_newer_weights_are_taken_and_of_older_ones_not():
 
 
 def test_an_answer_from_older_weights_is_not_taken():
-    """The server was started again between two calls, under the same URL, and samples from its files."""
+    """An answer from older weights than the call's is not taken.
+
+    The server was started again between two calls, under the same URL, and samples from its files.
+    """
     restarted, sound = FakeReplica("restarted", ["older"]), FakeReplica("sound")
     found = run([request_of("q")], [restarted, sound], max_in_flight=1, attempts=2)
     assert "version -1, not 3" in found.down["restarted"] and sound.given == ["q"]

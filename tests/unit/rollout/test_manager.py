@@ -1,5 +1,7 @@
-"""Rollouts and weights over an engine that fails: what is lost is asked for again, and what cannot be mended ends with
-its numbers."""
+"""Rollouts and weights over an engine that fails.
+
+Lost prompts are asked for again, and a failure that cannot be mended ends with its numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ NAMED = dict(enumerate(PROMPTS))
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    """A world of this process."""
+    """Make a world of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -43,8 +45,10 @@ def rollout_of(prompt: Prompt, index: int, version: int) -> Rollout:
 
 
 class FakeEngine:
-    """answers[k]: how many prompts its k-th call finishes before it is lost, whole after these; syncs: what its first
-    syncs end with."""
+    """An engine that is lost in the calls that ``answers`` names, and finishes the calls after these.
+
+    answers[k]: how many prompts its k-th call finishes before it is lost. syncs: the ends of its first syncs.
+    """
 
     def __init__(
         self, answers: tuple[int, ...] = (), syncs: tuple[str, ...] = (), refusal: Exception | None = None
@@ -84,7 +88,7 @@ class FakeEngine:
         ]
         whole = not self.answers
         finished = len(prompts) if whole else self.answers.pop(0)
-        done = range(len(prompts) - finished, len(prompts))  # an engine finishes in any order: those at the end, here
+        done = range(len(prompts) - finished, len(prompts))  # an engine finishes in any order: here the last prompts
         for k in done:
             on_finished(k, groups[k])
         if whole:
@@ -176,7 +180,7 @@ def test_a_sync_that_fails_too_often_ends_with_its_causes():
         generation_of(engine, "weight_sync.attempts=3").sync_weights()
     words = ["weight version 4 did not arrive in 3 attempts (weight_sync.attempts)", "the engine: a checksum differs"]
     assert all(word in str(ended.value) for word in words) and engine.sent == [4] * 3
-    with pytest.raises(AssertionError):  # and the engine holds no version that could be sampled from
+    with pytest.raises(AssertionError):  # the engine holds no version that could be sampled from
         engine.generate(PROMPTS, 1, on_finished=print)
 
 
@@ -201,8 +205,7 @@ def test_a_lost_engine_is_mended_even_where_nothing_moved():
     assert engine.recovered == [(), ("the engine",)] and engine.sent == [4, 4]
 
 
-# ---- the gap between trainer and engine
-# --------------------------------------------------------------------------------------
+# ---- the gap between trainer and engine -----------------------------------------------------------------------------
 
 
 def guard(mean: float, highest: float, dtype: str = "bfloat16", **settings) -> None:
@@ -211,7 +214,7 @@ def guard(mean: float, highest: float, dtype: str = "bfloat16", **settings) -> N
 
 
 def test_a_small_gap_says_nothing(caplog):
-    guard(0.05, 3.0)  # at the threshold is not above it, and a single token may be far off
+    guard(0.05, 3.0)  # a mean at the threshold is not above it, and a single token may be far off
     assert not caplog.messages
 
 
@@ -260,8 +263,7 @@ def test_a_pass_without_tokens_says_nothing(sums, caplog):
 
 @pytest.mark.parametrize("mode", ["sync", "prefetch"])
 def test_whoever_goes_on_after_an_error_owes_nothing(mode):
-    """A call that ended by too many failed syncs, or by what an engine refused, leaves no job behind that a later one
-    would wait for."""
+    """A call that ended by too many failed syncs leaves no job behind that a later call would wait for."""
     engine = FakeEngine(answers=(2,), syncs=("whole", "failed", "failed"))
     generation = generation_of(engine, "weight_sync.attempts=2", f"rollout.producer.mode={mode}")
     with pytest.raises(EngineError, match="did not arrive in 2 attempts"):

@@ -1,5 +1,7 @@
-"""Episodes against a plain loop that asks an engine for one turn of one sample at a time, and how they end, fail and
-are lost."""
+"""Episodes equal a plain loop, also where they end early, fail or lose their engine.
+
+The loop asks an engine for one turn of one sample at a time.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def prompt_of(number: int, **columns: object) -> Prompt:
 
 
 def turn_of(prompt: Prompt, sample: int, room: int, version: int = 3) -> Rollout:
-    """What an engine draws: letters that hang on the prompt's name and tokens, and no more than there is room for."""
+    """Return an engine's turn: letters that depend on the prompt's name and tokens, as many as there is room for."""
     draw = random.Random(f"{prompt.name}/{sample}/{prompt.token_ids}/{version}")
     text = "".join(draw.choice("abcdef") for _ in range(draw.randint(1, 5)))
     token_ids = (*ids_of(text), STOP)
@@ -56,7 +58,11 @@ def turn_of(prompt: Prompt, sample: int, room: int, version: int = 3) -> Rollout
 
 
 class LetterEngine:
-    """Groups in an order of its own. losses[k]: how many groups of its k-th call are finished before it is lost."""
+    """Finishes groups in a random order of its own.
+
+    losses[k]: how many groups of its k-th call are finished before it is lost. newer_every: the number of calls after
+    which its weight version grows by one.
+    """
 
     def __init__(
         self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None
@@ -86,7 +92,7 @@ class LetterEngine:
 
 
 class Echo:
-    """Says how often a turn's letters stand in the alphabet before d, for as many turns as the first turn asks for."""
+    """Says how many of a turn's letters stand before d, for as many turns as the first turn asks for."""
 
     def __init__(self, reward: float = 0.5, longest: int = 4) -> None:
         self.reward, self.longest = reward, longest
@@ -105,7 +111,7 @@ class Echo:
 
 
 class Faulty(Echo):
-    """Fails as its prompt's column says: (where, which sample by its first letter of the action or any)."""
+    """Fails in the way that its prompt's column ``fault`` names."""
 
     held = threading.Event()
 
@@ -145,7 +151,7 @@ def episodes_of(
 
 
 def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=Echo) -> dict:
-    """One sample, one turn after the other."""
+    """Return the episode of one sample, played one turn after the other."""
     environment = make()
     environment.reset(prompt)
     ids, logprobs, mask, reward = [], [], [], 0.0
@@ -234,11 +240,14 @@ def test_turns_of_newer_weights_keep_their_versions() -> None:
         assert sum(count for _, count in rollout.weight_versions) == len(rollout.response_ids)
         versions = [version for version, _ in rollout.weight_versions]
         assert versions == sorted(set(versions)) and versions[0] == 3
-        assert len(versions) == (rollout.num_turns // 2 + 1)  # calls 1 | 2, 3 | 4 by version 3 | 4 | 5
+        assert len(versions) == (rollout.num_turns // 2 + 1)  # call 1 by version 3, calls 2 and 3 by 4, call 4 by 5
 
 
 def test_an_observation_is_appended_only_where_a_token_fits_behind_it() -> None:
-    """Every room from one token to enough, for an episode of two turns."""
+    """An observation is appended only where a token fits behind it.
+
+    The test takes every room from one token to enough, for an episode of two turns.
+    """
     prompt = next(
         prompt_of(k)
         for k in range(99)
@@ -251,7 +260,7 @@ def test_an_observation_is_appended_only_where_a_token_fits_behind_it() -> None:
     for room in range(1, len(whole["ids"]) + 2):
         (rollout,) = episodes_of(LetterEngine(room=room)).generate([prompt], 1)
         reasons[room] = (rollout.finish_reason, len(rollout.response_ids), rollout.num_turns)
-    assert reasons[first - 1] == ("length", first - 1, 1)  # the turn itself was cut, and never told
+    assert reasons[first - 1] == ("length", first - 1, 1)  # the turn itself was cut, and the environment never saw it
     for room in range(first, first + 4):
         assert reasons[room] == ("length", first, 1)
     assert reasons[first + 4] == ("length", first + 4, 2)

@@ -1,5 +1,8 @@
-"""Episodes on the real embedded engine: Hugging Face's log-probs where a token was sampled, a plain loop's tokens, any
-split of prompts."""
+"""Episodes on the real embedded engine.
+
+Their log-probs equal Hugging Face's where a token was sampled; their tokens equal a plain loop's, in any split of
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2 + k, 5, 3)[: 1 + k %
 
 
 class Counter:
-    """Repeats a turn's length, until it has said so three times."""
+    """An environment that answers with the last digit of a turn's length, three times at most."""
 
     def reset(self, prompt: Prompt) -> None:
         self.told = 0
@@ -82,7 +85,10 @@ def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(model, inner, te
 
 
 def test_episodes_equal_one_turn_calls(inner) -> None:
-    """A plain loop over samples: the first turn as the engine alone gives it, each later one as a prompt of its own."""
+    """Episodes equal a plain loop over samples that asks the engine for one turn at a time.
+
+    The first turn is as the engine alone gives it, each later one is a prompt of its own.
+    """
     found = episodes_of(inner).generate(PROMPTS, 4)
     first = inner.generate(PROMPTS, 4)
     for rollout, turn in zip(found, first, strict=True):
@@ -133,7 +139,7 @@ def test_a_saved_group_comes_back_equal(inner) -> None:
 
 
 def test_a_group_of_before_masks_is_read(inner) -> None:
-    """What an earlier release wrote: five fields a sample, no array of masks."""
+    """A group that an earlier release wrote is read: it has five fields a sample and no array of masks."""
     plain = inner.generate(PROMPTS[:1], 2)
     packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=plain, scores=None)})
     with np.load(io.BytesIO(packed)) as file:

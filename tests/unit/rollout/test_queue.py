@@ -1,5 +1,7 @@
-"""Checks rollout/queue.py and rollout/training_batch.py without a world: the age of groups, which are replayed, and
-which log-probs are known already."""
+"""Checks rollout/queue.py and rollout/training_batch.py without a world.
+
+That is the age of groups, the groups that are replayed, and the log-probs that are known already.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SAMPLES = 2
 
 
 def facts_of(places: list[int], *, versions: list[int] | None = None, lengths: list[int] | None = None) -> BatchFacts:
-    """Makes facts of SAMPLES samples for the group at each place."""
+    """Make facts of SAMPLES samples for the group at each place."""
     groups = np.repeat(np.array(places, dtype=np.int64), SAMPLES)
     zeros = np.zeros(len(groups), dtype=np.int64)
     lengths = zeros + 2 if lengths is None else np.array(lengths)
@@ -40,7 +42,7 @@ def facts_of(places: list[int], *, versions: list[int] | None = None, lengths: l
 
 
 def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> ScoredBatch:
-    """Gives each group rewards of 1 and 0."""
+    """Return a scored batch in which each group has rewards of 1 and 0."""
     totals = np.tile([1.0, 0.0], facts.num_samples // SAMPLES)
     live = np.ones(facts.num_samples, dtype=bool) if live is None else np.array(live)
     rewards = GroupRewards(totals=totals, groups=facts.groups, included=np.ones(len(totals), dtype=bool))
@@ -67,7 +69,7 @@ def group_of(number: int) -> Group:
 
 
 def feed_of(*overrides: str, version: int = 0) -> RolloutQueue:
-    """Makes a feed with its configuration and a trainer at that version, and with neither engines nor prompts."""
+    """Make a queue with its configuration and a trainer at that version, and with neither engines nor prompts."""
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
     return RolloutQueue(
         load_config(None, list(overrides)), SimpleNamespace(weight_version=version), None, None, None, **given
@@ -78,8 +80,10 @@ def feed_of(*overrides: str, version: int = 0) -> RolloutQueue:
     ("limit", "wanted"), [("null", [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 1, 3]), (2, [0, 3]), (0, [])]
 )
 def test_a_group_is_too_old_where_one_of_its_samples_is(limit: object, wanted: list[int]) -> None:
-    """At version 7: group 1 has a sample of version 4, group 2 one of 3; ``max_staleness_steps`` itself is not too
-    old."""
+    """A group is too old where one of its samples is, and ``max_staleness_steps`` itself is not too old.
+
+    At version 7, group 1 has a sample of version 4, group 2 one of version 3.
+    """
     feed = feed_of(f"rollout.producer.max_staleness_steps={limit}", version=7)
     assert feed._fresh_places(scored_of(facts_of([0, 1, 2, 3], versions=[6, 6, 4, 7, 7, 3, 5, 5]))) == wanted
 
@@ -102,7 +106,10 @@ def test_a_remembered_group_is_as_old_as_its_oldest_sample() -> None:
 
 
 def test_no_group_is_replayed_beside_itself() -> None:
-    """Group 8 is in the batch and has by far the best score; the dead places take the others."""
+    """No group is replayed beside itself: group 8 is in the batch, so the dead places take others.
+
+    Group 8 has by far the best score.
+    """
     feed = feed_of("replay.capacity_groups=4", "replay.max_age_versions=null")
     feed.replay.add(
         [
@@ -119,12 +126,15 @@ def test_no_group_is_replayed_beside_itself() -> None:
     assert after.replayed == after.replaced == {1, 2} and metrics["replay/replaced"] == 2.0
     names = {place: group.prompt.name for place, group in after.groups.items()}
     assert names[0] == "8@0" and {names[1], names[2]} == {"7@0", "9@0"} and after.prompts == before.prompts
-    assert set(before.groups) == {0} and not before.replaced  # a selection is a value
+    assert set(before.groups) == {0} and not before.replaced  # a selection is a value: a replay does not change it
 
 
 def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() -> None:
-    """Three groups were passed in two parts, one sample of them left out; group 1 has given way to another of other
-    lengths."""
+    """Known log-probs equal a loop over the samples that were passed and not replaced.
+
+    Three groups were passed in two parts, one sample of them left out; group 1 has given way to another of other
+    lengths.
+    """
     whole = facts_of([0, 1, 2], lengths=[2, 3, 5, 4, 1, 3])
     random, passes = np.random.default_rng(0), []
     for facts, chosen in (

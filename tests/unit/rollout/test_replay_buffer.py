@@ -1,5 +1,7 @@
-"""rollout/replay_buffer.py: every invariant under Hypothesis against a plain list that is sorted anew each time, and
-draws against their odds."""
+"""Checks rollout/replay_buffer.py: every invariant under Hypothesis, and draws against their odds.
+
+The invariants are compared with a plain list that is sorted anew each time.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def better(left: Entry, right: Entry) -> bool:
 
 @dataclass(kw_only=True)
 class Model:
-    """A plain list; every decision looks at all of it, one entry at a time."""
+    """A replay buffer as a plain list; every decision looks at all of it, one entry at a time."""
 
     config: ReplayConfig
     seed: int
@@ -73,7 +75,7 @@ class Model:
         return gone
 
     def draw(self, count: int, rollout: int, exclude: list[str]) -> list[str]:
-        """Exact fractions along the line of scores, the best first."""
+        """Draw by exact fractions along the line of scores, the best first."""
         left = [x for x in self.held if x.key not in exclude and x.uses < self.config.max_uses]
         raw = np.random.Philox(key=np.array([self.seed, rollout], dtype=np.uint64), counter=[0, 0, 0, 1]).random_raw(
             max(count, 1)
@@ -115,7 +117,7 @@ def through_json(buffer: ReplayBuffer, config: ReplayConfig, seed: int) -> Repla
 
 
 def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, object]]) -> None:
-    """Every numbered invariant of replay_buffer.py, after each operation of a history."""
+    """Assert every numbered invariant of replay_buffer.py after each operation of a history."""
     buffer, model = ReplayBuffer(config, seed), Model(config=config, seed=seed, held=[])
     for name, value in steps:
         before = buffer.entries
@@ -187,7 +189,10 @@ def test_any_order_and_any_calls_of_add_keep_the_same(given_: list[Entry], size:
 
 
 def counts_of_draws(scores: dict[str, float], count: int, rounds: int) -> Counter:
-    """Ordered draws over as many rollouts, each from a buffer that was never drawn from."""
+    """Count the ordered draws of as many rollouts.
+
+    Each is made from a buffer of which no entry is used up.
+    """
     buffer = ReplayBuffer(ReplayConfig(capacity_groups=len(scores), max_uses=10**9), 7)
     buffer.add([Entry(key=key, score=score, version=0) for key, score in scores.items()])
     return Counter(tuple(buffer.draw(count, rollout=rollout)) for rollout in range(rounds))
@@ -209,13 +214,15 @@ def test_the_next_of_a_draw_is_in_proportion_to_what_is_left() -> None:
     scores = {"a": 5.0, "b": 3.0, "c": 1.0, "d": 1.0}
     chances = {(x, y): scores[x] / 10 * scores[y] / (10 - scores[x]) for x in scores for y in scores if x != y}
     found = counts_of_draws(scores, 2, 8000)
-    assert chi_square(found, chances, 8000) < 48.9  # 11 degrees of freedom, one seed in a million
+    assert chi_square(found, chances, 8000) < 48.9  # 11 degrees of freedom: one seed in a million is above 48.9
 
 
 @pytest.mark.parametrize(("uniform", "key"), [(0.0, "a"), (0.5 - 2**-53, "a"), (0.5, "b"), (1 - 2**-53, "b")])
 def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key has its own end of the line and not the next one's; one that vanishes beside the others is not drawn before
-    them."""
+    """Each key has its own end of the line of scores and not the next one's.
+
+    A key that vanishes beside the others is not drawn before them.
+    """
     monkeypatch.setattr(replay_buffer, "_uniforms", lambda seed, rollout, count: [uniform] * count)
     buffer = ReplayBuffer(ReplayConfig(capacity_groups=4), 0)
     buffer.add(
@@ -239,8 +246,7 @@ def test_another_rollout_or_seed_draws_anew_and_the_same_draws_the_same() -> Non
     assert len({tuple(drawn(seed, rollout)) for seed in (0, 1, 2, -1) for rollout in (0, 1, 2)}) == 12
 
 
-# ---- the faults that such buffers are known for
-# -----------------------------------------------------------------------
+# ---- the faults that such buffers are known for ---------------------------------------------------------------------
 
 
 def test_equal_scores_keep_the_newer_then_the_smaller_key() -> None:
@@ -258,9 +264,8 @@ def test_the_same_key_replaces_and_is_told_of_only_where_it_is_not_kept() -> Non
     buffer.draw(2, rollout=0)
     assert buffer.add([Entry(key="a", score=3.0, version=1)]) == []
     assert [(x.key, x.version, x.uses) for x in buffer.entries] == [("a", 1, 0), ("b", 0, 1)]
-    assert buffer.add([Entry(key="a", score=0.0, version=2)]) == [
-        "a"
-    ]  # its rows were replaced: the older entry has none
+    # its rows were replaced: the older entry has none
+    assert buffer.add([Entry(key="a", score=0.0, version=2)]) == ["a"]
     assert [x.key for x in buffer.entries] == ["b"]
 
 
@@ -281,7 +286,7 @@ def test_age_is_in_weight_versions_and_null_never_expires() -> None:
     )
     for buffer in (aged, ageless):
         buffer.add([Entry(key=str(version), score=1.0, version=version) for version in (3, 4, 5)])
-    assert [aged.expire(5) for _ in range(10)] == [[]] * 10  # ten steps of ghosts: the weights stayed
+    assert [aged.expire(5) for _ in range(10)] == [[]] * 10  # ten ghost steps: the weights stayed the same
     assert aged.expire(7) == ["4", "3"] and ageless.expire(10**9) == []
 
 
@@ -297,7 +302,7 @@ def test_a_smaller_size_tells_what_left() -> None:
     large.add([Entry(key=str(score), score=score, version=0) for score in (1, 2, 3, 4)])
     assert small.load_state(json.loads(json.dumps(large.state()))) == ["2", "1"]
     assert [x.key for x in small.entries] == ["4", "3"]
-    assert small.load_state({"entries": []}) == [] and len(small) == 0  # in place of what it has
+    assert small.load_state({"entries": []}) == [] and len(small) == 0  # the state replaces the entries that it had
 
 
 def test_numbers_of_numpy_are_json() -> None:
@@ -336,7 +341,10 @@ def test_scores_equal_the_formula(seed: int, count: int, functions: int) -> None
 
 @pytest.mark.parametrize("value", [0.0, 0.3, 0.1 + 0.2, 1 / 3, 1e-30, -7e11])
 def test_equal_rewards_score_exactly_zero(value: float) -> None:
-    """The mean of 7 times 0.1 + 0.2 is not that number; whitened advantages of such a group need not be 0."""
+    """Equal rewards score exactly 0, though the mean of 7 times 0.1 + 0.2 is not that number.
+
+    Whitened advantages of such a group need not be 0.
+    """
     rewards = np.array([[value, math.nan]] * 7 + [[2.0, 1.0]])
     _, found = group_scores(np.ones(8), np.array([5] * 7 + [6]), np.ones(8, dtype=bool), rewards)
     assert found.tolist() == [0.0, 0.0]  # and one sample has no spread

@@ -35,13 +35,13 @@ configs = st.builds(
 
 @dataclass(kw_only=True)
 class Model:
-    """A plain list, the longest-waiting first, searched from its start each time."""
+    """A re-roll buffer as a plain list, the longest-waiting first, searched from its start each time."""
 
     config: RerollConfig
     waiting: list[tuple[str, int]] = field(default_factory=list)
 
     def note(self, given_: list[tuple[str, int]]) -> int:
-        """How many began to wait."""
+        """Note failed groups; return how many of them began to wait."""
         began = 0
         for prompt_id, attempt in given_:
             places = [place for place, (other, _) in enumerate(self.waiting) if other == prompt_id]
@@ -72,7 +72,7 @@ def through_json(buffer: RerollBuffer, config: RerollConfig) -> RerollBuffer:
 
 
 def assert_invariants(config: RerollConfig, steps: list[tuple[str, object]]) -> None:
-    """Every numbered invariant of reroll.py, after each operation of a history."""
+    """Assert every numbered invariant of reroll_buffer.py after each operation of a history."""
     buffer, model = RerollBuffer(config), Model(config=config)
     buffered = issued = 0
     for name, value in steps:
@@ -115,7 +115,10 @@ def test_invariants(config: RerollConfig, steps: list) -> None:
 @SETTINGS
 @given(config=configs, seed=st.integers(0, 2**32 - 1))
 def test_no_attempt_is_asked_for_twice(config: RerollConfig, seed: int) -> None:
-    """A run in which half of what is asked fails: each attempt follows the one before, up to the last."""
+    """No attempt is asked for twice in a run in which half of what is asked fails.
+
+    Each attempt follows the one before, up to the last.
+    """
     random, buffer = np.random.default_rng(seed), RerollBuffer(config)
     seen: set[tuple[str, int]] = set()
     for rollout in range(12):
@@ -142,7 +145,7 @@ def test_a_smaller_buffer_and_fewer_attempts_load_what_still_fits() -> None:
     large.note([("a", 0), ("b", 3), ("c", 1), ("d", 0)])
     small = RerollBuffer(RerollConfig(max_groups=4, max_attempts=3, capacity_prompts=2))
     small.load_state(json.loads(json.dumps(large.state())))
-    small.load_state(json.loads(json.dumps(large.state())))  # in place of what it has, not beside it
+    small.load_state(json.loads(json.dumps(large.state())))  # the state replaces the entries that it had
     assert small.take(1.0, room=9) == [("c", 2), ("d", 1)]
     assert (small.num_buffered, small.num_issued) == (4, 2)
     small.note([("e", 0)])

@@ -1,5 +1,7 @@
-"""Checks rollout/weight_sync/sender.py over shared memory, with engines that read each bucket late: every tensor
-arrives bit by bit, or no version."""
+"""Checks rollout/weight_sync/sender.py over shared memory: every tensor arrives bit by bit, or no version.
+
+The engines read each bucket late.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ VERSION = 7
 
 
 class Engine:
-    """Stands for a replica as far as WeightSender knows it. lies: fields of its receipt that are not true."""
+    """Stands for a replica as far as WeightSender knows it.
+
+    lies: the fields of its receipt that are not true.
+    """
 
     def __init__(self, name: str, **lies: object) -> None:
         self.name, self.lies, self.weight_version = name, lies, NO_WEIGHTS
@@ -60,7 +65,7 @@ class Engine:
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Makes tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket."""
+    """Make tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket."""
     random = torch.Generator().manual_seed(0)
     sizes = [(3,), (5, 7), (1,), (64, 9), (2, 2), (11,), (4, 4), (13,), (6,), (1,)]
     kinds = [torch.float32, torch.bfloat16]
@@ -68,7 +73,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def exported(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Lends each tensor until the next is asked for, as ``export_weights`` does."""
+    """Lend each tensor until the next is asked for, as ``export_weights`` does."""
     for name, tensor in tensors.items():
         lent = tensor.clone()
         yield name, lent
@@ -101,7 +106,10 @@ def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSender) -> Non
     "lie", [{"version": VERSION - 1}, {"checksum": "0" * 32}, {"num_tensors": 3}], ids=lambda lie: next(iter(lie))
 )
 def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, lie: dict) -> None:
-    """In its version, its checksum or its count, each alone; the other engine has the weights."""
+    """An engine whose receipt differs has no version; the other engine has the weights.
+
+    The receipt differs in its version, its checksum or its count, each alone.
+    """
     liar, honest = Engine("liar", **lie), Engine("honest")
     report = sync.deliver(exported(weights()), VERSION, [liar, honest])
     assert set(report.failed) == {"liar"} and "worker 0 of liar says that it holds" in report.failed["liar"]

@@ -53,14 +53,13 @@ def test_a_server_that_gives_up_is_resumed_however_often_that_takes(monkeypatch)
         assert until(lambda: server.seen)
         replica.give_up("the update failed")
         asked = [path.partition("?")[0] for _, path, _, _ in server.seen[-4:]]
-        # what its weights sample is labelled as nobody's before it goes on
+        # the samples of its weights are labelled as nobody's before it goes on
         assert asked == ["/update_weight_version", "/resume"] * 2
-        with pytest.raises(
-            ReplicaLost, match="was given up here"
-        ):  # it did not hear of the pause, so its requests are cut off
+        # it did not hear of the pause, so its requests are cut off
+        with pytest.raises(ReplicaLost, match="was given up here"):
             future.result(BOUND_S)
         server.routes["/resume"] = failing
-        monkeypatch.setattr(server_replica, "RESUME_S", 0.1)  # bounded all the same
+        monkeypatch.setattr(server_replica, "RESUME_S", 0.1)  # resuming is bounded all the same
         replica.give_up("never")
     replica.give_up("it is gone")
 
@@ -82,9 +81,8 @@ def test_control_messages_are_the_servers_routes():
         replica.control("wake", {"tags": None}, LONG_S)
         server.routes["/collective_rpc"] = {"results": [{"version": 7}]}
         assert replica.control("weights_received", {}, LONG_S) == [{"version": 7}]
-        seen = [
-            (path, body) for _, path, body, _ in server.seen if path != "/resume"
-        ]  # the first one, which may be unknown there
+        # without the first message, /resume, which the server may not know
+        seen = [(path, body) for _, path, body, _ in server.seen if path != "/resume"]
     assert seen[:4] == [
         ("/init_weight_transfer_engine", {"init_info": {"channel": "shared_memory"}}),
         ("/start_weight_update", None),
@@ -119,7 +117,7 @@ def test_a_prefix_cache_that_is_held_is_tried_again(monkeypatch):
     with fake_vllm(reset_prefix_cache=lambda body: answers.pop(0)) as server:
         replica_of(server.url).control("reset_prefix_cache", {}, LONG_S)
         assert not answers
-        monkeypatch.setattr(server_replica, "POLL_S", 2 * LONG_S)  # so that there is no time for another one
+        monkeypatch.setattr(server_replica, "POLL_S", 2 * LONG_S)  # so that there is no time for another try
         server.routes["/reset_prefix_cache"] = {"success": False}
         with pytest.raises(ReplicaLost, match=f"did not reset its prefix cache in {LONG_S:g} s"):
             replica_of(server.url).control("reset_prefix_cache", {}, LONG_S)

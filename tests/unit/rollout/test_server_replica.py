@@ -1,5 +1,7 @@
-"""A replica over HTTP against a server that misbehaves: recovery on another replica, or a clear error, in bounded
-time."""
+"""A replica over HTTP against a server that misbehaves.
+
+It ends in recovery on another replica or in a clear error, in bounded time.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,10 @@ def test_what_will_never_work_ends_the_call(fault):
 
 
 def test_what_a_server_with_a_dead_engine_holds_is_cut(monkeypatch):
-    """Its engine is dead, /health says so, and it would hold the weight update that it has taken for ever."""
+    """A request that a server with a dead engine holds is cut.
+
+    Its engine is dead, /health says so, and it would hold the weight update that it has taken for ever.
+    """
     monkeypatch.setattr(server_replica, "HEALTH_S", 0.1)
     with fake_vllm(start_weight_update=FAULTS["hang"], health=Answer(503, {"detail": "EngineDeadError"})) as sick:
         replica = replica_of(sick.url)
@@ -181,7 +186,10 @@ def test_wait_ready_gives_the_facts_and_waits_for_a_slow_start(monkeypatch):
 
 
 def test_a_server_that_dies_while_it_is_asked_is_asked_again(monkeypatch):
-    """Healthy for a moment, then its engine is found dead, then it is there again."""
+    """A server that dies while it is asked is asked again.
+
+    It is healthy for a moment, then its engine is found dead, then it is there again.
+    """
     monkeypatch.setattr(server_replica, "POLL_S", 0.02)
     dead, alive = Answer(500, {"error": "EngineCore encountered an issue"}), Answer(200, {"results": [DESCRIPTION]})
     with fake_vllm(collective_rpc=in_turn(dead, alive)) as server:
@@ -190,7 +198,10 @@ def test_a_server_that_dies_while_it_is_asked_is_asked_again(monkeypatch):
 
 @pytest.mark.parametrize("fault", ENDLESS)
 def test_a_requests_deadline_is_over_the_whole_of_it(fault):
-    """Without a dispatcher that gives it up, and though bytes keep coming."""
+    """A request's deadline is over the whole of it, though bytes keep coming.
+
+    No dispatcher gives the request up here.
+    """
     with fake_vllm(generate=FAULTS[fault]) as server, pytest.raises(ReplicaLost, match="was not answered in 0.2 s"):
         replica_of(server.url, deadline_s=SHORT_S).submit(request_of()).result(BOUND_S)
 
@@ -241,7 +252,7 @@ START = {
 
 @pytest.mark.parametrize("fault", START)
 def test_a_server_that_cannot_serve_is_refused_at_the_start(monkeypatch, fault):
-    monkeypatch.setattr(server_replica, "POLL_S", 2 * LONG_S)  # one that might still come to itself is asked once
+    monkeypatch.setattr(server_replica, "POLL_S", 2 * LONG_S)  # a server that might still recover is asked once
     routes, kind, told = START[fault]
     with fake_vllm(**routes) as server, pytest.raises(kind, match=told):
         replica_of(server.url).wait_ready(SHORT_S if fault == "hang" else LONG_S)

@@ -1,4 +1,4 @@
-"""What may be started, over every state of the counters, and over whole runs of them."""
+"""The rollouts that may be started, over every state of the counters and over whole runs of them."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def test_every_state(trained, lag, between, steps, bound, interval, renew, empty
 def staleness_of_a_run(
     *, rollouts: int, depth: int, steps: int, bound: int | None, interval: int, moved: list[int]
 ) -> list[int]:
-    """Plays a run: the staleness of each rollout at its turn. moved[k]: optimizer steps of rollout k that moved the
-    weights."""
+    """Play a run; return the staleness of each rollout at its turn.
+
+    moved[k]: optimizer steps of rollout k that moved the weights.
+    """
     version, engine, started = 0, NO_WEIGHTS, {}
     found = []
     for turn in range(rollouts):

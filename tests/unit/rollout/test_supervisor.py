@@ -1,5 +1,7 @@
-"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM: restarts, bounds, and nobody left
-behind."""
+"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM.
+
+It restarts servers within bounds, and leaves no process behind.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def test_a_killed_server_is_started_again_and_all_end_with_the_supervisor(tmp_pa
         os.kill(api, signal.SIGKILL)
         wait_for("the restart", lambda: running.said().count("ready after") == 3)
         assert "server 0: ended with exit code 137 (signal 9); restart 1 of 5 in 600 s" in running.said()
-        # what the killed server left behind would hold the GPU's memory
+        # a process that the killed server left behind would hold the GPU's memory
         wait_for("its engine's end", lambda: not is_alive(engine))
         assert len(running.started(0)) == 2 and len(running.started(1)) == 1
         running.process.send_signal(signal.SIGTERM)

@@ -1,5 +1,7 @@
-"""The embedded engine against plain Hugging Face forwards: same log-probs, same greedy tokens, seeded and exact
-draws."""
+"""The embedded engine against plain Hugging Face forwards.
+
+It gives the same log-probs and the same greedy tokens, and its draws are seeded and exact.
+"""
 
 from __future__ import annotations
 
@@ -123,8 +125,10 @@ def test_rows_do_not_depend_on_their_batch(model, hf_path):
 
 @pytest.mark.parametrize("max_batch_samples, at_once", [(64, 7), (10, 2), (3, 1)])
 def test_finished_groups_are_told_once_and_whole(hf_path, model, max_batch_samples, at_once):
-    """After each internal batch those that it completed: seven prompts of five samples in batches of 64, 10 and 3
-    rows."""
+    """Finished groups are told once and whole, after the internal batch that completed them.
+
+    Seven prompts of five samples run in batches of 64, 10 and 3 rows.
+    """
     engine = _engine(hf_path, model, max_batch_samples=max_batch_samples)
     told, batches = [], []
     sample = engine._sample
@@ -152,7 +156,10 @@ def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
 
 
 def test_a_calls_temperature_equals_the_configs(model, hf_path):
-    """Tokens and log-probs to the bit, and the calls after it are at the config's again."""
+    """A call's temperature gives the tokens and log-probs of a config's, to the bit.
+
+    The calls after it are at the config's temperature again.
+    """
     engine, colder = _engine(hf_path, model), _engine(hf_path, model, temperature=0.4)
     before, asked = engine.generate(PROMPTS, 4), engine.generate(PROMPTS, 4, temperature=0.4)
     assert asked == colder.generate(PROMPTS, 4) and engine.generate(PROMPTS, 4) == before != asked
@@ -269,8 +276,10 @@ MIXTURES = {
 
 
 def _mixture(family: str, tmp_path):
-    """(model that loops over its experts, its checkpoint's tensors as transformers writes them, the name of one
-    expert's)."""
+    """Return a model that loops over its experts, the tensors of its checkpoint, and the name of one expert's tensor.
+
+    The tensors are as transformers writes them.
+    """
     config, name = MIXTURES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -287,8 +296,7 @@ def test_a_mixture_takes_the_names_of_its_files(tmp_path, family):
     loaded = engine._model.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
     for rollout in engine.generate(PROMPTS, 4):
-        # 1e-5: cached against full attention, and one grouped product of all experts against a loop over them, in
-        # float32.
+        # 1e-5, in float32: cached against full attention, one grouped product of all experts against a loop over them.
         assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
 
 
@@ -366,7 +374,10 @@ def test_broken_weights_are_named(model, hf_path):
 
 @pytest.mark.parametrize("temperature", [None, 0.0])
 def test_a_bound_on_tokens_cuts_what_a_call_without_it_gives(model, hf_path, temperature):
-    """Prompt by prompt, in batches of uneven bounds, whose rows leave at different steps."""
+    """A bound on tokens cuts what a call without it gives, prompt by prompt.
+
+    Batches have uneven bounds, so that their rows leave at different steps.
+    """
     prompts = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(3, 4 + k, 2)[: 1 + k % 3], columns={}) for k in range(9)]
     bounds = [1 + (5 * k) % 12 for k in range(9)]
     whole = _engine(hf_path, model, max_batch_samples=8).generate(prompts, 3, temperature=temperature)

@@ -96,8 +96,11 @@ def test_a_tally_is_of_the_order_and_of_the_counts():
 
 
 def test_broadcast_brings_the_bytes_to_every_rank():
-    """Rank 0 here, rank 1 in a thread: two ends of one group, as trainer and worker have them; loopback alone is
-    listened on."""
+    """A broadcast brings the bytes to every rank.
+
+    Rank 0 is in this thread and rank 1 in another: two ends of one group, as trainer and worker have them. Loopback
+    alone is listened on.
+    """
     import threading
     from datetime import timedelta
 

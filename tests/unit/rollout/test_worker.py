@@ -1,5 +1,7 @@
-"""The producer's invariants under engines that finish in any order, are lost and hang, and under rewards that raise and
-hang."""
+"""The producer's invariants under engines and rewards that fail.
+
+Engines finish in any order, are lost and hang; rewards raise and hang.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ SHORT_S = 0.1  # a deadline, where nothing that is waited for ever comes
 
 
 def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: RolloutJob, places: Sequence[int]) -> int:
-    """As RolloutManager does it; how often the engine was found lost."""
+    """Wait for places as RolloutManager does; return how often the engine was found lost."""
     times = 0
     while True:
         if producer.config.mode == "sync" and job.missing:
@@ -50,7 +52,10 @@ def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: Rollo
 def assert_invariants(
     producer: RolloutWorker, jobs: Sequence[RolloutJob], engine: FakeEngine, score: FakeReward
 ) -> None:
-    """1 and 2 of the module; 3 is met by whoever waited; 4 by the engine's calls."""
+    """Assert invariants 1 and 2 of rollout/worker.py.
+
+    Whoever waited has met invariant 3, and the engine's calls show invariant 4.
+    """
     wanted = {job.prompts[place].name: number for number, job in enumerate(jobs) for place in job.mine}
     for job in jobs:
         assert set(job.rollouts) == set(job.scores) == set(job.mine)
@@ -77,9 +82,8 @@ def assert_invariants(
     assert {name for name, _ in score.calls} <= {"rewards" if producer._apart else "MainThread"}
 
 
-@settings(
-    max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate)
-)  # to shrink one that hangs would take hours
+# without shrinking: to shrink an example that hangs would take hours
+@settings(max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate))
 @given(
     mode=st.sampled_from(MODES),
     apart=st.booleans(),
@@ -92,8 +96,11 @@ def assert_invariants(
     rank=st.integers(0, 2),
 )
 def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, losses, seed, rank, part, quick):
-    """Jobs queued behind one another, an engine that is lost up to four times, one rank of one or of three, waited for
-    in parts."""
+    """Every place is found and scored once, however often the engine is lost.
+
+    Jobs are queued behind one another, the engine is lost up to four times, the rank is one of one or of three, and the
+    job is waited for in parts.
+    """
     engine, score = FakeEngine(seed=seed, losses=losses, group_s=0.0 if quick else 0.001), FakeReward()
     share = (0, 1) if rank == 0 else (rank, 3)
     producer = producer_of(engine, score, mode, apart=apart, min_groups=min_groups, share=share)
@@ -112,7 +119,10 @@ def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, lo
 
 @pytest.mark.parametrize(("mode", "apart"), [("sync", True), ("sync", False), *BACKGROUND])
 def test_an_engine_lost_twice_in_one_job(mode, apart):
-    """Seven groups: two, then one, then the rest; what is finished is not asked for again."""
+    """An engine lost twice in one job is not asked again for what is finished.
+
+    Of seven groups it finishes two, then one, then the rest.
+    """
     engine, score = FakeEngine(losses=(2, 1)), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart, min_groups=2)
     job = job_of(producer, range(7))
@@ -141,7 +151,10 @@ def test_what_a_reward_raises_is_raised_by_wait_and_the_next_job_goes_on(mode, a
 
 
 def assert_late(wait, *words: str) -> None:
-    """What it waits for would take BOUND_S; it ends by SHORT_S, and not before."""
+    """Assert that a wait ends in an error by SHORT_S, and not before.
+
+    A wait without that deadline would take BOUND_S.
+    """
     started = time.monotonic()
     with pytest.raises(EngineError) as ended:
         wait()
@@ -150,7 +163,7 @@ def assert_late(wait, *words: str) -> None:
 
 
 def go_on(producer: RolloutWorker, job: RolloutJob, *held: threading.Event) -> None:
-    """A rank that is only late is not broken by having been called so."""
+    """Let a job end after its deadline: a rank that is only late is not broken by having been called so."""
     producer.deadline_s = BOUND_S
     for event in held:
         event.set()
@@ -159,7 +172,10 @@ def go_on(producer: RolloutWorker, job: RolloutJob, *held: threading.Event) -> N
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
-    """The first three groups are there, and the fourth never comes."""
+    """A wait for an engine that hangs ends by its deadline.
+
+    The first three groups are there, and the fourth never comes.
+    """
     engine, score = FakeEngine(holds=3), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart, min_groups=3, deadline_s=SHORT_S)
     job = job_of(producer, range(5))
@@ -182,13 +198,16 @@ def test_a_wait_for_a_reward_that_hangs_ends_by_its_deadline(mode):
     assert until(lambda: score.calls)
     assert_late(lambda: producer.wait(job, [1, 2]), "were not scored", "4 of 4, the first is prompt 0@0")
     assert until(lambda: not job.generating)
-    producer.drain(job)  # which does not wait for rewards
+    producer.drain(job)  # this does not wait for rewards
     go_on(producer, job, hold)
     end(producer)
 
 
 def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
-    """Streaming: two groups are scored, which hangs, and the engine has two more to do."""
+    """A reward that hangs is named while the rest is generated.
+
+    In streaming, two groups are being scored, which hangs, and the engine has two more to do.
+    """
     engine, hold = FakeEngine(holds=2), threading.Event()
     score = FakeReward(prompt="1@0", hold=hold)
     producer = producer_of(engine, score, "streaming", apart=True, min_groups=2, deadline_s=SHORT_S)
@@ -203,7 +222,10 @@ def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_part_too_small_to_be_scored_waits_for_the_engine(apart):
-    """Streaming in calls of three groups, and a part of two that are there: what it waits for is the third."""
+    """A part too small to be scored waits for the engine.
+
+    In streaming in calls of three groups, a part of two that are there waits for the third.
+    """
     engine = FakeEngine(holds=2)
     producer = producer_of(engine, FakeReward(), "streaming", apart=apart, min_groups=3, deadline_s=SHORT_S)
     job = job_of(producer, range(4))
@@ -212,11 +234,3 @@ def test_a_part_too_small_to_be_scored_waits_for_the_engine(apart):
     assert_late(lambda: producer.wait(job, [0, 1]), "were not generated", "the first is prompt 2@0")
     go_on(producer, job, engine.held)
     end(producer)
-
-
-# ---- its end
-# -----------------------------------------------------------------------------------------------------------------
-
-
-# ---- no more than what was started
-# -------------------------------------------------------------------------------------------

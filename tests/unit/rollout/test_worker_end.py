@@ -43,7 +43,10 @@ class Counted(threading.Condition):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_wait_takes_no_processor_time(mode, apart):
-    """A fifth of a second for an engine that sleeps: what looks at the job all the while does so thousands of times."""
+    """A wait takes no processor time while an engine sleeps for a fifth of a second.
+
+    A loop that looked at the job all the while would do so thousands of times.
+    """
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
     job, timer = job_of(producer, range(2)), threading.Timer(0.2, engine.held.set)
@@ -51,7 +54,7 @@ def test_a_wait_takes_no_processor_time(mode, apart):
     producer.start(job)
     timer.start()
     producer.wait(job, [1])
-    # some for each thing that happens to a job of two groups, none for the ticks of a clock
+    # some entries for each thing that happens to a job of two groups, none for the ticks of a clock
     assert job.change.entries <= 20
     timer.join()
     end(producer)
@@ -77,7 +80,10 @@ def test_close_ends_the_threads_amid_jobs(mode, apart):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
-    """An engine that does not hear that it is closed, and finishes a group later."""
+    """A callback after close hangs nobody.
+
+    The engine does not hear that it is closed, and finishes a group later.
+    """
     monkeypatch.setattr(producer_module, "CLOSE_S", 0.1)
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
@@ -96,7 +102,7 @@ def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of this process."""
+    """Make a world of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -104,8 +110,10 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize(("mode", "depth"), [("sync", 1), ("prefetch", 1), ("prefetch", 3), ("streaming", 2)])
 def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
-    """A feed over an engine that takes no time: depth + 1 rollouts are held at most, and in a slow loop that many
-    are."""
+    """A slow consumer bounds the rollouts held: depth + 1 at most, and in a slow loop that many.
+
+    The queue is over an engine that takes no time.
+    """
     prompts_per_rollout, turns = 4, 6
     overrides = [
         f"train.prompts_per_rollout={prompts_per_rollout}",
@@ -130,10 +138,10 @@ def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
         feed.start_ahead(turn)
         generation.collect(feed.jobs[turn], range(prompts_per_rollout))
         generation.finish(feed.jobs[turn])
-        for _ in range(3):  # asked again and again it starts no more
+        for _ in range(3):  # asked again and again, it starts no more
             feed.start_ahead(turn)
         assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_rollout)
-        time.sleep(0.02)  # for more than that, which there must not be
+        time.sleep(0.02)  # time for more groups than that, which there must not be
         held.append(len(engine.finished) - turn * prompts_per_rollout)
         assert len(feed.jobs) == min(ahead + 1, turns - turn)
         feed._drop_stale(turn, set(range(prompts_per_rollout)))
