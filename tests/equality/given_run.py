@@ -1,5 +1,7 @@
-"""train.py's loop over one rollout that is given: real plans, passes, schedules and steps; no engine, no reward, no
-file."""
+"""Run train.py's loop over one given rollout.
+
+Plans, passes, schedules and optimizer steps are real; there is no engine, no reward and no file.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ from tests.equality.rig import DEFAULTS, Rig
 
 
 class GivenRun(Trainer):
-    """A trainer over a rig's batch. ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for
-    old log-probs."""
+    """A trainer over a rig's batch.
+
+    ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs.
+    """
 
     def __init__(self, rig: Rig, config: Config, advantages: np.ndarray) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)
@@ -79,9 +83,9 @@ class CountingPlanner(UpdatePlanner):
 
 
 def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
-    """The rig's backend under another configuration of loss, skip and optimizer, back at the weights it was built with.
+    """Return a run on the rig's backend under another loss, skip and optimizer, at the weights it was built with.
 
-    The first call keeps those; layout, dtype and plan rules stay the backend's own.
+    The first call keeps those weights; layout, dtype and plan rules stay the backend's own.
     """
     backend, config = rig.backend, load_config(None, [*DEFAULTS, "metrics.dense_every_rollouts=0", *overrides])
     if backend.reference.tensors is None:
@@ -94,6 +98,6 @@ def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
 
 
 def train_once(run: GivenRun) -> GivenRun:
-    """Takes all optimizer steps of the rollout."""
+    """Take all optimizer steps of the rollout."""
     train_on_rollout(run, 0)
     return run

@@ -1,5 +1,6 @@
-"""The equality matrix: every topology against the plain loop of tests/reference.py. test_matrix.py asserts it,
-matrix_table.py prints it.
+"""The equality matrix compares every topology with the plain loop of tests/reference.py.
+
+test_matrix.py asserts it, matrix_table.py prints it.
 
 Per cell and model: log-probs and gradient, dense and skip, packed (token cap) and padded (a fixed number of samples,
 each padded to the longest); the gradient norm of the first step; and all weights after three AdamW steps of
@@ -107,10 +108,10 @@ class Wanted:
 
 @functools.cache
 def wanted(family: str, layers: int) -> Wanted:
-    """Plain loops over the Hugging Face model, one sample at a time, and torch's AdamW. Kept, as a pool's worker
-    outlives its tasks.
+    """Compute a cell's wanted numbers by plain loops over the Hugging Face model and torch's AdamW.
 
-    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
+    The loops take one sample at a time. The numbers are kept, as a pool's worker outlives its tasks. Megatron-Core
+    decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
     """
     _, model = tiny_model(family, layers=layers)
     samples = near_policy(model, make_samples(NUM_SAMPLES))
@@ -132,7 +133,10 @@ def wanted(family: str, layers: int) -> Wanted:
 
 
 def take_layout(rig: Rig, layout: str) -> None:
-    """Packed under the token cap, or padded: every sequence as long as the longest, a fixed number to a micro-batch."""
+    """Pack the micro-batches under the token cap, or pad them.
+
+    Padded, every sequence is as long as the longest, and a micro-batch has a fixed number of them.
+    """
     rules = dict(LAYOUTS[layout])
     if layout == "padded":
         multiple = rig.backend.rules.pad_multiple
@@ -141,14 +145,14 @@ def take_layout(rig: Rig, layout: str) -> None:
 
 
 def trained_logprobs(rig: Rig) -> torch.Tensor:
-    """Of every loss token of the batch, in order."""
+    """Return the log-probs of every loss token of the batch, in order."""
     plan = rig.plan(np.ones(NUM_SAMPLES), drops=False, purpose="logprob")
     flat = torch.from_numpy(rig.backend.forward(rig.batch, plan).flat)
     return flat[torch.from_numpy(np.concatenate([s.loss_mask for s in rig.samples]))]
 
 
 def one_step(rig: Rig, want: Wanted | None, found: dict[str, float]) -> None:
-    """Log-probs and gradients of one layout after the other, dense and skip."""
+    """Measure log-probs and gradients of one layout after the other, dense and skip."""
     advantages = ragged_advantages(NUM_SAMPLES)
     for layout in LAYOUTS:
         take_layout(rig, layout)
@@ -177,7 +181,7 @@ def three_steps(rig: Rig, want: Wanted | None, found: dict[str, float], *, layou
 
 
 def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
-    """Every error of a cell on the main rank; {} on the others."""
+    """Return every error of a cell on the main rank, and {} on the others."""
     want = wanted(family, cell.layers) if rank == 0 else None
     found: dict[str, float] = {}
     plain = [
@@ -192,5 +196,5 @@ def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
 
 
 def worst(found: dict[str, float]) -> dict[str, float]:
-    """Per quantity, the largest over layouts and modes."""
+    """Return, per quantity, the largest error over layouts and modes."""
     return {q: max(value for key, value in found.items() if key.startswith(q)) for q in QUANTITIES}

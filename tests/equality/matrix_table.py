@@ -1,5 +1,7 @@
-"""Measures the equality matrix and writes it as a table: python -m tests.equality.matrix_table [--only NAME ...]
-[--markdown FILE]"""
+"""Measure the equality matrix and write it as a table.
+
+Usage: python -m tests.equality.matrix_table [--only NAME ...] [--markdown FILE]
+"""
 
 from __future__ import annotations
 

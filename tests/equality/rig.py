@@ -1,5 +1,7 @@
-"""What the distributed equality tests stand on: a backend over a tiny model, a batch spread over its ranks, and one
-step's inputs."""
+"""The rig of the distributed equality tests.
+
+It has a backend over a tiny model, a batch spread over its ranks, and the inputs of one step.
+"""
 
 from __future__ import annotations
 
@@ -55,18 +57,18 @@ class Rig:
         return self.backend.topology.is_main
 
     def take(self, samples: list[Sample], groups: Sequence[int] | None = None) -> None:
-        """Makes ``samples`` the batch; sample i is produced by rank i mod world."""
+        """Make ``samples`` the batch; sample i is produced by rank i mod world."""
         rank, world = self.backend.topology.rank, self.backend.topology.world_size
         self.samples, self.groups = samples, list(groups or [i // 2 for i in range(len(samples))])
         mine = [i for i in range(len(samples)) if i % world == rank]
         self.batch = self.backend.gather([samples[i] for i in mine], [self.groups[i] for i in mine], mine)
 
     def rules(self, **changes: object) -> None:
-        """Another cut into micro-batches, under the same weights."""
+        """Set another cut into micro-batches, under the same weights."""
         self.backend.rules = dataclasses.replace(self.backend.rules, **changes)
 
     def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
-        """Plans, and brings the rows where they are needed."""
+        """Plan the batch, and bring the rows where they are needed."""
         plan = self.backend.plan(purpose, self.batch, has_signal(advantages, self.batch.facts.loss_tokens), drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
@@ -80,14 +82,16 @@ class Rig:
         old: np.ndarray | None = None,
         **more,
     ):
-        """LossInputs with the weights of ``members`` folded in; ``old`` defaults to the samples' own log-probs. more:
-        other fields."""
+        """Return LossInputs with the weights of ``members`` folded in.
+
+        ``old`` defaults to the samples' own log-probs; ``more`` holds other fields.
+        """
         weights = reduction_weights(reduction, self.batch.facts, members, max_response_tokens=MAX_RESPONSE_TOKENS)
         flat = np.concatenate([s.logprobs for s in self.samples]) if old is None else old
         return LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=flat, **more)
 
     def accumulate(self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object) -> None:
-        """forward_backward of one of the plan's mini-batches."""
+        """Run forward_backward of one of the plan's mini-batches."""
         mini_batch = plan.mini_batches[position]
         inputs = self.inputs(advantages, mini_batch.members, **given)
         self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
@@ -95,7 +99,7 @@ class Rig:
     def gradient(
         self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object
     ) -> dict[str, torch.Tensor]:
-        """One mini-batch's gradient under Hugging Face names; the backend is left without one."""
+        """Return one mini-batch's gradient under Hugging Face names; the backend is left without one."""
         self.accumulate(advantages, plan, position, **given)
         gradient = self.backend.gradient()
         self.backend.zero_grad()
@@ -103,7 +107,7 @@ class Rig:
         return gradient
 
     def step(self, advantages: np.ndarray, *, drops: bool, **given: object) -> list[StepResult]:
-        """Plans the batch and takes all its optimizer steps."""
+        """Plan the batch and take all its optimizer steps."""
         plan = self.plan(advantages, drops=drops)
         results = []
         for position, mini_batch in enumerate(plan.mini_batches):
@@ -112,7 +116,7 @@ class Rig:
         return results
 
     def ghost(self) -> StepResult:
-        """The step that follows when nothing of the batch has signal."""
+        """Take the step that follows when nothing of the batch has signal."""
         (result,) = self.step(np.zeros(len(self.samples)), drops=True)
         assert result.kind is StepKind.GHOST
         return result
@@ -121,7 +125,7 @@ class Rig:
         return {name: tensor.clone() for name, tensor in self.backend.export()}
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """This rank's master weights, Adam moments and step counts, then the learning rate, in a fixed order."""
+        """Return this rank's master weights, Adam moments and step counts, then the learning rate, in a fixed order."""
         found = []
         for part in self.backend.optimizer.megatron.chained_optimizers:
             for group in part.optimizer.param_groups:
@@ -134,19 +138,21 @@ class Rig:
 
 @functools.cache
 def config_of(*overrides: str) -> Config:
-    """The rigs' defaults under ``overrides``; frozen, so one for all that ask for the same."""
+    """Return the rigs' defaults under ``overrides``; frozen, so one for all that ask for the same."""
     return load_config(None, [*DEFAULTS, *overrides])
 
 
 def layers_of(config: Config) -> int:
-    """The tiny model's layers, or one for every stage where there are more of those."""
+    """Return the tiny model's layers, or one for every stage where there are more stages."""
     return max(LAYERS, config.parallel.pipeline * config.parallel.virtual_pipeline)
 
 
 @functools.cache
 def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) -> tuple[Sample, ...]:
-    """Samples whose log-probs an engine of slightly other weights would have reported: one plain forward each, once per
-    process."""
+    """Draw samples whose log-probs an engine of slightly other weights would have reported.
+
+    They take one plain forward each, once per process.
+    """
     return tuple(near_policy(tiny_model(family, layers=layers)[1], make_samples(count, unique_lengths=unique_lengths)))
 
 
@@ -159,7 +165,9 @@ def open_rig(
     total_steps: int = 1,
     layers: int | None = None,
 ) -> Iterator[Rig]:
-    """A backend over reference.tiny_model(family), with a batch of ``samples``; Megatron's groups are gone after it.
+    """Open a backend over reference.tiny_model(family), with a batch of ``samples``.
+
+    Megatron's groups are gone after it.
 
     layers: None for as many as the stages need (``layers_of``).
     """
@@ -178,12 +186,12 @@ def open_rig(
 
 
 def ragged_advantages(count: int) -> np.ndarray:
-    """Both signs, and every third exactly 0."""
+    """Return advantages of both signs, every third exactly 0."""
     return np.array([0.0 if i % 3 == 0 else (i - count / 2) / 3 for i in range(count)])
 
 
 def equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    """Bitwise, tensor by tensor (−0.0 counts as 0.0)."""
+    """Return whether the tensors are bitwise equal, one by one (−0.0 counts as 0.0)."""
     return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -192,8 +200,10 @@ def equal_by_name(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 class ForwardedLengths:
-    """Sequence lengths that this stage's first layer was given, by torch's own hook, from the packed sequences that
-    attention reads."""
+    """The sequence lengths that this stage's first layer was given.
+
+    They come by torch's own hook, from the packed sequences that attention reads.
+    """
 
     def __init__(self, rig: Rig):
         self.lengths: list[int] = []
@@ -209,7 +219,7 @@ class ForwardedLengths:
 
 
 def any_tokenizer():
-    """save_hugging_face only passes it on."""
+    """Return a tokenizer that save_hugging_face only passes on."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -16,7 +16,7 @@ PLAIN, SHARDED, BF16 = ("optimizer.distributed=false",), ("optimizer.distributed
 
 
 def take_steps(rig, count: int, seed: int = 0) -> None:
-    """Real steps on other advantages each, then a ghost."""
+    """Take real steps, each on other advantages, then a ghost step."""
     for number in range(count):
         values = np.roll(ADVANTAGES, number + seed)
         plan = rig.plan(values, drops=True)

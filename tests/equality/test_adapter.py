@@ -1,5 +1,7 @@
-"""Adapters: gradient, norm, steps, export and checkpoints at every topology = a plain loop over a Hugging Face model
-that has them."""
+"""Adapters on every topology equal a plain loop over a Hugging Face model that has them.
+
+Compared are gradient, norm, steps, export and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS
 def open_adapted(
     family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES
 ) -> Iterator[Rig]:
-    """A rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``."""
+    """Open a rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``."""
     model = adapted_model(family, extra, layers_of(config_of(*overrides_of(parallel, extra))))
     with open_rig(family, *overrides_of(parallel, extra), total_steps=20) as rig:
         backend = rig.backend
@@ -104,7 +106,7 @@ def open_adapted(
 def gradients(
     rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
 ) -> dict[str, float]:
-    """Relative errors: gradient of the dense and of the skip run; log-probs are where the gradient is taken."""
+    """Return relative errors of the dense and of the skip run's gradient; log-probs are where the gradient is taken."""
     advantages, found = ragged_advantages(NUM_SAMPLES), {}
     with open_adapted(family, parallel, extra) as rig:
         want, _ = reference_gradient(rig.model, rig.samples, rig.groups, list(advantages))
@@ -127,7 +129,7 @@ def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: 
 
 
 def reference_steps(model: torch.nn.Module, samples: list, groups: list[int], advantages: list[float]) -> list[float]:
-    """Gradient norms of torch's AdamW over the same mini-batches; the adapters end where they are wanted."""
+    """Return the gradient norms of torch's AdamW over the same mini-batches; the adapters end where they are wanted."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=DECAY)
     norms = []
@@ -140,7 +142,10 @@ def reference_steps(model: torch.nn.Module, samples: list, groups: list[int], ad
 
 
 def replicas_agree(rig: Rig) -> bool:
-    """Whether every tensor rank holds the same bits of what is not split: it was exported from the first of them."""
+    """Return whether every tensor rank holds the same bits of what is not split.
+
+    Only the first rank's were exported.
+    """
     group, same = rig.backend.topology.tensor_group, True
     for adapter in own_adapters(rig.backend.chunks):
         for parameter in (p for name, p in adapter.named_parameters() if name not in adapter.split):
@@ -153,8 +158,11 @@ def replicas_agree(rig: Rig) -> bool:
 def three_steps(
     rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
 ) -> dict[str, object]:
-    """Against torch's AdamW: the first norm, what the adapters moved by, and the merged weights; and whether W is still
-    what it was."""
+    """Compare three steps with torch's AdamW.
+
+    The errors are of the first norm, of the adapters' movement and of the merged weights; ``frozen`` says whether W is
+    still what it was.
+    """
     advantages = ragged_advantages(NUM_SAMPLES)
     with open_adapted(family, parallel, (*STEPS, *extra)) as rig:
         before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])
@@ -178,7 +186,7 @@ def three_steps(
 
 
 def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
-    """The same model object; its state has adapters no longer."""
+    """Take the adapters out of a model and return the same object, whose state has them no longer."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and "lora_A" in module._modules:
             del module.lora_A, module.lora_B
@@ -200,9 +208,10 @@ LARGE = ("TP2-PP2", "PP2-DP2", "TP2-SP-CP2", "TP2-SP-EP2", "PP2-recomputed", "EP
     "name", [pytest.param(x, marks=[pytest.mark.long] if x in LARGE else []) for x in (*TOPOLOGIES, *SHARDED)]
 )
 def test_three_adamw_steps_of_adapters_equal_torchs(pool: Pool, name: str) -> None:
-    """And the export is W + (alpha / rank) · B A of those adapters, W to the bit where they are off.
+    """Three AdamW steps of adapters give the norm, movement and export of torch's AdamW.
 
-    Of what moved: AdamW amplifies the summation order where a gradient is near zero.
+    The export is W + (alpha / rank) B A of those adapters, and W to the bit where they are off. The tolerance of the
+    movement is wider, as AdamW amplifies the summation order where a gradient is near zero.
     """
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     found = pool.run(world, three_steps, family, parallel, extra, timeout_s=120)
@@ -213,7 +222,7 @@ def test_three_adamw_steps_of_adapters_equal_torchs(pool: Pool, name: str) -> No
 
 
 def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
-    """A step, then a ghost against a step on an all-zero gradient; both then take a further step."""
+    """Compare a step and a ghost with a step and an all-zero gradient; both then take a further step."""
     advantages, ended = ragged_advantages(NUM_SAMPLES), []
     for ghost in (True, False):
         with open_adapted(family, parallel, (*STEPS[1:], *extra)) as rig:
@@ -241,7 +250,10 @@ def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str)
 
 
 def silent(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
-    """Two steps in which one sample of eleven has signal: the skip run's merged weights against the dense run's."""
+    """Return the relative error of the skip run's merged weights against the dense run's.
+
+    Each takes two steps in which one sample of eleven has signal.
+    """
     advantages, ended = np.zeros(NUM_SAMPLES), []
     advantages[5] = 0.7
     for drops in (True, False):
@@ -271,7 +283,7 @@ def untrained(rank: int, world: int, parallel: tuple[str, ...]) -> dict[str, tor
 
 
 def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
-    """To the bit; and another run.seed with others."""
+    """Every layout starts with the same adapters to the bit, and another run.seed with others."""
     first = pool.run(1, untrained, (), timeout_s=60)[0]
     for world, parallel in ((2, (TP2,)), (2, (TP2, SP)), (2, (PP2, VPP2)), (4, (TP2, PP2))):
         for found in pool.run(world, untrained, parallel, timeout_s=60):
@@ -282,7 +294,7 @@ def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
 
 
 def off_and_on(rank: int, world: int, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
-    """Log-probs with the adapters off are those of the model without any; on again, what they were."""
+    """Return whether adapters off give the log-probs of the model without any, and on again what they were."""
     everyone = np.ones(NUM_SAMPLES, dtype=bool)
     with open_adapted("qwen2_tied", parallel, extra) as rig:
         samples, backend = rig.samples, rig.backend
@@ -314,7 +326,7 @@ def test_adapters_off_is_the_frozen_model_to_the_bit(pool: Pool, name: str) -> N
 
 
 def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[int, int]:
-    """By bucket_bytes the most bytes that an export takes beside the model."""
+    """Return, by bucket_bytes, the most bytes that an export takes beside the model."""
     found = {}
     with open_adapted("qwen2_untied", parallel, samples=0) as rig:
         for bucket_bytes in (1, 200_000):
@@ -329,8 +341,11 @@ def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[i
 
 @pytest.mark.parametrize("parallel", [(), (TP2,), (PP2,)], ids=["1 process", "TP2", "PP2"])
 def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple[str, ...]) -> None:
-    """The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks and the whole tensor where one
-    is made of it."""
+    """Merging takes the memory of a few copies of one parameter beside the bucket.
+
+    The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks, and the whole tensor where one is
+    made of it.
+    """
     for found in pool.run(2 if parallel else 1, memory_of_export, parallel, timeout_s=60):
         print(parallel, found)
         one = 192 * 64 * 4
@@ -338,7 +353,7 @@ def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple
 
 
 def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
-    """A step, everything off the device and back, a step: as without."""
+    """Return whether offload and restore between two steps leave the bits of a run without them."""
     ended = []
     for moves in (False, True):
         with open_adapted("qwen2_tied", (), (*STEPS[1:], *extra)) as rig:
@@ -358,7 +373,7 @@ def test_offload_and_restore_leave_adapters_as_they_were(pool: Pool, sharded: st
 
 
 def critic_without(rank: int, world: int) -> bool:
-    """Whether a value model under a configuration with adapters has none and trains every weight."""
+    """Return whether a value model under a configuration with adapters has none and trains every weight."""
     hf_config, model = tiny_model("qwen2_untied")
     config = load_config(None, [*DEFAULTS, *LORA, "advantage.estimator=gae"])
     critic = Critic(config, hf_config=hf_config, weights=file_weights(model), alone=True)

@@ -1,5 +1,7 @@
-"""Adapters in a checkpoint: the same layout goes on to the bit, another one from the same bits; the frozen weights come
-from the model."""
+"""Adapters in a checkpoint go on to the bit in the same layout, and from the same bits in another one.
+
+The frozen weights come from the model.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def adapters(rig: Rig) -> dict[str, torch.Tensor]:
 def save_and_load(
     rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str
 ) -> dict[str, object]:
-    """What the first backend holds when it saves and two steps later; the same of a second one that loaded it."""
+    """Return the first backend's tensors at its save and two steps later, and those of a second one that loaded it."""
     folder = pathlib.Path(root)
     with open_lora(first, family) as rig:
         rig.backend.keep_reference()
@@ -103,7 +105,10 @@ OTHER = {
 
 @pytest.mark.parametrize("name", OTHER)
 def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
-    """Adapters to the bit; their merged product, and the next steps, to rounding."""
+    """Another topology starts from the same adapters to the bit.
+
+    Their merged product and the next steps agree to rounding.
+    """
     first, second, family = OTHER[name]
     for found in pool.run(2, save_and_load, str(tmp_path), first, second, family, timeout_s=120):
         assert (
@@ -113,7 +118,10 @@ def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathl
 
 
 def load_elsewhere(rank: int, world: int, root: str) -> dict[str, str]:
-    """The words of the refusals: by another rank, other targets, without adapters, and beside other frozen weights."""
+    """Return the words of four refusals.
+
+    They are for another adapter rank, other targets, a run without adapters, and other frozen weights.
+    """
     with open_lora((), "llama") as rig:
         path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()
         kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)

@@ -1,5 +1,7 @@
-"""A checkpoint loaded by another backend, of the same topology or another: the same weights to the bit, the same next
-steps."""
+"""A checkpoint loaded by another backend gives the same weights to the bit and the same next steps.
+
+The other backend has the same topology or another.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.workers.pool import Pool
 def save_and_load(
     rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str, steps: int
 ) -> dict[str, object]:
-    """What the first backend exports when it saves and two steps later; the same of a second one that loaded it."""
+    """Return the first backend's exports at its save and two steps later, and those of a second one that loaded it."""
     folder = pathlib.Path(root)
     with open_like(first, family) as rig:
         rig.backend.keep_reference()
@@ -93,7 +95,10 @@ OTHER = {
 
 @pytest.mark.parametrize("name", OTHER)
 def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
-    """Weights, reference and counters to the bit; the next steps to rounding (half precision rounds at 2⁻⁸)."""
+    """Another topology has weights, reference and counters to the bit, and the next steps to rounding.
+
+    Half precision rounds at 2⁻⁸.
+    """
     first, second, family = OTHER[name]
     for found in pool.run(2, save_and_load, str(tmp_path), first, second, family, 3, timeout_s=120):
         assert found["loaded"] and found["rate"] and found["moved"] > 1e-4, found
@@ -101,7 +106,7 @@ def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathl
 
 
 def adam_sums(rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str) -> bool:
-    """Whether every tensor of AdamW is what it was: the second backend's checkpoint has the first one's bytes."""
+    """Return whether every tensor of AdamW has the same bytes in both backends' checkpoints."""
     folder = pathlib.Path(root)
     with open_like(first, family) as rig:
         take_steps(rig, 3)
@@ -115,7 +120,7 @@ def adam_sums(rank: int, world: int, root: str, first: tuple[str, ...], second: 
 
 @pytest.mark.parametrize("name", ["DP2-sharded-to-TP2", "PP2-VPP2-to-DP2-sharded", "DP2-to-EP2"])
 def test_adam_is_the_same_to_the_bit_under_another_topology(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
-    """Read by torch's own reader from both checkpoints."""
+    """AdamW's state is the same to the bit in both checkpoints, read by torch's own reader."""
     first, second, family = OTHER[name]
     pool.run(2, adam_sums, str(tmp_path), first, second, family, timeout_s=120)
     one, two = (tensors_of(tmp_path / f"iter_000000{n}") for n in (1, 2))

@@ -1,5 +1,7 @@
-"""Packed sequences, whole and split: a neighbour changes nothing, and what needs a whole sequence gets it from all
-context ranks."""
+"""Packed sequences, whole and split over context ranks.
+
+A neighbour changes nothing, and what needs a whole sequence gets it from all context ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ TERMS = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01", "skip.mode=
 
 
 def one_policy(rank: int, world: int, policy: str, extra: tuple[str, ...]) -> dict[str, object]:
-    """Gradient and the sums behind the metrics; a reference policy that differs, so that the KL term has a size."""
+    """Return the gradient and the sums behind the metrics.
+
+    The reference policy differs from the policy, so that the KL term has a size.
+    """
     with open_rig("qwen2_tied", f"loss.policy={policy}", *TERMS, *extra, samples=NUM_SAMPLES) as rig:
         advantages = ragged_advantages(NUM_SAMPLES)
         plan = rig.plan(advantages, drops=False)
@@ -41,7 +46,10 @@ def one_policy(rank: int, world: int, policy: str, extra: tuple[str, ...]) -> di
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_equals_the_unsplit_run(pool: Pool, policy: str) -> None:
-    """gspo's ratio is a mean over a sequence that two ranks hold between them; the others' terms are per token."""
+    """Every policy's gradient and metrics on split sequences equal those on whole ones.
+
+    gspo's ratio is a mean over a sequence that two ranks hold between them; the others' terms are per token.
+    """
     whole = pool.run(1, one_policy, policy, (), timeout_s=60)[0]
     for found in pool.run(2, one_policy, policy, ("parallel.context=2",), timeout_s=60):
         assert relative_error(found["gradient"], whole["gradient"]) < 1e-5
@@ -51,8 +59,10 @@ def test_every_policy_equals_the_unsplit_run(pool: Pool, policy: str) -> None:
 
 
 def gaps(rank: int, world: int, extra: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, float]]:
-    """A log-prob pass over sequences of two to four tokens: most are shorter than their 2·CP chunks, some ranks hold
-    pads alone."""
+    """Return log-probs and sums of a pass over sequences of two to four tokens.
+
+    Most are shorter than their 2·CP chunks, and some ranks hold pads alone.
+    """
     with open_rig("qwen3", *extra) as rig:
         samples = [s for s in make_samples(60) if s.prompt_tokens + len(s.loss_mask) <= 4][:3] + make_samples(4, seed=1)
         assert min(len(s.token_ids) for s in samples) < 8
@@ -70,7 +80,7 @@ def test_sequences_shorter_than_their_chunks(pool: Pool, context: int) -> None:
 
 
 def beside(rank: int, world: int, extra: tuple[str, ...]) -> bool:
-    """Log-probs of four samples in one micro-batch, twice: with other tokens in the second of them."""
+    """Return whether other tokens in one of four samples of a micro-batch change that sample's log-probs alone."""
     with open_rig("qwen3", *extra) as rig:
         samples = near_policy(rig.model, make_samples(4, seed=2))
         found = []
@@ -96,6 +106,6 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_neighbour_in_the_micro_batch_changes_no_log_prob(pool: Pool, layout: str) -> None:
-    """Bit by bit: nothing of one packed sequence reaches another anywhere in the model."""
+    """Nothing of one packed sequence reaches another anywhere in the model, bit by bit."""
     world, extra = LAYOUTS[layout]
     assert all(pool.run(world, beside, extra, timeout_s=60))

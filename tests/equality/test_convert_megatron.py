@@ -40,7 +40,7 @@ TOLERANCE = 1e-5  # of a log-prob, float32, two implementations of 4 layers
 
 
 def megatron_model(family: str, tensor: int) -> GPTModel:
-    """GPTModel of ``tiny_config(family)``'s shape with weights of its own."""
+    """Build a GPTModel of ``tiny_config(family)``'s shape with weights of its own."""
     hf = tiny_config(family)
     mixture = family in ("mixtral", "qwen3_moe")
     ffn = hf.moe_intermediate_size if family == "qwen3_moe" else hf.intermediate_size
@@ -98,7 +98,7 @@ def megatron_model(family: str, tensor: int) -> GPTModel:
 
 @torch.no_grad()
 def megatron_logprobs(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
-    """[rows, tokens, 99]."""
+    """Return the log-probs of a Megatron-Core model, [rows, tokens, 99]."""
     places = torch.arange(tokens.shape[1])[None].expand_as(tokens)
     return model(tokens, places, None)[..., :99].float().log_softmax(-1)
 
@@ -177,8 +177,10 @@ def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(
 def test_an_imported_checkpoint_loads_in_megatron_core_under_another_topology(
     pool: Pool, tmp_path: pathlib.Path, family: str, cut: int
 ) -> None:
-    """Cut for TP1 or TP2, loaded by TP2 (a mixture by TP1: tensor ranks with experts want sequence parallelism), with
-    more pads."""
+    """An imported checkpoint loads in Megatron-Core under another topology, with more pads.
+
+    It is cut for TP1 or TP2 and loaded by TP2 (a mixture by TP1: tensor ranks with experts want sequence parallelism).
+    """
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path / "hf")
     shape = read_shape(model.config, layer_spec="torch", vocab_multiple=cut)
@@ -206,7 +208,10 @@ def saved_by_training(rank: int, world: int, root: str, topology: tuple[str, ...
 def test_a_training_runs_checkpoint_exports_its_weights(
     pool: Pool, tmp_path: pathlib.Path, topology: tuple[str, ...]
 ) -> None:
-    """AdamW's states and the reference policy lie beside them and stay behind."""
+    """A training run's checkpoint exports its weights.
+
+    AdamW's states and the reference policy lie beside them and stay behind.
+    """
     trained = pool.run(2, saved_by_training, str(tmp_path / "checkpoints"), topology, timeout_s=60)[0]
     hf_config = tiny_config("qwen3")
     hf_config.save_pretrained(tmp_path / "hf")

@@ -1,5 +1,7 @@
-"""Importance corrections on real schedules: the naive loop's gradient, unchanged denominators, and no forward of what
-is masked."""
+"""Importance corrections on real schedules equal the naive loop's gradient.
+
+Denominators are unchanged, and nothing that is masked is forwarded.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,20 @@ NEVER = CorrectionConfig(mode="sequence_mask", cap=1.0, floor=1.0)  # no noisy s
 
 @functools.cache
 def drawn() -> tuple[torch.nn.Module, list]:
-    """The model, and samples whose engine is 0.4 nats of noise away from it at each token; no two of the same
-    length."""
+    """Return the model, and samples whose engine is 0.4 nats of noise away from it at each token.
+
+    No two samples have the same length.
+    """
     _, model = tiny_model(FAMILY)
     return model, near_policy(model, make_samples(NUM_SAMPLES, unique_lengths=True), spread=0.4)
 
 
 @functools.cache
 def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The reference's gradient at π_θ = π_old, each token's advantage times the naive loop's weight; and those
-    weights."""
+    """Return the reference's gradient at π_θ = π_old, and the weights of the naive loop.
+
+    Each token's advantage is multiplied by the naive loop's weight.
+    """
     model, samples = drawn()
     with torch.no_grad():
         old = [reference_logprobs(model, s)[0] for s in samples]
@@ -69,7 +75,7 @@ def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[BatchPlan, np.ndarray, CorrectedSignal]:
-    """As train_on_rollout does: a draft by advantage, the log-prob pass, the verdict, the plan."""
+    """Correct a batch as train_on_rollout does: a draft by advantage, the log-prob pass, the verdict, the plan."""
     backend, batch = rig.backend, rig.batch
     signal = has_signal(ADVANTAGES, batch.facts.loss_tokens)
     passed = runs_S(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
@@ -92,7 +98,7 @@ def inputs_of(rig: Rig, plan: BatchPlan, old: np.ndarray, verdict: CorrectedSign
 
 
 def without_signal(rig: Rig, weights: list[float]) -> set[int]:
-    """The samples of which the naive loop's weights leave nothing."""
+    """Return the samples of which the naive loop's weights leave nothing."""
     bounds = rig.batch.facts.response_offsets
     return {
         i for i in range(NUM_SAMPLES) if not any(weights[t] * ADVANTAGES[i] for t in range(bounds[i], bounds[i + 1]))
@@ -135,7 +141,10 @@ def every_correction(rank: int, world: int, tensor: int, pipeline: int, cut: dic
 def test_corrected_gradient_equals_the_naive_loops(
     pool: Pool, tensor: int, pipeline: int, data: int, cut: dict
 ) -> None:
-    """Every mode and δ, skip and dense, and what runs is what the naive loop's weights leave."""
+    """The gradient equals the naive loop's in every mode and δ, skip and dense.
+
+    Only what the naive loop's weights leave runs.
+    """
     found = pool.run(tensor * pipeline * data, every_correction, tensor, pipeline, cut, timeout_s=90)[0]
     masked = {name.removesuffix(" masked"): count for name, count in found.items() if name.endswith(" masked")}
     errors = {name: error for name, error in found.items() if not name.endswith(" masked")}
@@ -164,8 +173,10 @@ def test_a_batch_that_is_masked_whole_is_a_ghost(pool: Pool) -> None:
 
 @contextlib.contextmanager
 def noisy_engine():
-    """The embedded engine, whose log-probs come 0.3 nats of noise away from its own; the noise hangs on the sample
-    alone."""
+    """Let the embedded engine give log-probs that are 0.3 nats of noise away from its own.
+
+    The noise depends on the sample alone.
+    """
     true = TransformersEngine.generate
 
     def generate(self, *args, on_finished, **kwargs):
@@ -195,8 +206,10 @@ def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, st
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.pipeline=1"])
 def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:
-    """Skip against dense with masked tokens and samples, nothing repacked: bitwise, and another run than without
-    corrections."""
+    """A masking run that skips ends with the dense run's weights, bitwise.
+
+    Tokens and samples are masked, nothing is repacked, and the run differs from one without corrections.
+    """
     weights, rows = {}, {}
     masked = (
         "correction.mode=token_mask",
@@ -229,8 +242,11 @@ def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_pa
 
 
 def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path) -> None:
-    """Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each
-    rollout."""
+    """A correction that finds nothing to correct changes no bit.
+
+    Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each
+    rollout.
+    """
     weights = []
     for extra in ((), ("correction.off_policy_delta=0.01",)):
         given = arguments(arithmetic, tmp_path / str(len(extra)), "train.epochs_per_rollout=2", *extra)

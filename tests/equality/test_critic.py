@@ -1,5 +1,7 @@
-"""The critic: values and the gradient of their loss = a Hugging Face reward model's, one sample at a time, on every
-grid of ranks."""
+"""The critic's values, and the gradient of their loss, equal a Hugging Face reward model's.
+
+The reward model takes one sample at a time; the critic is tried on every grid of ranks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ NUM_SAMPLES, PER_MINI_BATCH = 7, 4
 
 
 def reward_model(family: str, layers: int):
-    """(config, model): a Hugging Face sequence classifier of one label, whose ``score`` gives a value per token."""
+    """Return (config, model) of a Hugging Face sequence classifier of one label.
+
+    Its ``score`` gives a value per token.
+    """
     from transformers import AutoModelForSequenceClassification
 
     with torch.random.fork_rng(devices=[]):
@@ -56,20 +61,20 @@ def reward_model(family: str, layers: int):
 
 
 def values_of(model, sample: Sample) -> torch.Tensor:
-    """[response] of the states before each response token."""
+    """Return the values, [response], of the states before each response token."""
     hidden = model.model(torch.from_numpy(sample.token_ids)[None]).last_hidden_state[0]
     return model.score(hidden)[sample.prompt_tokens - 1 : -1, 0]
 
 
 def targets(samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(returns, old values) per sample; some values are clipped towards their return, some away from it."""
+    """Return (returns, old values) per sample; some values are clipped towards their return, some away from it."""
     random = np.random.default_rng(5)
     returns = [random.normal(0.0, 1.0, len(s.loss_mask)).astype(np.float32) for s in samples]
     return returns, [random.normal(0.0, 1.0, len(s.loss_mask)).astype(np.float32) for s in samples]
 
 
 def naive(model, samples: list[Sample], groups: list[int], reduction: str) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradient and loss by a loop over loss tokens, in the words of semantics §8."""
+    """Compute gradient and loss by a loop over loss tokens, in the words of semantics §8."""
     model.zero_grad()
     returns, old = targets(samples)
     total = 0.0
@@ -89,8 +94,10 @@ def naive(model, samples: list[Sample], groups: list[int], reduction: str) -> tu
 
 @dataclass(kw_only=True)
 class Pair:
-    """A policy and its critic on this rank, the Hugging Face models of both, and the batch that every rank agrees
-    on."""
+    """A policy and its critic on this rank, the Hugging Face models of both, and the batch.
+
+    Every rank agrees on the batch.
+    """
 
     backend: MegatronBackend
     critic: Critic
@@ -103,7 +110,7 @@ class Pair:
 
 @contextlib.contextmanager
 def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
-    """A policy, a critic beside it and a batch, whose samples are spread over the ranks."""
+    """Open a policy, a critic beside it and a batch, whose samples are spread over the ranks."""
     layers = 4 if VPP in overrides else LAYERS
     hf_config, model = tiny_model(family, layers=layers)
     critic_hf, judge = reward_model(family, layers)
@@ -128,7 +135,7 @@ def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
 
 
 def against_reward_model(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
-    """Worst differences to the loop: of values, of the gradient and of the loss, under two reductions."""
+    """Return the worst differences to the loop: of values, of the gradient and of the loss, under two reductions."""
     found: dict[str, float] = {}
     with open_critic(family, *overrides) as pair:
         critic, samples, groups, batch, judge = pair.critic, pair.samples, pair.groups, pair.batch, pair.judge
@@ -150,7 +157,7 @@ def against_reward_model(rank: int, world: int, family: str, overrides: tuple[st
 
 
 def one_gradient(critic: Critic, batch, returns: np.ndarray, old: np.ndarray) -> tuple[dict[str, torch.Tensor], float]:
-    """Of the whole batch as one mini-batch, by the critic's own parts."""
+    """Return the gradient of the whole batch as one mini-batch, by the critic's own parts."""
     own = dataclasses.replace(batch, rows={})
     plan = critic.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
     own = critic.fetch_rows(own, plan)
@@ -183,8 +190,10 @@ GRIDS = [
 def test_values_and_gradient_equal_a_reward_models(
     pool: Pool, world: int, family: str, overrides: tuple[str, ...]
 ) -> None:
-    """On the policy's grid and on others: TP, SP, PP, VPP, CP, DP, of the critic alone, of the policy alone, of
-    both."""
+    """The critic's values and gradient equal a reward model's on the policy's grid and on others.
+
+    TP, SP, PP, VPP, CP and DP are of the critic alone, of the policy alone, or of both.
+    """
     for found in pool.run(world, against_reward_model, family, overrides, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
 
@@ -193,8 +202,10 @@ GAMMA, LAM, BETA = 0.98, 0.9, 0.1
 
 
 def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """The policy's gradient of one step, token by token: values, GAE over loss tokens, the clipped surrogate, token
-    mean."""
+    """Return the policy's gradient of one step, token by token.
+
+    Its parts are values, GAE over loss tokens, the clipped surrogate and the token mean.
+    """
     pair.policy_model.zero_grad()
     count = sum(int(s.loss_mask.sum()) for s in pair.samples)
     for sample, total, penalty in zip(pair.samples, totals, penalties, strict=True):
@@ -213,8 +224,10 @@ def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> d
 
 
 def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> float:
-    """Relative error of the policy's gradient: values from the critic's ranks, advantages and weights by the run's own
-    stages."""
+    """Return the relative error of the policy's gradient.
+
+    Values come from the critic's ranks, advantages and weights from the run's own stages.
+    """
     given = (f"advantage.gamma={GAMMA}", f"advantage.lam={LAM}", "advantage.whiten=none", *overrides)
     with open_critic(family, *given) as pair:
         backend, batch, facts = pair.backend, pair.batch, pair.batch.facts

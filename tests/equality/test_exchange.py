@@ -1,4 +1,7 @@
-"""Facts to everyone in one order, rows exactly where they are needed and bit for bit, scores with their gaps."""
+"""Exchanges between ranks: facts, rows and scores.
+
+Facts reach everyone in one order, rows exactly the ranks that need them and bit for bit, scores arrive with their gaps.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ COUNT = 13
 
 
 def owner_of(i: int, world: int) -> int:
-    """Uneven, and the last rank of several owns nothing."""
+    """Return the rank that owns sample i: uneven, and the last rank of several owns nothing."""
     return (i * i) % max(world - 1, 1)
 
 
 def place(i: int) -> int:
-    """Places are neither consecutive nor in the order of production."""
+    """Return the place of sample i: places are neither consecutive nor in the order of production."""
     return (i * 7) % COUNT * 10
 
 
@@ -41,8 +44,10 @@ def same(a: Sample, b: Sample) -> bool:
 
 
 def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
-    """``mode`` none, mixed (every third sample without, the others of two shapes), all. Odd and even counts of int16,
-    any bits."""
+    """Return the samples with routed experts: ``mode`` is none, mixed or all.
+
+    mixed: every third sample has none, and the others have two shapes. Counts of int16 are odd and even, with any bits.
+    """
     random = np.random.default_rng(5)
     found = []
     for i, sample in enumerate(samples):
@@ -91,7 +96,10 @@ def bring(
 def test_every_rank_gets_exactly_the_rows_it_needs(
     pool: Pool, world: int, tensor: int, pipeline: int, routing: str
 ) -> None:
-    """All, none, one rank alone, disjoint, overlapping and random needs; empty ranks on both sides."""
+    """Every rank gets exactly the rows it needs.
+
+    The needs are all, none, one rank alone, disjoint, overlapping and random, with empty ranks on both sides.
+    """
     random = np.random.default_rng(world)
     everything = list(range(COUNT))
     needs = [
@@ -110,7 +118,7 @@ def test_every_rank_gets_exactly_the_rows_it_needs(
 
 
 def scores(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nine samples, dealt backwards; one is taken out, one function does not apply, one reward is infinite."""
+    """Score nine samples, dealt backwards; one is taken out, one function does not apply, one reward is infinite."""
     values = {i: Score(total=i / 3, by_function=(i / 3, None if i % 2 else -float(i))) for i in range(9)}
     values[4] = Score(total=None, by_function=(None, None))
     values[7] = Score(total=float("inf"), by_function=(float("inf"), float("nan")))
@@ -144,7 +152,7 @@ def test_two_samples_with_one_place_are_refused_everywhere(pool: Pool) -> None:
 
 
 def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
-    """The last rank's sample carries it; the others hold none."""
+    """Return what is said where the last rank's sample carries ``routed``, which does not fit; the others hold none."""
     topology.initialize(deadline_s=30)
     sample = Sample(
         sample_id="7@0#1",

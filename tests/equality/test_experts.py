@@ -1,5 +1,7 @@
-"""Mixtures of experts under expert, tensor, pipeline and data parallelism: log-probs, gradients, norms and steps of the
-reference."""
+"""Mixtures of experts equal the reference in log-probs, gradients, norms and steps.
+
+They run under expert, tensor, pipeline and data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,7 @@ LAYERS, LR = (
     0.0003,
 )
 # Float32 and another order of summation: seen 3e-7 to 1e-6. A token sent to another expert, an expert's gradient lost,
-# averaged or
-# added twice shows at 1e-2 and above.
+# averaged or added twice shows at 1e-2 and above.
 TOLERANCE = 1e-5
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5")
 
@@ -102,10 +103,10 @@ CELLS = [
 def wanted(
     family: str, layers: int
 ) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
-    """Log-probs (flat, 0 where masked), the first gradient, and the weights and norms of three steps: one sample at a
-    time, AdamW.
+    """Return the reference's log-probs (flat, 0 where masked), first gradient, and weights and norms of three steps.
 
-    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
+    It takes one sample at a time, and AdamW. Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``):
+    neither biases nor norms.
     """
     _, model = tiny_model(family, layers=layers)
     samples = near_policy(model, make_samples(NUM_SAMPLES))
@@ -128,7 +129,7 @@ def wanted(
 
 
 def steps(rig: Rig, family: str, *, drops: bool) -> dict[str, float]:
-    """Three optimizer steps: each norm and the weights at the end, against the reference's."""
+    """Take three optimizer steps and return the errors of each norm and of the final weights against the reference."""
     norms = [result.grad_norm for _ in range(STEPS) for result in rig.step(ragged_advantages(NUM_SAMPLES), drops=drops)]
     weights = rig.weights()
     _, _, expected, expected_norms = wanted(family, rig.model.config.num_hidden_layers)
@@ -140,7 +141,7 @@ def steps(rig: Rig, family: str, *, drops: bool) -> dict[str, float]:
 
 
 def against_reference(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict[str, float], int]:
-    """Largest gaps by what was compared, and how many micro-batches of the gradients were fillers."""
+    """Return the largest gaps by what was compared, and how many micro-batches of the gradients were fillers."""
     found: dict[str, float] = {}
     advantages, fillers = ragged_advantages(NUM_SAMPLES), 0
     layers = 4 if "parallel.virtual_pipeline=2" in overrides else LAYERS
@@ -165,8 +166,11 @@ def against_reference(rank: int, world: int, family: str, overrides: tuple[str, 
 
 @pytest.mark.parametrize(("world", "overrides", "family"), CELLS)
 def test_mixtures_equal_reference(pool: Pool, world: int, overrides: tuple[str, ...], family: str) -> None:
-    """11 samples, 7 with an advantage: neither divides over the ranks, so that where replicas share experts some run
-    fillers."""
+    """Mixtures on every layout equal the reference, fillers included.
+
+    Of 11 samples 7 have an advantage: neither divides over the ranks, so that where replicas share experts some run
+    fillers.
+    """
     for found, fillers in pool.run(world, against_reference, family, overrides, timeout_s=60):
         print({k: f"{v:.1e}" for k, v in found.items()}, fillers, "fillers")
         later = {k: found.pop(k) for k in list(found) if k.startswith("later norms")}
@@ -177,8 +181,11 @@ def test_mixtures_equal_reference(pool: Pool, world: int, overrides: tuple[str, 
 
 
 def one_sample_with_signal(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, object]:
-    """The rest of its replica's expert group runs fillers, any other group is silent, and all of them reduce the same
-    experts."""
+    """Take a step in which one sample has signal.
+
+    The rest of its replica's expert group runs fillers, any other group is silent, and all of them reduce the same
+    experts.
+    """
     advantages = np.zeros(NUM_SAMPLES)
     advantages[4] = -0.7
     with open_rig("mixtral", *overrides, samples=NUM_SAMPLES) as rig:
@@ -198,7 +205,10 @@ def test_fillers_and_silent_groups_add_nothing_to_experts(pool: Pool, world: int
 
 @pytest.mark.long
 def test_overlapped_parameter_gather_equals_reference(pool: Pool) -> None:
-    """Dense weights and experts are sharded over other ranks, and their gathers are started by the forward pass."""
+    """Steps with an overlapped parameter gather equal the reference.
+
+    Dense weights and experts are sharded over other ranks, and their gathers are started by the forward pass.
+    """
     overlap = (
         *layout(expert=2),
         *OVERLAP,
@@ -216,8 +226,10 @@ def overlapped_steps(rank: int, world: int, overrides: tuple[str, ...]) -> dict[
 
 
 def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
-    """The largest gap between the log-probs that the engine sampled with and the trainer's, both of the exported
-    weights."""
+    """Return the largest gap between the log-probs that the engine sampled with and the trainer's.
+
+    Both are of the exported weights.
+    """
     prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7 + i, 11), columns={}) for i in range(4)]
     rollout = RolloutConfig(max_response_tokens=8)
     with open_rig(family, *layout(expert=world)) as rig:
@@ -243,8 +255,10 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_engine_samples_from_the_trainers_policy(pool: Pool, tmp_path: pathlib.Path, family: str) -> None:
-    """The exported experts under the names of files are the embedded engine's model, whose own experts are one fused
-    tensor."""
+    """The embedded engine samples from the trainer's policy.
+
+    Its model is the exported experts under the names of files; its own experts are one fused tensor.
+    """
     tiny_model(family)[0].save_pretrained(tmp_path)
     for gap in pool.run(2, engine_and_trainer, family, str(tmp_path), timeout_s=60):
         assert gap < TOLERANCE, gap
@@ -252,7 +266,10 @@ def test_engine_samples_from_the_trainers_policy(pool: Pool, tmp_path: pathlib.P
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_no_token_is_near_a_tie(family: str) -> None:
-    """What the tolerance above stands on: rounding of 1e-6 must not be able to send a token to another expert."""
+    """No token is near a tie between experts.
+
+    The tolerance above stands on that: rounding of 1e-6 must not be able to send a token to another expert.
+    """
     _, model = tiny_model(family)
     margins = []
 

@@ -1,5 +1,7 @@
-"""Weights out, a bucket at a time: whole, once each, in one order, in no more memory than asked for, whatever holds
-them."""
+"""Weights are exported a bucket at a time.
+
+They are whole, once each, in one order, in no more memory than asked for, whatever holds them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def exported(rig: Rig, bucket_bytes: int, wanted: dict[str, torch.Tensor]) -> dict[str, object]:
-    """One export, held against ``wanted`` tensor by tensor, as a consumer meets them."""
+    """Hold one export against ``wanted``, tensor by tensor, as a consumer meets them."""
     names, wrong, seen, meter = [], [], Checksum(), AllocationMeter()
     tensors = rig.backend.export(bucket_bytes=bucket_bytes)
     while True:
@@ -87,7 +89,10 @@ def export_in_buckets(rank: int, world: int, family: str, overrides: tuple[str, 
 def test_export_equals_reference_in_buckets_of_any_size(
     pool: Pool, world: int, overrides: tuple[str, ...], family: str
 ) -> None:
-    """Bitwise; every name once, in one order on every rank and at every size; the memory within the bucket."""
+    """An export equals the reference bitwise, in buckets of any size.
+
+    Every name comes once, in one order on every rank and at every size; the memory stays within the bucket.
+    """
     results = pool.run(world, export_in_buckets, family, overrides, timeout_s=60)
     first = results[0]["found"][export.BUCKET_BYTES]
     for result in results:
@@ -104,7 +109,7 @@ def test_export_equals_reference_in_buckets_of_any_size(
 
 
 def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: int = 1, expert_tensor: int = 1):
-    """Qwen3-8B or Qwen3-30B-A3B on paper: (shape, place)."""
+    """Return (shape, place) of Qwen3-8B or Qwen3-30B-A3B on paper."""
     config = tiny_config(family)
     sizes_of = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
     if family == "qwen3":
@@ -137,8 +142,10 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("bucket_bytes", [2, 64 * 2**20, export.BUCKET_BYTES])
 def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_bytes: int) -> None:
-    """Of real models in bfloat16: no bucket above the bound but of one entry, and none that its neighbour had room
-    for."""
+    """Buckets of real models in bfloat16 hold every entry in order within the bound.
+
+    No bucket is above the bound but of one entry, and none has room for its neighbour's first.
+    """
     shape, place = LARGE[name]
     buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
     stages = place.pipeline_size * place.virtual_size

@@ -1,4 +1,4 @@
-"""What megatron_rl puts in gloo's place on the CPU equals a naive loop."""
+"""megatron_rl's own collectives on the CPU, which stand in gloo's place, equal a naive loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ ROUNDS = 300  # gloo's own coalesced all-gather corrupts the heap about once in 
 
 
 def collectives_together(rank: int, world: int) -> list[bool]:
-    """Whole buckets gathered, summed and scattered under the manager, asynchronously and not, against what each rank
-    holds."""
+    """Compare collectives under the manager with what each rank holds.
+
+    Whole buckets are gathered, summed and scattered, asynchronously and not.
+    """
     manager = dist._coalescing_manager
     equal = []
     for turn in range(ROUNDS):
@@ -50,7 +52,7 @@ def test_coalesced_collectives_equal_the_single_ones(pool: Pool) -> None:
 
 
 def groups_on_one_device(rank: int, world: int) -> tuple[int, list[float]]:
-    """Sums over groups of the same ranks, which one rank starts in the order of the groups and the other against it."""
+    """Sum over groups of the same ranks, which one rank starts in the order of the groups and the other against it."""
     groups = [dist.new_group() for _ in range(GROUPS)]
     given = [torch.full((SIZES[1],), float(10 * index + rank)) for index in range(GROUPS)]
     order = range(GROUPS) if rank == 0 else reversed(range(GROUPS))
@@ -64,6 +66,9 @@ def groups_on_one_device(rank: int, world: int) -> tuple[int, list[float]]:
 
 
 def test_groups_share_a_device_and_nothing_else(pool: Pool) -> None:
-    """One thread for all of them; torch's own way is one for each, which wakes a hundred times a second."""
+    """Groups share a device and nothing else.
+
+    One thread serves all of them; torch's own way is one for each, which wakes a hundred times a second.
+    """
     for loops, sums in pool.run(2, groups_on_one_device, timeout_s=60):
         assert loops == 1 and sums == [20.0 * index + 1.0 for index in range(GROUPS)]

@@ -1,5 +1,7 @@
-"""The gradient of the run that skips = of the dense run = of a plain loop over a Hugging Face model, at every topology
-and cut."""
+"""The gradient of the run that skips equals the dense run's and that of a plain loop over a Hugging Face model.
+
+It does so at every topology and cut.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,10 @@ def name(topology: tuple) -> str:
 def wanted(
     family: str, layers: int, reduction: str, first: int, last: int, count: int
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """The reference's gradient and loss over samples first..last of ``count``; kept, as a pool worker outlives its
-    tasks."""
+    """Return the reference's gradient and loss over samples first..last of ``count``.
+
+    They are kept, as a pool worker outlives its tasks.
+    """
     _, model = tiny_model(family, layers=layers)
     advantages = ragged_advantages(count)[first:last]
     groups = [i // 2 for i in range(first, last)]
@@ -76,7 +80,7 @@ def wanted(
 
 
 def error_of(rig: Rig, family: str, reduction: str, first: int, last: int, gradient: dict[str, torch.Tensor]) -> float:
-    """On the main rank only: the others' cores are better used elsewhere."""
+    """Return a gradient's relative error on the main rank only: the others' cores are better used elsewhere."""
     return (
         relative_error(
             gradient, wanted(family, rig.model.config.num_hidden_layers, reduction, first, last, len(rig.samples))[0]
@@ -87,7 +91,7 @@ def error_of(rig: Rig, family: str, reduction: str, first: int, last: int, gradi
 
 
 def every_reduction(rank: int, world: int, topology: tuple) -> dict[str, float]:
-    """Relative error per (reduction, dense or skip), the worst over mini-batches of 4 of 11 samples."""
+    """Return the relative error per (reduction, dense or skip), the worst over mini-batches of 4 of 11 samples."""
     (tensor, pipeline, _), family, extra = topology
     count = f"train.samples_per_mini_batch={PER_MINI_BATCH}"
     found: dict[str, float] = {}
@@ -136,8 +140,10 @@ def test_every_cut_into_microbatches_gives_the_reference_gradient(pool: Pool, to
 
 
 def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) -> dict[str, float]:
-    """Three forward_backward calls, one reduction; then the same through optim_step, whose norm and loss are the
-    union's."""
+    """Make three forward_backward calls and one reduction; then the same through optim_step.
+
+    optim_step's norm and loss are those of the calls together.
+    """
     (tensor, pipeline, _), family, extra = topology
     split = f"train.samples_per_mini_batch={PER_MINI_BATCH}"
     with open_rig(family, *sizes(tensor, pipeline), split, *ddp, *extra, samples=NUM_SAMPLES) as rig:
@@ -183,8 +189,10 @@ def test_several_calls_before_one_step_add(pool: Pool, topology: tuple, ddp: tup
 
 
 def with_a_sample_without_loss_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
-    """Every sample alone in its micro-batch, one of them masked throughout: it passes the dense run and adds
-    nothing."""
+    """Return the errors where every sample is alone in its micro-batch and one of them is masked throughout.
+
+    That one passes the dense run and adds nothing.
+    """
     with open_rig("qwen2_tied", *sizes(1, pipeline)) as rig:
         samples = near_policy(rig.model, make_samples(5))
         samples[2] = dataclasses.replace(samples[2], loss_mask=np.zeros_like(samples[2].loss_mask))
@@ -212,7 +220,7 @@ def test_sample_without_loss_tokens_adds_nothing(pool: Pool, pipeline: int, data
 def bitwise_pairs(
     rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...], cut: dict
 ) -> dict[str, object]:
-    """Dropping whole micro-batches with nothing repacked: gradients of the skip and the dense run."""
+    """Compare the gradients of a skip run that drops whole micro-batches, with nothing repacked, and the dense run."""
     with open_rig("qwen2_tied", *sizes(tensor, pipeline), *extra, samples=12) as rig:
         rig.rules(repack=False, **cut)
         advantages = np.where(np.arange(12) % 4 < 2, 0.0, np.linspace(-1, 1, 12))
@@ -231,7 +239,10 @@ def bitwise_pairs(
 def test_dropped_microbatches_leave_the_dense_gradient_bitwise(
     pool: Pool, degrees: tuple[int, int], dtype: str
 ) -> None:
-    """What is dropped added exact zeros, in the dense order: no rounding to tolerate, in bfloat16 neither."""
+    """Dropped micro-batches leave the dense gradient bitwise, in bfloat16 too.
+
+    They add exact zeros in the dense order, so there is no rounding to tolerate.
+    """
     pipeline, data = degrees
     extra = (f"model.dtype={dtype}",)
     for cut in (dict(samples_per_microbatch=2), dict(max_tokens=10)):

@@ -1,5 +1,7 @@
-"""Each lap that a schedule takes belongs to its micro-batch and chunk: on a clock that a step of T tokens moves by
-T."""
+"""Each lap that a schedule takes belongs to its micro-batch and chunk.
+
+The clock of the test is moved by T by a step of T tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tests.workers.pool import Pool
 
 
 def tokens_of(tensors: object) -> int | None:
-    """The T of the first [T, 1, H] tensor."""
+    """Return the T of the first [T, 1, H] tensor."""
     for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
         if tensor is not None and tensor.dim() == 3:
             return tensor.shape[0]

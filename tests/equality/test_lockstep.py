@@ -1,5 +1,7 @@
-"""Ranks that are about to run different things find out before anything runs, all of them, and say who differs in
-what."""
+"""Ranks that are about to run different things find out before anything runs.
+
+All of them find out, and say who differs in what.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.workers.pool import Pool
 
 
 def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[str, object]:
-    """Rank ``odd`` alone has another plan, step kind or step index; then all agree again and step."""
+    """Let rank ``odd`` alone have another plan, step kind or step index; then all agree again and step."""
     advantages = ragged_advantages(8)
     with open_rig("qwen2_tied", *sizes(1, pipeline), samples=8) as rig:
         plan = rig.plan(advantages, drops=True)
@@ -53,7 +55,7 @@ def test_every_rank_names_the_odd_one(pool: Pool, what: str, pipeline: int, data
 
 
 def disagree_on_logprobs(rank: int, world: int) -> str:
-    """The log-prob pass is checked like a step: one rank chose other samples."""
+    """Check the log-prob pass like a step: one rank chose other samples."""
     with open_rig("qwen2_tied", samples=8) as rig:
         signal = np.ones(8, dtype=bool)
         plan = rig.backend.plan("logprob", rig.batch, signal, drops=True)

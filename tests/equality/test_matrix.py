@@ -1,5 +1,7 @@
-"""Every topology equals the single process: log-probs, gradients, their norm, and the weights after three AdamW
-steps."""
+"""Every topology equals the single process.
+
+Compared are log-probs, gradients, their norm, and the weights after three AdamW steps.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Gradients and optimizer state off the device between steps: the same steps to the bit, storages of 0 bytes meanwhile,
-no wrong use.
+"""Gradients and optimizer state leave the device between steps and come back.
 
-On the CPU the storages are really released and filled again. NOT RUN: pinned memory, copies that do not block, CUDA's
-caching allocator.
+The steps are the same to the bit, storages have 0 bytes meanwhile, and wrong uses are refused. On the CPU the storages
+are really released and filled again. NOT RUN: pinned memory, copies that do not block, CUDA's caching allocator.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ LAYOUTS = {  # processes, configuration, model
 }
 
 
-# ---- the same steps
-# ----------------------------------------------------------------------------------------------------
+# ---- the same steps --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -70,8 +68,10 @@ def offloaded(rig: Rig, really: bool) -> Iterator[None]:
 
 
 def several_steps(layout: tuple[str, ...], family: str, really: bool) -> dict[str, object]:
-    """Ghosts and real steps, then a fresh AdamW and two more; before each, what happens while rollouts are
-    generated."""
+    """Take ghosts and real steps, then a fresh AdamW and two more steps.
+
+    Before each step happens what happens while rollouts are generated.
+    """
     kinds = "GRGGRRGR", "RG"
     with open_rig(family, *MOVING, *layout, samples=8, total_steps=6) as rig:
         exported, logprobs, norms = [], [], []
@@ -120,19 +120,21 @@ QUICK = (
 
 @pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
 def test_steps_with_offload_between_equal_steps_without(pool: Pool, name: str) -> None:
-    """Bitwise: weights as exported while offloaded, log-probs, gradient norms, AdamW's moments, masters and step
-    counts."""
+    """Steps with offload between them equal steps without, bitwise.
+
+    Compared are weights as exported while offloaded, log-probs, gradient norms, and AdamW's moments, masters and step
+    counts.
+    """
     world, layout, family = LAYOUTS[name]
     for found in pool.run(world, with_and_without, layout, family, timeout_s=120):
         assert all(found.values()), found
 
 
-# ---- what leaves the device
-# --------------------------------------------------------------------------------------------
+# ---- what leaves the device ------------------------------------------------------------------------------------------
 
 
 def live_bytes(but: list[torch.Tensor]) -> int:
-    """Of all storages under any tensor that Python still holds, but for these."""
+    """Return the bytes of all storages under any tensor that Python still holds, except ``but``."""
     gc.collect()
     apart = {x.untyped_storage().data_ptr() for x in but}
     found = {}
@@ -148,8 +150,10 @@ def host_pointers(rig: Rig) -> list[int]:
 
 
 def adam_tensors(rig: Rig, bf16: bool) -> list[torch.Tensor]:
-    """Moments, and in half precision the masters; in float32 AdamW's parameters are the model's own, or views of
-    them."""
+    """Return AdamW's moments, and in half precision the masters.
+
+    In float32 AdamW's parameters are the model's own, or views of them.
+    """
     found = []
     for part in rig.backend.optimizer.megatron.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -212,8 +216,11 @@ def away_and_back(rank: int, world: int, layout: tuple[str, ...], family: str) -
 
 @pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
 def test_released_bytes_are_those_of_gradients_and_adam(pool: Pool, name: str) -> None:
-    """Against the naive sum, against every live tensor of the process, and storage by storage; then all of it is
-    back."""
+    """The released bytes are those of gradients and AdamW's state.
+
+    They are compared with the naive sum, with every live tensor of the process, and storage by storage; then all of it
+    is back.
+    """
     world, layout, family = LAYOUTS[name]
     for found in pool.run(world, away_and_back, layout, family, timeout_s=60):
         assert all(found.values()), found
@@ -259,8 +266,7 @@ def test_a_host_without_memory_is_named_and_nothing_has_left(monkeypatch: pytest
     assert memory.released is None and state.tolist() == list(range(100))
 
 
-# ---- what may not be done meanwhile
-# --------------------------------------------------------------------------------------
+# ---- what may not be done meanwhile ----------------------------------------------------------------------------------
 
 
 def refused(action) -> str:
@@ -324,7 +330,7 @@ def test_what_needs_gradients_or_adam_is_refused_while_they_are_away(
 
 
 def resumed(rank: int, world: int, layout: tuple[str, ...], root: str, really: bool) -> list[dict[str, torch.Tensor]]:
-    """Exported weights: of a backend that goes on after its save, and of another that loads it and goes on."""
+    """Return exported weights of a backend that goes on after its save, and of another that loads it and goes on."""
     folder, found = pathlib.Path(root), []
     with open_rig("qwen2_tied", *MOVING, *layout, samples=8, total_steps=6) as rig:
         rig.step(ADVANTAGES, drops=True)
@@ -351,7 +357,10 @@ def resumed(rank: int, world: int, layout: tuple[str, ...], root: str, really: b
 def test_saved_and_loaded_with_offload_between_equals_without(
     pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]
 ) -> None:
-    """The second offload comes while the checkpoint's thread still writes: what it writes are copies."""
+    """A run that is saved and loaded with offload between steps equals one without.
+
+    The second offload comes while the checkpoint's thread still writes: what it writes are copies.
+    """
     runs = [pool.run(2, resumed, layout, str(tmp_path), really, timeout_s=60) for really in (True, False)]
     for found, wanted in zip(*runs, strict=True):
         assert all(equal_by_name(a, b) for a, b in zip(found, wanted, strict=True))

@@ -1,8 +1,8 @@
-"""Megatron-Core's overlaps under every pattern of empty data-parallel ranks: equal replicas, the plain run's numbers,
-no hang.
+"""Megatron-Core's overlaps work under every pattern of empty data-parallel ranks.
 
-What would break: a silent rank whose forward hooks never issue a parameter gather, reductions in another order than its
-peers', a ghost that leaves ``param_gather_dispatched`` set (megatron-facts, "The schedule's contract").
+Replicas are equal, the numbers are the plain run's, nothing hangs. What would break: a silent rank whose forward hooks
+never issue a parameter gather, reductions in another order than its peers', a ghost that leaves
+``param_gather_dispatched`` set (megatron-facts, "The schedule's contract").
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ EXPERTS = ("parallel.expert=2",)
 
 
 def pattern_advantages(pattern: str, step: int, dealt: tuple = MICROBATCHES) -> np.ndarray:
-    """Signal for the ranks (or blocks) that are not empty; the second micro-batch of each comes and goes with the
-    step."""
+    """Return advantages that give signal to the ranks (or blocks) that are not empty.
+
+    The second micro-batch of each comes and goes with the step.
+    """
     advantages = np.zeros(8)
     for rank, empty in enumerate((pattern in (FIRST, ALL), pattern in (SECOND, ALL))):
         if not empty:
@@ -54,8 +56,10 @@ def pattern_advantages(pattern: str, step: int, dealt: tuple = MICROBATCHES) -> 
 
 
 def every_run_of(order: int) -> list[str]:
-    """A sequence that holds every ``order`` consecutive patterns once: a de Bruijn cycle of four letters; 66 steps for
-    3, 17 for 2."""
+    """Return a sequence that holds every ``order`` consecutive patterns once.
+
+    It is a de Bruijn cycle of four letters: 66 steps for 3, 17 for 2.
+    """
     letters = NONE, FIRST, SECOND, ALL
     wanted = len(letters) ** order
     sequence, seen = [NONE] * order, {(NONE,) * order}
@@ -68,8 +72,11 @@ def every_run_of(order: int) -> list[str]:
 
 
 def walk(rig: Rig, patterns: list[str]) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """One optimizer step per pattern, a log-prob pass (with empty ranks of its own) after every second one; what the
-    passes gave, and the norms: a replica that computes with stale weights shows in them at once."""
+    """Take one optimizer step per pattern, and a log-prob pass (with empty ranks of its own) after every second one.
+
+    Returns what the passes gave, and the counts of steps, silent ranks and fillers. A replica that computes with stale
+    weights shows in the passes at once.
+    """
     facts, counts = [], {kind.value: 0 for kind in StepKind} | {"silent": 0, "fillers": 0}
     dealt = BLOCKS if rig.backend.rules.lockstep_ranks == 2 else MICROBATCHES
     for number, pattern in enumerate(patterns):
@@ -90,8 +97,10 @@ def walk(rig: Rig, patterns: list[str]) -> tuple[list[torch.Tensor], dict[str, i
 
 
 def replicas_differ(rig: Rig) -> float:
-    """The largest difference of a parameter over data-parallel ranks, as they stand: nothing is gathered first. Not of
-    experts, which differ from rank to rank."""
+    """Return the largest difference of a parameter over data-parallel ranks, as they stand: nothing is gathered first.
+
+    Experts are left out, as they differ from rank to rank.
+    """
     group, worst = rig.backend.topology.data_group, 0.0
     named = [entry for chunk in rig.backend.chunks for entry in chunk.module.named_parameters()]
     for parameter in [p for name, p in named if ".experts." not in name]:
@@ -147,7 +156,10 @@ OVERLAPS = pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_
 def test_every_pair_of_patterns_of_empty_ranks_equals_the_run_without_overlap(
     pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]
 ) -> None:
-    """18 steps that hold every pair of patterns, log-prob passes between: bitwise, as two addends have one sum."""
+    """Every pair of patterns of empty ranks equals the run without overlap, bitwise.
+
+    18 steps hold every pair, with log-prob passes between them; two addends have one sum.
+    """
     without_overlap(pool, stages, ddp, [ALL, *every_run_of(2)], silent=5, ghosts=4)
 
 
@@ -157,15 +169,17 @@ def test_every_pair_of_patterns_of_empty_ranks_equals_the_run_without_overlap(
 def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(
     pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]
 ) -> None:
-    """67 steps that hold every triple of patterns."""
+    """Every triple of patterns of empty ranks, in 67 steps, equals the run without overlap."""
     without_overlap(pool, stages, ddp, [ALL, *every_run_of(3)], silent=20, ghosts=10)
 
 
 def without_overlap(
     pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str], *, silent: int, ghosts: int
 ) -> None:
-    """Asserts the equality; a ghost is the very first step, too. silent, ghosts: more than so many of the steps must be
-    such."""
+    """Assert that the overlapped run equals the plain one; a ghost is the very first step, too.
+
+    silent, ghosts: more than so many of the steps must be such.
+    """
     results = pool.run(2 * stages[0], plain_and_overlapped, stages, ddp, patterns, timeout_s=120)
     for rank, found in enumerate(results):
         assert found["weights equal"] and found["logprobs equal"], found
@@ -190,8 +204,11 @@ def experts_overlapped(rank: int, world: int, ddp: tuple[str, ...], patterns: li
 @pytest.mark.long
 @pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_reduce", "overlap_param_gather"])
 def test_every_pattern_of_empty_expert_blocks_equals_the_run_without_overlap(pool: Pool, ddp: tuple[str, ...]) -> None:
-    """Two blocks of two ranks that share experts: silent together, filled where one has less. Four addends: rounding,
-    not bits."""
+    """Every pattern of empty expert blocks equals the run without overlap, to rounding.
+
+    Two blocks of two ranks share experts: silent together, filled where one has less. Four addends give rounding, not
+    bits.
+    """
     for found in pool.run(4, experts_overlapped, ddp, [ALL, *every_run_of(3)], timeout_s=120):
         assert found["weights"] < 1e-5 and found["logprobs"] < 1e-4, found
         assert found["differ"] == 0.0 == found["plain differ"], found
@@ -199,8 +216,10 @@ def test_every_pattern_of_empty_expert_blocks_equals_the_run_without_overlap(poo
 
 
 def without(rank: int, world: int, planted: str, patterns: list[str]) -> dict[str, object]:
-    """overlap_run with one of our gathers taken out; where that hangs, the collectives give up soon, so that it is an
-    error here."""
+    """Run overlap_run with one of our gathers taken out.
+
+    Where that hangs, the collectives give up soon, so that it is an error here.
+    """
     owner, name = {"silent": (Schedule, "gather_parameters"), "ghost": (Optimizer, "_end_parameter_gather")}[planted]
     kept = getattr(owner, name)
     setattr(owner, name, lambda self: None)
@@ -216,7 +235,10 @@ def test_these_tests_can_fail_a_silent_rank_that_does_not_gather(pool: Pool) -> 
 
 
 def test_these_tests_can_fail_a_ghost_that_does_not_gather(pool: Pool) -> None:
-    """The log-prob pass before the ghost leaves the gather marked as done; the next pass then runs on stale weights."""
+    """A ghost that does not gather shows as a failure.
+
+    The log-prob pass before the ghost leaves the gather marked as done; the next pass then runs on stale weights.
+    """
     patterns = [NONE, NONE, ALL, NONE, ALL, NONE]
     wanted = pool.run(2, overlap_run, 1, BOTH, patterns, timeout_s=30)[0]
     found = pool.run(2, without, "ghost", patterns, timeout_s=30)[0]

@@ -1,5 +1,7 @@
-"""Every policy term over two epochs of one rollout, through train.py's loop on real schedules: the weights of a plain
-loop, token by token, and old log-probs that are taken once."""
+"""Every policy term over two epochs of one rollout gives the weights of a plain loop, token by token.
+
+It goes through train.py's loop on real schedules, and takes old log-probs once.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def config_of(name: str) -> Config:
 def sample_loss(
     model: torch.nn.Module, config: LossConfig, sample: Sample, old: torch.Tensor, weight: float, advantage: float
 ):
-    """Semantics §7 over one sample's loss tokens; the reference policy is the one that the rollout began with."""
+    """Return the loss of semantics §7 over one sample's loss tokens.
+
+    The reference policy is the one that the rollout began with.
+    """
     chosen = torch.from_numpy(sample.loss_mask)
     logprobs, entropy = (x[chosen] for x in reference_logprobs(model, sample))
     before, count = old[chosen], int(chosen.sum())
@@ -87,10 +92,10 @@ def sample_loss(
 
 
 def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """(weights after two epochs, norms before clipping), by torch's AdamW; old log-probs are those of the first weights
-    throughout.
+    """Return (weights after two epochs, norms before clipping), by torch's AdamW.
 
-    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``).
+    Old log-probs are those of the first weights throughout. Megatron-Core decays matrices only (0.16.1
+    ``optimizer/__init__.py``).
     """
     model, samples = drawn()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}

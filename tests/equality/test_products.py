@@ -1,7 +1,8 @@
-"""loss.reduction × loss.denominator × skip.steps through train.py's loop on real schedules, against a plain loop over
-the Hugging Face
-model: the gradient of each step, the norms that the optimizer met, and all weights after the rollout's real and ghost
-steps."""
+"""loss.reduction × loss.denominator × skip.steps equal a plain loop over the Hugging Face model.
+
+They go through train.py's loop on real schedules. Compared are the gradient of each step, the norms that the optimizer
+met, and all weights after the rollout's real and ghost steps.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +57,10 @@ def settings_of(reduction: str, denominator: str, steps: str) -> tuple[str, ...]
 
 
 def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[int, float]) -> None:
-    """Leaves Σ_i w_i Σ_t −min(r·A, clip(r)·A) over the samples of ``weights`` in the model's gradients; zeros for a
-    ghost."""
+    """Leave Σ_i w_i Σ_t −min(r·A, clip(r)·A) over the samples of ``weights`` in the model's gradients.
+
+    A ghost leaves zeros.
+    """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for i, weight in weights.items():
@@ -72,9 +75,11 @@ def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[i
 
 @functools.cache
 def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]], list[float], dict[str, torch.Tensor]]:
-    """(gradient of each step at the first weights, norms before clipping along the way, weights after all steps): one
-    sample and one token at a time, torch's AdamW. Megatron-Core decays matrices only (0.16.1
-    ``optimizer/__init__.py``)."""
+    """Return (gradient of each step at the first weights, norms before clipping, weights after all steps).
+
+    The norms are met along the way; all are taken one sample and one token at a time, with torch's AdamW. Megatron-Core
+    decays matrices only (0.16.1 ``optimizer/__init__.py``).
+    """
     model, samples = drawn()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     reduction, denominator, steps = product
@@ -109,8 +114,10 @@ def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]]
 def step_gradients(
     rig: Rig, run: GivenRun, advantages: np.ndarray
 ) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
-    """Of each planned step at the first weights, under the inputs of the run's loop; a ghost runs nothing and leaves
-    zeros."""
+    """Return the gradient of each planned step at the first weights, under the inputs of the run's loop.
+
+    A ghost runs nothing and leaves zeros.
+    """
     backend, flat = rig.backend, np.concatenate([s.logprobs for s in rig.samples])
     signal = has_signal(advantages, rig.batch.facts.loss_tokens)
     plan = backend.plan("train", rig.batch, signal, drops=run.rule.drops)
@@ -127,7 +134,7 @@ def step_gradients(
 
 
 def error_of(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    """Relative; of a ghost, the largest number that should be 0."""
+    """Return the relative error; of a ghost, the largest number that should be 0."""
     is_ghost = not any(bool(x.any()) for x in want.values())
     return max(float(x.abs().max()) for x in found.values()) if is_ghost else relative_error(found, want)
 
@@ -159,7 +166,7 @@ def every_product(rank: int, world: int, tensor: int, pipeline: int) -> dict[str
 
 
 def whole_batches_agree(rig: Rig, reduction: str) -> bool:
-    """``kept`` = ``original``, bit by bit, where every sample has signal."""
+    """Return whether ``kept`` equals ``original``, bit by bit, where every sample has signal."""
     alive, pairs = np.where(ADVANTAGES == 0, 0.25, ADVANTAGES), []
     samples = drawn()[1]
     rig.take([*samples[:12], *samples[13:]], [*GROUPS[:12], *GROUPS[13:]])

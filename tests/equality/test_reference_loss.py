@@ -1,4 +1,4 @@
-"""KL and entropy terms of the loss: their gradient on real Megatron = that of a plain loop over Hugging Face models."""
+"""The gradient of the loss's KL and entropy terms on real Megatron equals a plain loop's over Hugging Face models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 
 
 def moved_policy(rig: Rig) -> torch.nn.Module:
-    """The reference is kept and the policy takes two steps away from it; the Hugging Face model of the latter."""
+    """Keep the reference, take two steps of the policy away from it, and return the policy as a Hugging Face model."""
     rig.backend.keep_reference()
     for _ in range(2):
         rig.step(ragged_advantages(NUM_SAMPLES), drops=False)
@@ -99,7 +99,7 @@ def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(
 
 
 def entropy_metric(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, float]:
-    """No coefficient, no KL: what one step reports, and how often its schedule ran."""
+    """Return what one step without coefficient or KL reports of entropy, and how often its schedule ran."""
     with open_rig("qwen3", *layout, samples=NUM_SAMPLES) as rig:
         advantages, runs = ragged_advantages(NUM_SAMPLES), []
         plan, run = rig.plan(advantages, drops=True), rig.backend.schedule.run

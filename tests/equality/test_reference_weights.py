@@ -1,5 +1,7 @@
-"""The reference policy's weights, swapped in or in a second model: the one that was kept is read, the other goes on
-being trained."""
+"""The reference policy's weights, swapped in or in a second model.
+
+The kept copy is read, while the policy goes on being trained.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,11 @@ SWAPPED = (
 
 @pytest.mark.parametrize(("layout", "placement"), pairwise(range(len(SWAPPED)), ["host", "device"], strength=1))
 def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placement: str) -> None:
-    """Copies, no arithmetic: nothing to tolerate. The first log-probs are the policy's own, so both placements have the
-    same ones."""
+    """Reference weights come and go bitwise.
+
+    They are copies without arithmetic, so there is nothing to tolerate. The first log-probs are the policy's own, so
+    both placements have the same ones.
+    """
     tensor, pipeline, data, extra = SWAPPED[layout]
     extra = (*extra, f"reference.placement={placement}")
     for found in pool.run(tensor * pipeline * data, swap, tensor, pipeline, extra, timeout_s=60):
@@ -81,8 +86,10 @@ def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placemen
 
 
 def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -> dict[str, bool]:
-    """Of one policy that goes on training: log-probs under a swapped copy and under a second model, kept at the same
-    moment."""
+    """Compare a policy's log-probs under a swapped copy and under a second model, kept at the same moment.
+
+    The policy goes on training.
+    """
     advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
     with open_rig(family, *SETTINGS, *extra, samples=8) as rig:
         backend = rig.backend
@@ -125,14 +132,17 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("layout", "dtype"), pairwise(LAYOUTS, ["float32", "bfloat16"], strength=1))
 def test_the_second_models_logprobs_are_the_swapped_copys_bitwise(pool: Pool, layout: str, dtype: str) -> None:
-    """The same kernels on the same numbers: nothing to tolerate."""
+    """The second model's log-probs are the swapped copy's, bitwise.
+
+    They come from the same kernels on the same numbers, so there is nothing to tolerate.
+    """
     world, family, extra = LAYOUTS[layout]
     for found in pool.run(world, two_placements, family, (*extra, f"model.dtype={dtype}"), timeout_s=60):
         assert all(found.values()), found
 
 
 def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> dict[str, bool]:
-    """Three rollouts of one step each, the reference renewed after the second."""
+    """Take three rollouts of one step each, with the reference renewed after the second."""
     advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
     given = ("loss.kl_coefficient=0.1", "reference.refresh_every_rollouts=2", f"reference.placement={placement}")
     with open_rig("qwen2_tied", *SETTINGS, *extra, *given, samples=8) as rig:
@@ -162,7 +172,10 @@ def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> 
 def test_refresh_takes_the_policys_weights_of_that_moment_bitwise(
     pool: Pool, extra: tuple[str, ...], placement: str
 ) -> None:
-    """Under overlap_param_gather, too, where a step ends before its weights are gathered."""
+    """A refresh takes the policy's weights of that moment bitwise.
+
+    It does so under overlap_param_gather too, where a step ends before its weights are gathered.
+    """
     for found in pool.run(2, refreshed, placement, extra, timeout_s=60):
         assert all(found.values()), found
 

@@ -1,5 +1,8 @@
-"""Optimizer steps: ghosts equal zero-gradient steps to the bit, frozen ones move nothing, non-finite ones are one
-decision."""
+"""Optimizer steps: ghosts, frozen ghosts and gradients that are not finite.
+
+Ghosts equal zero-gradient steps to the bit, frozen ones move nothing, and a gradient that is not finite is one decision
+of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ ADVANTAGES = ragged_advantages(8)
 
 
 def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    """real, ``middle`` (ghost | zero-gradient | none), real; the state before and after the middle step and at the
-    end."""
+    """Take a real step, ``middle`` (ghost | zero-gradient | none), and a real step.
+
+    Returns the state before and after the middle step and at the end.
+    """
     with open_rig("qwen2_tied", *sizes(tensor, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
         rig.step(ADVANTAGES, drops=False)
         before, version = rig.optimizer_state(), rig.backend.weight_version
@@ -74,8 +79,11 @@ def ghost_against_zero_gradient(
 def test_ghost_step_equals_zero_gradient_step(
     pool: Pool, degrees: tuple[int, int, int], distributed: str, dtype: str
 ) -> None:
-    """Weights, masters, moments, step counts and learning rates, bitwise: both take the same arithmetic on the same
-    zeros."""
+    """A ghost step equals a zero-gradient step, bitwise.
+
+    Weights, masters, moments, step counts and learning rates are the same, as both take the same arithmetic on the same
+    zeros.
+    """
     tensor, pipeline, data = degrees
     extra = (f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
     for found in pool.run(tensor * pipeline * data, ghost_against_zero_gradient, tensor, pipeline, extra, timeout_s=60):
@@ -121,7 +129,10 @@ def test_held_step_moves_nothing(pool: Pool, pipeline: int) -> None:
 
 
 def with_infinite_advantage(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    """real, then a step in which one sample's advantage is infinite (one data-parallel rank runs it), then real."""
+    """Take a real step, one in which one sample's advantage is infinite, and a real one.
+
+    One data-parallel rank runs that sample.
+    """
     bad = ADVANTAGES.copy()
     bad[5] = np.inf
     with open_rig("qwen2_tied", *sizes(1, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
@@ -180,13 +191,14 @@ def test_nonfinite_gradient_raises_on_all_ranks(pool: Pool, distributed: str) ->
         assert found["one rank runs it"] and "optimizer.on_nonfinite=skip" in found["raised"], found
 
 
-# ---- what a loss says and does not say
-# ---------------------------------------------------------------------------------
+# ---- what a loss says and does not say -------------------------------------------------------------------------------
 
 
 def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
-    """Whole groups, grpo, sequence_mean, old log-probs from the backend itself; the last group's rewards are all
-    equal."""
+    """Take a first step on-policy: whole groups, grpo, sequence_mean, old log-probs from the backend itself.
+
+    The last group's rewards are all equal.
+    """
     with open_rig("qwen2_tied") as rig:
         rig.take(make_samples(12), groups=[i // 4 for i in range(12)])
         rewards = np.array([1, 0, 0, 0, 0.3, 1, 0.2, 0, 1, 1, 1, 1], dtype=np.float64)
@@ -200,8 +212,11 @@ def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
 
 
 def test_zero_loss_is_not_zero_gradient(pool: Pool) -> None:
-    """On-policy, standardised advantages sum to 0 and so does the loss; the drop goes by advantages, and the gradient
-    is there."""
+    """A loss of zero is no gradient of zero.
+
+    On-policy, standardised advantages sum to 0 and so does the loss; the drop goes by advantages, and the gradient is
+    not zero.
+    """
     for found in pool.run(2, first_on_policy_step, timeout_s=60):
         print(found)
         assert abs(found["loss"]) < 1e-6, found  # ε = 1e-6 beside the standard deviation and float32 ratios; seen 3e-8
@@ -210,7 +225,7 @@ def test_zero_loss_is_not_zero_gradient(pool: Pool) -> None:
 
 
 def thousand_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
-    """100 tokens whose loss is 0.5 each and 900 whose loss is 0.3 each: importance_sampling at ratio 1 gives −w·A."""
+    """Return the loss of 100 tokens at 0.5 each and 900 at 0.3 each: importance_sampling at ratio 1 gives −w·A."""
     advantages = np.array([-0.5] + [-0.3] * 9)
     random = np.random.default_rng(0)
     with open_rig("qwen2_tied", *sizes(1, pipeline), "loss.policy=importance_sampling") as rig:

@@ -1,5 +1,7 @@
-"""Loss masks with holes anywhere, on real schedules: log-probs, gradient and corrections are those of a loop over loss
-tokens alone."""
+"""Loss masks with holes anywhere, on real schedules.
+
+Log-probs, gradient and corrections are those of a loop over loss tokens alone.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ CORRECTION = CorrectionConfig(mode="token_mask", cap=1.2, floor=0.85)
 
 @functools.cache
 def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sample]]:
-    """The model, and episodes whose engine is some noise away from it. environment_logprob: written where the
-    environment's tokens are."""
+    """Return the model, and episodes whose engine is some noise away from it.
+
+    environment_logprob: written where the environment's tokens are.
+    """
     _, model = tiny_model(FAMILY)
     random = np.random.default_rng(5)
     samples = []
@@ -76,8 +80,10 @@ def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sampl
 def naive_gradient(
     reduction: str, weights: list[float] | None = None, old: np.ndarray | None = None
 ) -> dict[str, torch.Tensor]:
-    """Sample by sample and token by token; nothing but loss tokens is looked at. weights, old: flat over all response
-    tokens."""
+    """Return the gradient of a loop sample by sample and token by token, which looks at nothing but loss tokens.
+
+    weights, old: flat over all response tokens.
+    """
     model, samples = drawn()
     model.zero_grad()
     place = 0
@@ -121,7 +127,7 @@ def test_gradient_equals_the_loop_over_loss_tokens(pool: Pool, topology: tuple) 
 def passed_and_corrected(
     rank: int, world: int, topology: tuple, environment_logprob: float
 ) -> tuple[np.ndarray, dict, dict]:
-    """(log-probs flat, sums of the pass, the corrected gradient)."""
+    """Return (log-probs flat, sums of the pass, the corrected gradient)."""
     (tensor, pipeline, _), extra = topology
     with open_rig(FAMILY, *sizes(tensor, pipeline), *extra) as rig:
         rig.take(drawn(environment_logprob)[1], GROUPS)
@@ -150,7 +156,10 @@ def passed_and_corrected(
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 def test_logprobs_and_corrections_know_loss_tokens_alone(pool: Pool, topology: tuple) -> None:
-    """And what stands where the environment's log-probs would be is read by nobody: not a bit changes."""
+    """Log-probs and corrections know loss tokens alone.
+
+    Numbers in the place of the environment's log-probs are read by nobody: not a bit changes.
+    """
     (tensor, pipeline, data), _ = topology
     flat, sums, gradient = pool.run(tensor * pipeline * data, passed_and_corrected, topology, 0.0, timeout_s=90)[0]
     model, samples = drawn()

@@ -1,5 +1,7 @@
-"""Weights in and out: the loaded model computes what the Hugging Face model computes, and exports what it was given, to
-the bit."""
+"""Weights in and out of the backend.
+
+The loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
 def test_device_contexts_work_beside_megatron() -> None:
-    """transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave
-    that alone."""
+    """Device contexts work beside Megatron-Core.
+
+    transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave that
+    alone.
+    """
     code = """
 import torch, megatron_rl.distributed.platform
 with torch.device("meta"):
@@ -45,7 +50,7 @@ assert all(x.is_meta for x in built), [x.device for x in built]
 
 
 def wanted_logprobs(model, samples) -> np.ndarray:
-    """Flat over response tokens, 0 where the mask is."""
+    """Return the wanted log-probs, flat over response tokens, 0 where the mask is."""
     with torch.no_grad():
         return np.concatenate([reference_logprobs(model, s, TEMPERATURE)[0].numpy() * s.loss_mask for s in samples])
 
@@ -53,7 +58,7 @@ def wanted_logprobs(model, samples) -> np.ndarray:
 def logprobs_and_export(
     rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
 ) -> dict[str, tuple[float, bool]]:
-    """Per family: the largest gap of a log-prob to the reference, and whether the exported weights are those loaded."""
+    """Return each family's largest gap of a log-prob to the reference, and whether the export equals the import."""
     found = {}
     mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
     for family in (*FAMILIES, *mixtures):
@@ -155,7 +160,10 @@ FILES = [
 def test_files_load_in_slices_and_come_back(
     pool: Pool, tmp_path: pathlib.Path, world: int, overrides: tuple[str, ...], family: str
 ) -> None:
-    """Sharded safetensors in, each rank reading exactly the elements of its own parameters; whole directories out."""
+    """Sharded safetensors load in slices, each rank reading exactly the elements of its own parameters.
+
+    Whole directories come out.
+    """
     from transformers import AutoModelForCausalLM
 
     _, model = tiny_model(family, layers=4)
@@ -181,8 +189,10 @@ def test_files_load_in_slices_and_come_back(
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: str) -> None:
-    """Against what transformers writes: same names, same tensors; and they are views, so that writing to one fills the
-    model."""
+    """Names in memory become those of files, with the tensors that transformers writes.
+
+    They are views, so that writing to one fills the model.
+    """
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path)
     written, found = load_file(tmp_path / "model.safetensors"), file_weights(model)

@@ -1,10 +1,14 @@
-"""One rank of a run of which one rank meets a fault in a forward pass. ``main`` takes the fault and the guilty rank.
+"""One rank of a run of which one rank meets a fault.
 
-A fork of the nursery with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun but with nobody to end
-the others.
-Faults: raise, kill (SIGKILL), sleep: in the first training forward · reward: sleeps in its reward · plan: makes a plan
-of its own ·
-raise_and_stay: as raise, but the process and its sockets live on.
+``main`` takes the fault and the guilty rank. Each rank is a fork of the nursery with RANK, WORLD_SIZE and MASTER_* in
+its environment, as under torchrun but with nobody to end the others. The faults:
+
+  raise            raises in the first training forward pass
+  kill             SIGKILL in the first training forward pass
+  sleep            sleeps in the first training forward pass
+  reward           sleeps in its reward
+  plan             makes a plan of its own
+  raise_and_stay   as raise, but the process and its sockets live on
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ TOLD: list[str] = []  # the stages of this rank that its keeper has told to the 
 
 
 def sleeping_reward(**columns) -> list[float]:
-    """Rank GUILTY_REWARD_RANK sleeps; the others reward as ``parity`` does."""
+    """Let rank GUILTY_REWARD_RANK sleep; the others reward as ``parity`` does."""
     if dist.get_rank() == int(os.environ["GUILTY_REWARD_RANK"]):
         time.sleep(SLEEP_S)
     return parity(**columns)
@@ -76,7 +80,7 @@ def break_plan() -> None:
 
 
 def main(fault: str, guilty: int) -> NoReturn:
-    """Runs ``megatron_rl.train`` by this process's arguments, with the fault where RANK is the guilty one's."""
+    """Run ``megatron_rl.train`` by this process's arguments, with the fault where RANK is the guilty one's."""
     os.environ["GUILTY_REWARD_RANK"] = str(guilty) if fault == "reward" else "-1"
     note_what_is_told()
     if os.environ["RANK"] == str(guilty):

@@ -1,5 +1,6 @@
-"""Kills a run at random moments and starts it again by the same command: python -m tests.faults.kill_study --kills 30
---out table.md
+"""Kill a run at random moments and start it again by the same command.
+
+    python -m tests.faults.kill_study --kills 30 --out table.md
 
 Two gloo processes on this host train a two-layer model by the command line; with --layout prefetch or streaming
 rollouts are generated ahead, over an epoch of a small file. One run goes to its end; then every kill has a run of its
@@ -81,7 +82,10 @@ LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """seconds: since the run began. ranks: whose process gets SIGKILL."""
+    """A kill of the study.
+
+    seconds: since the run began. ranks: whose process gets SIGKILL.
+    """
 
     seconds: float
     ranks: tuple[int, ...]
@@ -89,9 +93,12 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """phase, ahead, writing: what the killed rank noted last (the lowest, where all were); ahead: a thread was
-    generating. resumed: the checkpoint that the second start found. codes: the exit codes of the killed run. differs:
-    what is not as in the uninterrupted run."""
+    """The outcome of one kill.
+
+    phase, ahead, writing: what the killed rank noted last (the lowest, where all were); ahead: a thread was generating.
+    resumed: the checkpoint that the second start found. codes: the exit codes of the killed run. differs: what is not
+    as in the uninterrupted run.
+    """
 
     kill: Kill
     phase: str
@@ -105,14 +112,18 @@ class Outcome:
 def attempt(
     nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path
 ) -> contextlib.AbstractContextManager[Ranks]:
-    """Start the ranks of one run, which note their phases; they end with the context. arguments: the folder of notes,
-    then the run's."""
+    """Start the ranks of one run, which note their phases; they end with the context.
+
+    arguments: the folder of notes, then the run's.
+    """
     return nursery.ranks(WORLD, (), folder, function=NOTED_RANK, given=[list(arguments)])
 
 
 def note_generation(note: Note) -> None:
-    """A thread that generates is noted, and takes its time for each group; which part is there first is left to
-    chance."""
+    """Note when a thread generates, and let it take its time for each group.
+
+    The order of the finished parts is left to chance.
+    """
     from megatron_rl.rollout.transformers_engine import TransformersEngine
 
     whole, chance = TransformersEngine.generate, random.SystemRandom()
@@ -135,8 +146,10 @@ def generates(notes: pathlib.Path, rank: int) -> bool:
 
 
 def noted_rank(arguments: list[str]) -> NoReturn:
-    """A rank of ``megatron_rl.train`` in a fork: its phases are noted, and what is generated ahead; its folder of notes
-    comes first."""
+    """Run a rank of ``megatron_rl.train`` in a fork, with its phases and its generation ahead noted.
+
+    Its folder of notes is the first argument.
+    """
     notes = pathlib.Path(arguments[0])
     notes.mkdir(parents=True, exist_ok=True)
     note_generation(Note(notes / f"generation.{os.environ['RANK']}"))
@@ -144,7 +157,10 @@ def noted_rank(arguments: list[str]) -> NoReturn:
 
 
 def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *overrides: str) -> list[str]:
-    """Eight optimizer steps a rollout, about half of them ghosts; a checkpoint every second rollout."""
+    """Return the arguments of a run of eight optimizer steps a rollout, about half of them ghosts.
+
+    It saves a checkpoint every second rollout.
+    """
     return [
         "--config",
         str(ROOT / "examples" / "quickstart" / "quickstart.yaml"),
@@ -167,7 +183,7 @@ def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *over
 
 
 def make_inputs(nursery: Nursery, folder: pathlib.Path) -> pathlib.Path:
-    """Data, tokenizer and model, as the quickstart makes them; and a file of few prompts."""
+    """Make data, tokenizer and model, as the quickstart makes them, and a file of few prompts."""
     sizes = ["--hidden", "64", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--intermediate", "96"]
     script = ROOT / "examples" / "quickstart" / "prepare.py"
     code, said = nursery.run_script(script, "--out", str(folder), "--test-rows", "20", *sizes)
@@ -217,8 +233,10 @@ def draw(seed: int, kills: int, seconds: float) -> list[Kill]:
 
 
 def first_seed(seed: int, kills: int, whole: Whole, least: int) -> int:
-    """From ``seed`` on, the first whose kills fall ``least`` times into each phase, if each run goes as the
-    uninterrupted one did."""
+    """Return the first seed from ``seed`` on whose kills fall ``least`` times into each phase.
+
+    That holds if each run goes as the uninterrupted one did.
+    """
     for tried in range(seed, seed + 10_000):
         found = Counter(whole.phase_at(kill.seconds) for kill in draw(tried, kills, whole.seconds))
         if all(found[stage] >= least for stage in (*STAGES, "other")):
@@ -236,8 +254,10 @@ def kill_once(
     whole: Whole,
     when: Callable[[], bool] | None = None,
 ) -> Outcome | None:
-    """None where the run had ended before its kill was due. command: of a run in folder / "run". when: says so in place
-    of the clock."""
+    """Kill one run, start it again and return the outcome; None where the run had ended before its kill was due.
+
+    command: of a run in folder / "run". when: says that the kill is due, in place of the clock.
+    """
     notes = folder / "notes"
     with attempt(nursery, command, folder / "killed") as ranks:
         due = wait_for_begin(ranks, notes) + kill.seconds
@@ -263,7 +283,7 @@ def kill_once(
 
 
 def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """What is not the same in two runs' folders, by name."""
+    """Return the names of what is not the same in two runs' folders."""
     one, two = whole / "run", other / "run"
     ends = [x / "checkpoints" / name_of(whole_checkpoints(x / "checkpoints")[-1]) for x in (one, two)]
     tensors, states = [tensors_of(x) for x in ends], [json.loads((x / "state.json").read_text()) for x in ends]
@@ -298,8 +318,10 @@ def study(
     least: int = 0,
     report: Callable[[str], object] = print,
 ) -> tuple[Whole, list[Outcome]]:
-    """The uninterrupted run, and an outcome per kill; a kill that came too late for its run is replaced by the next of
-    the seed."""
+    """Return the uninterrupted run, and an outcome per kill.
+
+    A kill that came too late for its run is replaced by the next of the seed.
+    """
     inputs = make_inputs(nursery, folder / "inputs")
     outcomes: list[Outcome] = []
     whole = whole_run(nursery, inputs, folder / "whole", layout)
@@ -337,7 +359,7 @@ def row_of(number: int, outcome: Outcome) -> str:
 
 
 def table(seconds: float, outcomes: Sequence[Outcome]) -> str:
-    """Kills by phase, then every kill."""
+    """Return a table of kills by phase, then of every kill."""
     phases = Counter(outcome.phase for outcome in outcomes)
     ahead, writing = sum(outcome.ahead for outcome in outcomes), sum(outcome.writing for outcome in outcomes)
     same = sum(not outcome.differs for outcome in outcomes)

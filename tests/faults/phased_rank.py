@@ -1,11 +1,12 @@
-"""One rank of a run that notes what it is doing, where a SIGKILL leaves the note. ``main`` takes NOTES ARGUMENT…
+"""One rank of a run that notes what it is doing, where a SIGKILL leaves the note.
 
-A process of its own with RANK, WORLD_SIZE and MASTER_* in its environment, as under torchrun. NOTES is a folder; in it
-``phase.<rank>`` holds the main thread's phase and whether a checkpoint is being written, in one mapped page.
+``main`` takes NOTES ARGUMENT… A process of its own with RANK, WORLD_SIZE and MASTER_* in its environment, as under
+torchrun. NOTES is a folder; in it ``phase.<rank>`` holds the main thread's phase and whether a checkpoint is being
+written, in one mapped page.
 
-What takes no time on a run of toy size is widened by sleeps within it (SLEEPS): the rollout, the reward, the log-prob
-pass, the update, the ghost step, the thread that writes a checkpoint (before, between and after its files) and the
-checkpoint's end (before every file that is synced, before the rename and after it). Nothing else is changed.
+Phases that take no time on a run of toy size are widened by sleeps within them (SLEEPS): the rollout, the reward, the
+log-prob pass, the update, the ghost step, the thread that writes a checkpoint (before, between and after its files) and
+the checkpoint's end (before every file that is synced, before the rename and after it). Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ STAGES = ("rollout", "reward", "logprob", "update", "ghost step", "save")  # of 
 
 
 def even_is_silent(prompts, completions, completion_ids, answer, **columns) -> list[float]:
-    """1 for prompts whose answer is even: their groups have no signal. The others by their completion's length, as
-    ``parity``."""
+    """Reward with 1 the prompts whose answer is even, so that their groups have no signal.
+
+    The others are rewarded by their completion's length, as ``parity`` does.
+    """
     nap("reward")
     mixed = parity(prompts, completions, completion_ids)
     return [1.0 if int(a) % 2 == 0 else value for a, value in zip(answer, mixed, strict=True)]
@@ -47,7 +50,7 @@ def nap(place: str) -> None:
 
 
 class Note:
-    """A page of a file that is mapped: what was written is there after SIGKILL."""
+    """A page of a file that is mapped: its contents are kept after SIGKILL."""
 
     def __init__(self, path: pathlib.Path) -> None:
         path.write_bytes(b" " * NOTE_BYTES)
@@ -71,14 +74,14 @@ class Note:
 
 
 def read_note(notes: pathlib.Path, rank: int) -> tuple[str, bool] | None:
-    """(phase, a checkpoint is being written) of a rank; None where it has not come to its run."""
+    """Return (phase, a checkpoint is being written) of a rank; None where it has not come to its run."""
     path = notes / f"phase.{rank}"
     text = path.read_bytes().strip() if path.exists() else b""
     return tuple(json.loads(text)) if text else None
 
 
 def note_stages(note: Note) -> None:
-    """The loop's own stages, as it tells them to its watch; rollout and ghost steps are told apart here."""
+    """Note the loop's own stages, as it tells them to its watch; rollout and ghost steps are told apart here."""
     from megatron_rl.backend.optimizer import Optimizer
     from megatron_rl.distributed.watchdog import Watchdog
     from megatron_rl.types import StepKind
@@ -102,7 +105,7 @@ def note_stages(note: Note) -> None:
 
 
 def note_saves(note: Note) -> None:
-    """The main thread's share of a save (planning, ending, pruning), and the thread that writes."""
+    """Note the main thread's share of a save (planning, ending, pruning), and the thread that writes."""
     from megatron_rl.checkpoint import folder, manager, writer
 
     checkpoints, pending = manager.CheckpointManager, writer.PendingSave

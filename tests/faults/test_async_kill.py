@@ -1,8 +1,7 @@
-"""A run with rollouts ahead that is killed, or told to leave, while a thread generates: started again it ends with the
-same bits.
+"""A run with rollouts ahead that is killed, or told to leave, while a thread generates, ends with the same bits.
 
-The study's own machinery (kill_study.py); its table of kills is made by ``python -m tests.faults.kill_study --layout
-streaming``.
+It does so when it is started again. The machinery is the study's own (kill_study.py); its table of kills is made by
+``python -m tests.faults.kill_study --layout streaming``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tests.workers.nursery import Nursery, Ranks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Undisturbed:
-    """A run that went to its end, and what another one like it is made with."""
+    """A run that went to its end, with the inputs and arguments to make another one like it."""
 
     nursery: Nursery
     inputs: pathlib.Path
@@ -55,12 +54,12 @@ def streaming(nursery, tmp_path_factory) -> Undisturbed:
 
 
 def firsts_of(run_dir: pathlib.Path) -> list[dict]:
-    """The first row of each rollout."""
+    """Return the first row of each rollout."""
     return [row for row in rows_of(run_dir) if "async/staleness_max" in row]
 
 
 def orphans() -> list[int]:
-    """Reward workers on this host whose rank is gone."""
+    """Return the reward workers on this host whose rank is gone."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -78,8 +77,11 @@ def assert_no_orphans() -> None:
 
 @pytest.mark.distributed
 def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path):
-    """SIGKILL to one rank when half of the run's rows are written; the undisturbed one is stale, replays and asks
-    again."""
+    """A run ahead that is killed ends with the same bits.
+
+    SIGKILL goes to one rank when half of the run's rows are written; the undisturbed run is stale, replays and asks
+    again.
+    """
     rows = firsts_of(streaming.whole.folder / "run")
     assert [row["async/staleness_max"] for row in rows] == [0.0, *[2.0] * (len(rows) - 1)]
     assert rows[-1]["reroll/issued"] > 2 and sum(row["replay/replaced"] for row in rows) > 2
@@ -100,8 +102,11 @@ def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path)
 
 @pytest.mark.distributed
 def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_path):
-    """SIGTERM to one rank: all leave with 75, with a checkpoint off schedule that holds the rollout ahead, and the same
-    command goes on."""
+    """A signal while a thread generates saves the rollout ahead.
+
+    SIGTERM goes to one rank: all leave with 75, with a checkpoint off schedule that holds the rollout ahead, and the
+    same command goes on.
+    """
     notes, run_dir = tmp_path / "notes", tmp_path / "run"
     command = [str(notes), *arguments_of(streaming.inputs, run_dir, "streaming", "checkpoint.save_every_rollouts=1000")]
     with attempt(streaming.nursery, command, tmp_path / "first") as ranks:
@@ -121,7 +126,7 @@ def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_pa
 
 
 def wait_for_generation(ranks: Ranks, run_dir: pathlib.Path, notes: pathlib.Path) -> None:
-    """Until a rollout was trained and rank 1 has begun to generate one ahead."""
+    """Wait until a rollout was trained and rank 1 has begun to generate one ahead."""
     path, ends_at = run_dir / "metrics.jsonl", time.monotonic() + BOUND_S
     while not (path.exists() and path.read_text().count("\n") > 2 and generates(notes, 1)):
         assert ranks.run() and time.monotonic() < ends_at, f"not within {BOUND_S} s\n{ranks.said()}"
@@ -132,7 +137,10 @@ def wait_for_generation(ranks: Ranks, run_dir: pathlib.Path, notes: pathlib.Path
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "seed"), [("streaming", 11), ("prefetch", 12)])
 def test_eight_kills_of_a_run_ahead(nursery, tmp_path, layout, seed):
-    """Every attempt is bounded by the study (BOUND_S). Without replay an epoch's prompts are all trained, each once."""
+    """Eight kills of a run ahead change nothing.
+
+    Every attempt is bounded by the study (BOUND_S). Without replay an epoch's prompts are all trained, each once.
+    """
     whole, outcomes = study(nursery, 8, seed, layout, tmp_path)
     assert len(outcomes) == 8 and not any(outcome.differs for outcome in outcomes), outcomes
     assert any(outcome.ahead for outcome in outcomes) and any(outcome.resumed for outcome in outcomes), outcomes

@@ -30,13 +30,13 @@ PAGE = 4096
 
 
 def run(pool, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[tuple[int, str]]:
-    """Exit code and what was said, of both ranks."""
+    """Run the command line and return the exit code and words of both ranks."""
     return pool.run(2, command_line, arguments(inputs, run_dir, *SAVED, *overrides), timeout_s=120)
 
 
 @pytest.fixture(scope="module")
 def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
-    """The uninterrupted run: four rollouts."""
+    """Return the folder of the uninterrupted run of four rollouts."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert [code for code, _ in run(pool, arithmetic, folder, "train.num_rollouts=4")] == [0, 0]
     return folder
@@ -44,7 +44,7 @@ def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def ended(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
-    """The same, ended after two rollouts. Tests go on from copies."""
+    """Return the folder of the same run, ended after two rollouts; tests go on from copies."""
     folder = tmp_path_factory.mktemp("ended") / "run"
     assert [code for code, _ in run(pool, arithmetic, folder, "train.num_rollouts=2")] == [0, 0]
     return folder
@@ -77,7 +77,7 @@ def remove(path: pathlib.Path) -> None:
 
 
 class Planted:
-    """Pickled, it is a call."""
+    """An object whose pickle is a call."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class Planted:
 
 
 def plant(path: pathlib.Path) -> None:
-    """A call in place of the metadata, in a checkpoint whose checksums hold."""
+    """Put a call in place of the metadata, in a checkpoint whose checksums hold."""
     path.write_bytes(pickle.dumps(Planted(path.parents[2] / "ran")))
     manifest = path.with_name(MANIFEST)
     files = json.loads(manifest.read_text())["files"]
@@ -183,7 +183,7 @@ def test_an_unknown_version_is_an_error_that_names_both(pool, arithmetic, half):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own, as large as a few checkpoints; skipped where mounting one needs more rights."""
+    """Mount a file system of its own, as large as a few checkpoints; skip where mounting one needs more rights."""
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(place)]
@@ -199,7 +199,10 @@ def pages(paths) -> int:
 
 
 def room_for(checkpoint: pathlib.Path, what: str) -> int:
-    """Pages that a save finds free, so that it fails at its first file, in the ranks' tensors, or at ``.metadata``."""
+    """Return the pages that a save finds free.
+
+    With them it fails at its first file, in the ranks' tensors, or at ``.metadata``.
+    """
     tensors, small = (
         list(checkpoint.glob("*.distcp")),
         [x for x in checkpoint.iterdir() if x.name in ("common.pt", "state.json")],
@@ -250,7 +253,7 @@ def assert_untouched(run_dir: pathlib.Path) -> None:
 
 
 def limited_command_line(rank: int, world: int, given: list[str]) -> tuple[int, str]:
-    """The command line, where rank 1 cannot write a file beyond 16 KiB (its shards are larger)."""
+    """Run the command line, where rank 1 cannot write a file beyond 16 KiB (its shards are larger)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
@@ -262,7 +265,10 @@ def limited_command_line(rank: int, world: int, given: list[str]) -> tuple[int, 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_one_rank_that_cannot_write_is_told_to_all(pool, arithmetic, half, asynchronous):
-    """Without rights to mount anything: the limit stands for a quota."""
+    """One rank that cannot write is told to all.
+
+    It needs no rights to mount anything: the limit stands for a quota.
+    """
     given = [*SAVED, "train.num_rollouts=4", f"checkpoint.asynchronous={asynchronous}"]
     for policy, code in (("fail", 1), ("continue", 0)):
         folder = shutil.copytree(half, half.with_name(policy))

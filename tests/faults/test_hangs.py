@@ -1,7 +1,7 @@
-"""A rank that raises, is killed, stalls or plans on its own ends the run on every rank, with a message that names rank
-and stage.
+"""A rank that raises, is killed, stalls or plans on its own ends the run on every rank.
 
-Each rank is a process of its own, so that it may be killed, and must come to its end at interpreter exit too.
+The message names rank and stage. Each rank is a process of its own, so that it may be killed, and must come to its end
+at interpreter exit too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ MET_S = 20.0  # one that a rank meets whose peer sleeps; to start, beside one an
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What rank ``guilty`` of two does (faulty_rank.py), and what every rank must say of it in one line, as a
-    pattern."""
+    """A fault of rank ``guilty`` of two (faulty_rank.py).
+
+    ``says`` is the pattern of the line that every rank must say of it.
+    """
 
     name: str
     guilty: int
@@ -66,7 +68,7 @@ FAULTS = {
 
 
 def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.Path) -> list[tuple[int | None, str]]:
-    """Two ranks: exit code (None where it had to be ended), and what it printed."""
+    """Run two ranks and return exit code (None where it had to be ended) and output of each."""
     with nursery.ranks(2, given, folder, "tests.faults.faulty_rank:main", [fault.name, fault.guilty]) as ranks:
         stays = {fault.guilty} if fault.name == "raise_and_stay" else set()
         ranks.wait(BOUND_S, but=stays)
@@ -131,7 +133,7 @@ def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, 
 
 
 def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
-    """A Topology of data and pipeline parallelism, with no groups behind it."""
+    """Return a Topology of data and pipeline parallelism, with no groups behind it."""
     sizes = {f"{name}_size": 1 for name in ("tensor", "context", "expert", "expert_tensor", "virtual")}
     ranks = {f"{name}_rank": 0 for name in ("tensor", "context", "expert", "expert_tensor")}
     groups = {f"{name}_group": None for name in ("tensor", "pipeline", "data", "context", "expert", "model")}
@@ -191,7 +193,10 @@ def test_a_watch_that_saw_nothing_leaves_nothing_behind(pool: Pool) -> None:
 
 
 def test_a_rank_that_cannot_end_is_ended_though_the_keeper_left_with_the_cause(monkeypatch):
-    """Both lines in one packet, and a main thread that never comes back: on a loaded host the stalled rank lived on."""
+    """A rank that cannot end is ended, though the keeper left with the cause.
+
+    Both lines come in one packet, and the main thread never comes back: on a loaded host the stalled rank lived on.
+    """
     ended = threading.Event()
     monkeypatch.setattr(watch_module.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watch_module, "END_S", 0.2)

@@ -1,7 +1,6 @@
-"""SIGTERM and SIGUSR1: the rollout in progress is trained, all is saved, every rank leaves with 75, and the same
-command goes on.
+"""On SIGTERM and SIGUSR1 the rollout in progress is trained, all is saved, and every rank leaves with 75.
 
-Ranks are processes of their own, so that signals reach them as a scheduler's would.
+The same command goes on. Ranks are processes of their own, so that signals reach them as a scheduler's would.
 """
 
 from __future__ import annotations
@@ -50,7 +49,10 @@ def wait_for_rows(run_dir: pathlib.Path, still_runs) -> None:
 
 
 def assert_saved(run_dir: pathlib.Path) -> None:
-    """The state at the start, and the one after the last rollout that was trained, with all of its rows."""
+    """Assert that the state at the start and the one after the last trained rollout are saved.
+
+    All rows up to the latter are saved too.
+    """
     found = whole_checkpoints(run_dir / "checkpoints")
     assert len(found) == 2 and found[0] == 0 and 1 <= found[1] < ROLLOUTS, found
     verify(run_dir / "checkpoints" / name_of(found[1]))
@@ -88,7 +90,10 @@ def test_a_signal_to_any_rank_saves_and_the_same_command_goes_on(nursery, arithm
 @pytest.mark.long
 @pytest.mark.distributed
 def test_under_torchrun_a_signal_to_the_launcher_does_the_same(arithmetic, whole, tmp_path):
-    """The launcher passes on what it is told to handle, and ends with a code of its own."""
+    """Under torchrun a signal to the launcher does the same as one to a rank.
+
+    The launcher passes on what it is told to handle, and ends with a code of its own.
+    """
     run_dir = tmp_path / "run"
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     graceful = ["--shutdown-timeout", "600", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]

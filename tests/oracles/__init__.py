@@ -1,2 +1,4 @@
-"""Our losses, weights and advantages against those of TRL and verl. `make test-oracles` installs both; elsewhere these
-tests skip."""
+"""Our losses, weights and advantages against those of TRL and verl.
+
+`make test-oracles` installs both; elsewhere these tests skip.
+"""

@@ -1,5 +1,7 @@
-"""Ragged random batches in double precision, and our side of a comparison: loss, gradient, importance weights,
-advantages."""
+"""Ragged random batches in double precision, and our side of a comparison.
+
+The latter has loss, gradient, importance weights and advantages.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ from megatron_rl.config import CorrectionConfig, LossConfig
 from megatron_rl.types import BatchFacts
 
 SEEDS = range(20)
-"""Each a batch of its own sizes and numbers, so that every clip, cap and mask is met from both sides many times
-over."""
+"""Each gives a batch of its own sizes and numbers; every clip, cap and mask is met often from both sides."""
 
 DOUBLE = {"rtol": 1e-9, "atol": 1e-12}
 """Both sides in double, the same operations in another order: 1e-13 was seen."""
@@ -26,12 +27,16 @@ DOUBLE = {"rtol": 1e-9, "atol": 1e-12}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """S samples of at most T response tokens; tensors are float64 [S, T], of any finite number where no response token
-    stands.
+    """S samples of at most T response tokens.
 
-    groups int64 [S], equally many of each, side by side · response_tokens int64 [S] · mask bool [S, T], loss tokens,
-    with holes · advantages float64 [S] · old, rollout, reference: log π_old, log μ, log π_ref · max_response_tokens,
-    above T.
+    Tensors are float64 [S, T], of any finite number where no response token stands. The fields are:
+
+      groups                    int64 [S], equally many of each, side by side
+      response_tokens           int64 [S]
+      mask                      bool [S, T], loss tokens, with holes
+      advantages                float64 [S]
+      old, rollout, reference   log π_old, log μ, log π_ref
+      max_response_tokens       above T
     """
 
     groups: np.ndarray
@@ -51,12 +56,12 @@ class Batch:
 
     @property
     def present(self) -> int:
-        """Samples with a loss token."""
+        """Return the number of samples with a loss token."""
         return int((self.loss_tokens > 0).sum())
 
     @property
     def advantage_tensor(self) -> torch.Tensor:
-        """[S] the advantages as a tensor."""
+        """Return the advantages as a tensor, [S]."""
         return torch.from_numpy(self.advantages)
 
     def select(self, samples: list[int]) -> Batch:
@@ -68,10 +73,10 @@ class Batch:
 
 
 def random_batch(seed: int, *, num_empty: int = 0) -> Batch:
-    """2 to 4 groups of 2 to 5 samples of 1 to 9 tokens, a fifth of them masked; ``num_empty`` samples have no loss
-    token.
+    """Draw 2 to 4 groups of 2 to 5 samples of 1 to 9 tokens, a fifth of them masked.
 
-    π_θ/π_old lies within 0.2 and 5, π_old/μ per token mostly within 0.5 and 2; one advantage is 0.
+    ``num_empty`` samples have no loss token. π_θ/π_old lies within 0.2 and 5, π_old/μ per token mostly within 0.5 and
+    2; one advantage is 0.
     """
     numbers, random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     size = int(numbers.integers(2, 6))
@@ -117,7 +122,7 @@ def facts_of(batch: Batch) -> BatchFacts:
 
 
 def token_weights(batch: Batch, reduction: str) -> torch.Tensor:
-    """[S] the weight of each loss token of each sample, whole batch counted."""
+    """Return the weight of each loss token of each sample, [S], with the whole batch counted."""
     every = np.arange(len(batch.groups))
     return torch.from_numpy(
         reduction_weights(reduction, facts_of(batch), every, max_response_tokens=batch.max_response_tokens)
@@ -125,7 +130,7 @@ def token_weights(batch: Batch, reduction: str) -> torch.Tensor:
 
 
 def correction_weights(batch: Batch, config: CorrectionConfig) -> torch.Tensor:
-    """[S, T] importance weights, 0 where no loss token stands."""
+    """Return importance weights, [S, T], 0 where no loss token stands."""
     inside = torch.arange(batch.mask.shape[1]) < torch.from_numpy(batch.response_tokens)[:, None]
     decided = np.ones(len(batch.groups), dtype=bool)
     flat = [x[inside].numpy() for x in (batch.old, batch.rollout, batch.mask)]
@@ -145,7 +150,10 @@ class Outcome:
 
 
 def outcome(batch: Batch, loss_of) -> Outcome:
-    """loss_of: (logprobs, entropy), both [S, T] and with gradient → scalar."""
+    """Return the loss and gradients of ``loss_of``.
+
+    loss_of: (logprobs, entropy), both [S, T] and with gradient → scalar.
+    """
     logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     loss = loss_of(logprobs, entropy)
     gradients = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
@@ -154,8 +162,10 @@ def outcome(batch: Batch, loss_of) -> Outcome:
 
 
 def ours(batch: Batch, config: LossConfig, correction: CorrectionConfig | None = None) -> Outcome:
-    """Our loss of the whole batch as one micro-batch: weights and importance folded in the advantage, as packing
-    does."""
+    """Return our loss of the whole batch as one micro-batch.
+
+    Weights and importance are folded in the advantage, as packing does.
+    """
     weights = token_weights(batch, config.reduction)
     importance = correction_weights(batch, correction or CorrectionConfig())
     owner = torch.arange(len(batch.groups))[:, None].expand_as(batch.mask)[batch.mask]
@@ -182,7 +192,7 @@ def assert_same(found: Outcome, wanted: Outcome, tolerance: dict[str, float] = D
 
 
 def random_rewards(batch: Batch, seed: int, *, num_functions: int = 1) -> np.ndarray:
-    """[S, F] in eighths, exact in float32 too; the first group's are equal, so that it is dead."""
+    """Draw rewards, [S, F], in eighths, exact in float32 too; the first group's are equal, so that it is dead."""
     rewards = np.random.default_rng(seed + 1000).integers(-16, 17, (len(batch.groups), num_functions)) / 8
     rewards[batch.groups == 0] = rewards[0]
     return rewards
@@ -197,7 +207,10 @@ def our_advantages(
     loss_tokens=None,
     **settings,
 ) -> torch.Tensor:
-    """[S]; rewards [S, F], NaN where a function did not apply; a sample that none applied to is not included."""
+    """Return our advantages, [S].
+
+    rewards: [S, F], NaN where a function did not apply; a sample that none applied to is not included.
+    """
     included = ~np.isnan(rewards).all(1)
     total = np.nan_to_num(rewards).sum(1)
     given = GroupRewards(

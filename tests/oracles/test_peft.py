@@ -22,7 +22,7 @@ FAMILIES = ("qwen2_tied", "qwen3", "llama")
 
 
 def peft_model(family: str):
-    """(PEFT's model around the tiny one, its adapters by the names that are used here)."""
+    """Return (PEFT's model around the tiny one, its adapters by the names that are used here)."""
     _, model = tiny_model(family)
     wrapped = peft.get_peft_model(
         model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ALL), task_type="CAUSAL_LM")
@@ -37,7 +37,10 @@ def plain(name: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_naive_references_gradient_is_pefts(family: str) -> None:
-    """Float32 in another order: PEFT multiplies by alpha / rank last, too."""
+    """The naive reference's gradient is PEFT's.
+
+    It is float32 in another order: PEFT multiplies by alpha / rank last, too.
+    """
     _, ours = tiny_model(family)
     adapt(ours, rank=RANK, alpha=ALPHA)
     theirs, named = peft_model(family)
@@ -53,7 +56,7 @@ def test_the_naive_references_gradient_is_pefts(family: str) -> None:
 
 
 def write(rank: int, world: int, folder: str, family: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Three steps of adapters, then both exports; the merged one comes back."""
+    """Take three steps of adapters, write both exports, and return the merged one."""
     lora = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}", "optimizer.lr=0.01")
     with open_rig(family, *lora, *overrides, samples=8) as rig:
         untrained = {name: x.clone() for name, x in rig.backend.export_adapters()}
@@ -68,7 +71,10 @@ def write(rank: int, world: int, folder: str, family: str, overrides: tuple[str,
 def test_peft_reads_our_directory_and_merges_it_to_our_export(
     pool: Pool, tmp_path: pathlib.Path, family: str, overrides: tuple
 ) -> None:
-    """And what untrained adapters hold is drawn as PEFT draws it: uniform within ±1/√in, B zero."""
+    """PEFT reads our directory and merges it to our export.
+
+    Untrained adapters are drawn as PEFT draws them: uniform within ±1/√in, B zero.
+    """
     found = pool.run(2, write, str(tmp_path / "adapter"), family, overrides, timeout_s=90)[0]
     _, model = tiny_model(family)
     read = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")

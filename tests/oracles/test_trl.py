@@ -1,5 +1,7 @@
-"""TRL's GRPOTrainer and RLOOTrainer, their own methods driven on stand-ins for the trainer, against our losses and
-advantages."""
+"""TRL's GRPOTrainer and RLOOTrainer against our losses and advantages.
+
+Their own methods are driven on stand-ins for the trainer.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def make_trainer(batch: Batch, *, args: dict | None = None, **changed) -> SimpleNamespace:
-    """What GRPOTrainer._compute_loss reads of its trainer, at the values that switch every option off."""
+    """Make the trainer that GRPOTrainer._compute_loss reads, at the values that switch every option off."""
     settings = dict(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
     trainer = dict(
         accelerator=one_process(),
@@ -67,8 +69,10 @@ def make_trainer(batch: Batch, *, args: dict | None = None, **changed) -> Simple
 
 
 def trl_loss(batch: Batch, trainer: SimpleNamespace, *, num_items: int | None = None, **inputs) -> Outcome:
-    """GRPOTrainer._compute_loss; a batch's holes are TRL's tool mask, whose tokens the model reads and does not
-    train."""
+    """Return the outcome of GRPOTrainer._compute_loss.
+
+    A batch's holes are TRL's tool mask, whose tokens the model reads and does not train.
+    """
     inside = torch.arange(batch.mask.shape[1]) < torch.from_numpy(batch.response_tokens)[:, None]
     ones = torch.ones(len(batch.groups), 1, dtype=torch.long)
     num_items = int(batch.mask.sum()) if num_items is None else num_items
@@ -97,8 +101,11 @@ def trl_loss(batch: Batch, trainer: SimpleNamespace, *, num_items: int | None = 
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_loss_types_equal_reductions(seed: int, loss_type: str, level: str) -> None:
-    """`importance_sampling_level=sequence` differentiates the sequence's ratio, our gspo each token's own
-    (arXiv:2507.18071, eq. 14)."""
+    """TRL's loss types equal our reductions, at both levels of importance sampling.
+
+    `importance_sampling_level=sequence` differentiates the sequence's ratio, our gspo each token's own
+    (arXiv:2507.18071, eq. 14).
+    """
     batch = random_batch(seed)
     config = LossConfig(policy=LEVELS[level], reduction=REDUCTIONS[loss_type], **CLIP)
     assert_same(
@@ -108,7 +115,10 @@ def test_loss_types_equal_reductions(seed: int, loss_type: str, level: str) -> N
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_delta_equals_dual_clip(seed: int) -> None:
-    """INTELLECT-2's two-sided clip, δ > 1 + ε_high; below that TRL's δ clips A > 0 too, and the dual clip does not."""
+    """TRL's δ equals our dual clip where δ > 1 + ε_high, as in INTELLECT-2's two-sided clip.
+
+    Below that TRL's δ clips A > 0 too, and the dual clip does not.
+    """
     batch = random_batch(seed)
     found = trl_loss(batch, make_trainer(batch, args={"delta": 1.8}))
     assert_same(found, ours(batch, LossConfig(reduction="sequence_mean", dual_clip=1.8, **CLIP)))
@@ -117,8 +127,11 @@ def test_delta_equals_dual_clip(seed: int) -> None:
 @pytest.mark.parametrize("cap", [1.3, 5.0])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cispo_equals_cispo_without_lower_bound(seed: int, cap: float) -> None:
-    """TRL's `epsilon_high` is the cap itself (ScaleRL's ε_max), not its distance from 1; a lower bound of 0 is ours at
-    clip_low = 1."""
+    """TRL's CISPO equals ours without a lower bound.
+
+    TRL's `epsilon_high` is the cap itself (ScaleRL's ε_max), not its distance from 1; a lower bound of 0 is ours at
+    clip_low = 1.
+    """
     batch = random_batch(seed)
     found = trl_loss(batch, make_trainer(batch, loss_type="cispo", epsilon_high=cap))
     assert_same(found, ours(batch, LossConfig(policy="cispo", clip_low=1.0, clip_high=cap - 1)))
@@ -127,8 +140,10 @@ def test_cispo_equals_cispo_without_lower_bound(seed: int, cap: float) -> None:
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trl_counts_samples_without_loss_tokens(seed: int, loss_type: str) -> None:
-    """By definition: TRL's means over sequences divide by all rows, ours by the samples that have a loss token
-    (semantics §1)."""
+    """TRL counts samples without loss tokens, and ours does not: the two differ by definition.
+
+    TRL's means over sequences divide by all rows, ours by the samples that have a loss token (semantics §1).
+    """
     batch = random_batch(seed, num_empty=1)
     found = trl_loss(batch, make_trainer(batch, loss_type=loss_type))
     wanted = ours(batch, LossConfig(reduction=REDUCTIONS[loss_type], **CLIP))
@@ -142,7 +157,10 @@ def test_trl_counts_samples_without_loss_tokens(seed: int, loss_type: str) -> No
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_accumulated_micro_batches(seed: int, loss_type: str) -> None:
-    """Halves of equally many samples: all equal our one sum but bnpo, which is the mean of each half's token mean."""
+    """Halves of equally many samples equal our one sum, for all loss types but bnpo.
+
+    bnpo is the mean of each half's token mean.
+    """
     whole = random_batch(seed)
     count = len(whole.groups) // 2
     halves = [whole.select(list(range(count))), whole.select(list(range(count, 2 * count)))]
@@ -161,8 +179,11 @@ def test_accumulated_micro_batches(seed: int, loss_type: str) -> None:
 @pytest.mark.parametrize("estimator", ["k3", "unbiased"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_in_the_loss(seed: int, estimator: str) -> None:
-    """TRL's KL is k3; `use_bias_correction_kl` multiplies it by π_θ/π_old, gradient and all (DeepSeek-V3.2, eq. 7),
-    never clipped."""
+    """The KL in TRL's loss equals ours.
+
+    TRL's KL is k3; `use_bias_correction_kl` multiplies it by π_θ/π_old, gradient and all (DeepSeek-V3.2, eq. 7), never
+    clipped.
+    """
     batch = random_batch(seed)
     args = {"use_bias_correction_kl": estimator == "unbiased", "delta": 1.8}
     config = LossConfig(dual_clip=1.8, kl_coefficient=0.3, kl_estimator=estimator, **CLIP)
@@ -171,8 +192,10 @@ def test_kl_in_the_loss(seed: int, estimator: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_unbiased_kl_of_gspo_keeps_the_token_ratio_in_ours(seed: int) -> None:
-    """By definition: at sequence level TRL multiplies each token's k3 by the sequence's ratio, and says that it is then
-    biased."""
+    """gspo's unbiased KL keeps the token's ratio in ours, and not in TRL: the two differ by definition.
+
+    At sequence level TRL multiplies each token's k3 by the sequence's ratio, and says that it is then biased.
+    """
     batch = random_batch(seed)
     args, reduction = {"use_bias_correction_kl": True}, "sequence_mean"
     found = trl_loss(batch, make_trainer(batch, importance_sampling_level="sequence", beta=0.3, args=args))
@@ -187,7 +210,7 @@ def test_unbiased_kl_of_gspo_keeps_the_token_ratio_in_ours(seed: int) -> None:
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_entropy_bonus(seed: int, loss_type: str) -> None:
-    """TRL's bonus is a token mean whatever the loss type, so it is ours under token_mean alone."""
+    """TRL's entropy bonus is a token mean whatever the loss type, so it is ours under token_mean alone."""
     batch = random_batch(seed)
     found = trl_loss(batch, make_trainer(batch, loss_type=loss_type, _entropy_bonus_enabled=True, entropy_coef=0.01))
     assert_same(found, ours(batch, LossConfig(entropy_coefficient=0.01, **CLIP)))
@@ -195,8 +218,10 @@ def test_entropy_bonus(seed: int, loss_type: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_off_policy_mask(seed: int) -> None:
-    """Ours is decided on π_old, so that it is known before the forward: TRL's own function at π_old, and its loss at
-    π_θ = π_old."""
+    """Our off-policy mask equals TRL's own function at π_old, and TRL's loss at π_θ = π_old.
+
+    Ours is decided on π_old, so that it is known before the forward.
+    """
     batch = random_batch(seed)
     keeps = trl.GRPOTrainer.get_off_policy_mask(
         batch.advantage_tensor[:, None], batch.old, batch.rollout, batch.mask.long(), 0.1
@@ -218,7 +243,7 @@ def test_the_off_policy_mask_masks_something() -> None:
 
 
 def trl_importance(batch: Batch, correction: CorrectionConfig) -> torch.Tensor:
-    """[S, T] or [S, 1]."""
+    """Return TRL's importance weights, [S, T] or [S, 1]."""
     changed = dict(
         vllm_importance_sampling_mode=correction.mode,
         vllm_importance_sampling_clip_min=correction.floor,
@@ -231,8 +256,10 @@ def trl_importance(batch: Batch, correction: CorrectionConfig) -> torch.Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_importance_sampling_modes(seed: int, mode: str, floor: float | None) -> None:
-    """The weights, then the loss with them and a KL that they do not weigh; a mask keeps its tokens in every
-    denominator."""
+    """The importance sampling modes give TRL's weights, and its loss with them.
+
+    The loss has a KL that the weights do not weigh; a mask keeps its tokens in every denominator.
+    """
     batch = random_batch(seed)
     correction = CorrectionConfig(mode=mode, cap=1.5, floor=floor)
     ratio = trl_importance(batch, correction)
@@ -262,8 +289,11 @@ def test_caps_and_masks_are_met(mode: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_token_weights_under_a_sequence_ratio_are_averaged_in_trl(seed: int) -> None:
-    """By definition: TRL's sequence ratio spreads its gradient, so each token gets its sequence's mean weight;
-    GSPO-token, ours and verl's, keeps each token's own (arXiv:2507.18071, section 4.3)."""
+    """Token weights under a sequence ratio are averaged in TRL, and not in ours: the two differ by definition.
+
+    TRL's sequence ratio spreads its gradient, so each token gets its sequence's mean weight; GSPO-token, ours and
+    verl's, keeps each token's own (arXiv:2507.18071, section 4.3).
+    """
     batch = random_batch(seed)
     correction = CorrectionConfig(mode="token_truncate", cap=1.5)
     settings = dict(use_vllm=True, vllm_importance_sampling_correction=True, importance_sampling_level="sequence")

@@ -19,7 +19,7 @@ TRL_EPSILON = 1e-4  # what TRL adds to every standard deviation
 
 
 def with_gaps(rewards: np.ndarray, seed: int) -> np.ndarray:
-    """Some functions do not apply to some samples, and none does to some others."""
+    """Return rewards with gaps: some functions do not apply to some samples, and none does to some others."""
     random = np.random.default_rng(seed + 2000)
     rewards = np.where(random.random(rewards.shape) < 0.15, np.nan, rewards)
     rewards[random.integers(len(rewards))] = np.nan
@@ -38,8 +38,10 @@ def test_group_advantages(seed: int, scale: str, estimator: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_batch_scale_equals_batch_std_of_equal_means(seed: int) -> None:
-    """By definition: TRL divides by the spread of the rewards, ours by that of r − mean_g; one number where all groups
-    share a mean."""
+    """TRL's batch scale equals our batch_std where all groups share a mean.
+
+    By definition, TRL divides by the spread of the rewards, ours by that of r − mean_g.
+    """
     batch, random = random_batch(seed), np.random.default_rng(seed)
     size = int((batch.groups == 0).sum())
     own = random_rewards(batch, seed)[-size:, 0]
@@ -68,7 +70,10 @@ def test_rloo_advantages(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_normalize_then_sum_equals_gdpo_over_samples(seed: int) -> None:
-    """GDPO (arXiv:2601.05242) whitens over samples, as TRL; with loss_tokens ours is weighted by them, as verl's."""
+    """TRL's normalize_then_sum equals our GDPO over samples.
+
+    GDPO (arXiv:2601.05242) whitens over samples, as TRL; with loss_tokens ours is weighted by them, as verl's.
+    """
     batch = random_batch(seed)
     rewards = with_gaps(random_rewards(batch, seed, num_functions=2), seed)
     weights = torch.tensor([0.5, 2.0], dtype=torch.float64)

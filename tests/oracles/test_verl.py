@@ -37,7 +37,7 @@ SINGLE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 def verl_config(batch: Batch, *, low: float = 0.2, high: float = 0.3, dual: float = 1e9, dro_beta: float | None = None):
-    """verl always clips twice, at 3 unless told; 1e9 is never met."""
+    """Return verl's configuration, which always clips twice, at 3 unless told; 1e9 is never met."""
     return actor.ActorConfig(
         strategy="fsdp",
         rollout_n=1,
@@ -66,8 +66,10 @@ def verl_loss(batch: Batch, name: str, mode: str, weights: torch.Tensor | None =
 @pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_agg_loss_equals_reduction_weights(seed: int, mode: str) -> None:
-    """The weights are agg_loss's gradient; a sample without loss token is in no mean, unless a `global_batch_size` says
-    so."""
+    """The gradient of verl's agg_loss equals our reduction weights.
+
+    A sample without loss token is in no mean, unless a `global_batch_size` says so.
+    """
     batch = random_batch(seed, num_empty=1)
     losses = batch.logprobs.clone().requires_grad_()
     settings = dict(loss_agg_mode=mode, loss_scale_factor=batch.max_response_tokens)
@@ -83,7 +85,10 @@ def test_agg_loss_equals_reduction_weights(seed: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_micro_batches_on_two_ranks_add_up_to_one_sum(seed: int, mode: str) -> None:
-    """verl's counts of the whole mini-batch times dp_size, averaged over two ranks of two micro-batches each."""
+    """Micro-batches on two ranks add up to one sum.
+
+    verl's counts are of the whole mini-batch times dp_size, averaged over two ranks of two micro-batches each.
+    """
     batch = random_batch(seed)
     every = list(range(len(batch.groups)))
     counts = dict(
@@ -128,7 +133,10 @@ def test_policy_losses(seed: int, name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_dro(seed: int, mode: str) -> None:
-    """Both quadratics are against what is passed; verl passes π_old, ours is μ (semantics §7)."""
+    """verl's dro equals ours where π_old is μ.
+
+    Both quadratics are against what is passed; verl passes π_old, ours is μ (semantics §7).
+    """
     batch = random_batch(seed)
     batch = batch.change(old=batch.rollout)
     config = LossConfig(policy="dro", dro_beta=0.3, reduction=REDUCTIONS[mode])
@@ -151,7 +159,10 @@ def test_kl_penalty(seed: int, estimator: str) -> None:
 
 
 def test_kl_penalty_is_bounded_in_verl_alone() -> None:
-    """By definition: verl cuts k3 at 10, from d = 2.6 on, and such a token's KL has no gradient; ours grows on."""
+    """The KL penalty is bounded in verl alone, by definition.
+
+    verl cuts k3 at 10, from d = 2.6 on, and such a token's KL has no gradient; ours grows on.
+    """
     logprobs = torch.tensor([-3.0, -6.0], dtype=torch.float64, requires_grad=True)
     reference = torch.full((2,), -0.5, dtype=torch.float64)
     found = algorithms.kl_penalty(logprobs, reference, "k3")
@@ -165,8 +176,10 @@ def test_kl_penalty_is_bounded_in_verl_alone() -> None:
 @pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_and_entropy_take_the_reduction_of_the_policy(seed: int, mode: str, estimator: str) -> None:
-    """verl aggregates all three terms alike, and so does one weight w_t; importance weights reach the policy's term
-    alone."""
+    """KL and entropy take the reduction of the policy.
+
+    verl aggregates all three terms alike, and so does one weight w_t. Importance weights reach the policy's term alone.
+    """
     batch = random_batch(seed)
     correction = CorrectionConfig(mode="token_truncate", cap=1.5)
     importance = correction_weights(batch, correction)
@@ -195,7 +208,10 @@ def test_kl_and_entropy_take_the_reduction_of_the_policy(seed: int, mode: str, e
 @pytest.mark.parametrize("threshold", ["1.5", "0.6_1.5"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rollout_weights(seed: int, threshold: str, level: str, policy: str) -> None:
-    """One number truncates, two mask (IcePop); then the loss under them, whose denominators keep what is masked."""
+    """verl's rollout weights equal ours, and so does the loss under them.
+
+    One number truncates, two mask (IcePop); the loss's denominators keep what is masked.
+    """
     batch = random_batch(seed, num_empty=1)
     found, _ = corrections.compute_rollout_correction_weights(batch.old - batch.rollout, batch.mask, level, threshold)
     floor = 0.6 if "_" in threshold else None
@@ -210,9 +226,12 @@ def test_rollout_weights(seed: int, threshold: str, level: str, policy: str) -> 
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rejection_keeps_what_our_masks_keep(seed: int, option: str, level: str) -> None:
-    """verl bounds μ/π_old, ours π_old/μ: the thresholds are each other's inverses. By definition, verl takes what it
+    """verl's rejection keeps what our masks keep.
+
+    verl bounds μ/π_old, ours π_old/μ: the thresholds are each other's inverses. By definition, verl takes what it
     rejects out of the token counts as well and weighs what it keeps by `rollout_is` alone; ours keeps the counts and
-    weighs by the same ratio."""
+    weighs by the same ratio.
+    """
     batch = random_batch(seed)
     kept, _ = corrections.compute_rollout_rejection_mask(
         batch.old - batch.rollout, batch.mask, option, f"{1 / 1.2}_{1 / 0.8}"
@@ -228,7 +247,7 @@ def test_rejection_rejects_some() -> None:
 
 
 def verl_advantages(case: Batch, rewards: np.ndarray, name: str, **settings) -> torch.Tensor:
-    """[S, T]; the reward stands on the last response token."""
+    """Return verl's advantages, [S, T]; the reward stands on the last response token."""
     scores = torch.zeros_like(case.old)
     scores[torch.arange(len(case.groups)), torch.from_numpy(case.response_tokens) - 1] = torch.from_numpy(rewards[:, 0])
     estimator = algorithms.get_adv_estimator_fn(name)
@@ -265,8 +284,10 @@ def test_advantages(seed: int, name: str, estimator: str, settings: dict, tolera
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whitened_advantages(seed: int, name: str, estimator: str) -> None:
-    """Weighted by loss tokens, and centred: `advantage.whiten=center_and_scale`. `scale` is ours alone, to keep zeros
-    at 0."""
+    """verl's whitened advantages equal ours with `advantage.whiten=center_and_scale`.
+
+    They are weighted by loss tokens, and centred. `scale` is ours alone, to keep zeros at 0.
+    """
     batch = random_batch(seed, num_empty=1)
     rewards = random_rewards(batch, seed)
     found = verl_advantages(batch, rewards, name, epsilon=1e-9)
@@ -296,8 +317,10 @@ def test_gdpo_of_two_functions(seed: int) -> None:
 
 
 def test_a_group_of_one_trains_in_verl_alone() -> None:
-    """By definition: verl gives such a sample its reward itself (its vectorised RLOO: 0); ours has no baseline, so no
-    signal."""
+    """A group of one trains in verl alone, by definition.
+
+    verl gives such a sample its reward itself (its vectorised RLOO: 0); ours has no baseline, so no signal.
+    """
     batch = random_batch(0).select([0])
     rewards = np.array([[0.75]])
     wanted = {"grpo": 0.75 / (1 + 1e-6), "rloo": 0.75, "rloo_vectorized": 0.0}

@@ -1,5 +1,7 @@
-"""verl's critic against ours: generalised advantages, their whitening, the clipped value loss, the KL in the reward and
-its controller."""
+"""verl's critic against ours.
+
+Compared are generalised advantages, their whitening, the clipped value loss, the KL in the reward and its controller.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ DISCOUNTS = [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (1.0, 0.5)]
 
 
 def inside(batch: Batch) -> torch.Tensor:
-    """[S, T] bool: where a response token stands."""
+    """Return where a response token stands, bool [S, T]."""
     return torch.arange(batch.mask.shape[1]) < torch.from_numpy(batch.response_tokens)[:, None]
 
 
@@ -34,7 +36,7 @@ def flat(batch: Batch, values: torch.Tensor) -> np.ndarray:
 
 
 def drawn(batch: Batch, seed: int, *, spread: float = 1.0) -> tuple[torch.Tensor, ...]:
-    """rewards, values, old values, returns, each [S, T], of any number where no response token stands."""
+    """Draw rewards, values, old values and returns, each [S, T], of any number where no response token stands."""
     random = torch.Generator().manual_seed(seed + 500)
     return tuple(spread * torch.randn(4, *batch.mask.shape, generator=random, dtype=torch.float64))
 
@@ -49,8 +51,10 @@ def our_advantages(
 @pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gae_before_whitening(seed: int, gamma: float, lam: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advantages and returns at loss tokens, holes in the masks. By definition, at other tokens verl leaves what stands
-    after them, which its losses mask; ours are 0."""
+    """GAE before whitening equals verl's: advantages and returns at loss tokens, with holes in the masks.
+
+    By definition, at other tokens verl leaves what stands after them, which its losses mask; ours are 0.
+    """
     monkeypatch.setattr(algorithms.verl_F, "masked_whiten", lambda advantages, mask: advantages)
     batch = random_batch(seed, num_empty=1)
     rewards, values, _, _ = drawn(batch, seed)
@@ -62,7 +66,10 @@ def test_gae_before_whitening(seed: int, gamma: float, lam: float, monkeypatch: 
 @pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gae_as_verl_gives_it(seed: int, gamma: float, lam: float) -> None:
-    """Whitened over loss tokens: ``center_and_scale``. Returns are not whitened."""
+    """GAE as verl gives it, whitened over loss tokens, equals ours under ``center_and_scale``.
+
+    Returns are not whitened.
+    """
     batch = random_batch(seed, num_empty=1)
     rewards, values, _, _ = drawn(batch, seed)
     found, found_returns = algorithms.compute_gae_advantage_return(rewards, values, batch.mask.double(), gamma, lam)
@@ -76,8 +83,11 @@ def test_gae_as_verl_gives_it(seed: int, gamma: float, lam: float) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_scale_is_masked_whiten_without_its_shift(seed: int) -> None:
-    """verl's ``shift_mean=False`` adds the mean back after scaling, ours scales it too: the two differ by mean·(1/std −
-    1)."""
+    """Our ``scale`` is verl's masked_whiten without its shift, but for the mean.
+
+    verl's ``shift_mean=False`` adds the mean back after scaling, ours scales it too: the two differ by mean·(1/std −
+    1).
+    """
     batch = random_batch(seed)
     values, _, _, _ = drawn(batch, seed)
     found = algorithms.verl_F.masked_whiten(values, batch.mask, shift_mean=False)
@@ -88,8 +98,11 @@ def test_scale_is_masked_whiten_without_its_shift(seed: int) -> None:
 
 
 def test_a_reward_on_a_token_without_loss_is_lost_in_verl_alone() -> None:
-    """By definition: verl puts the score on the last response token; where a tool wrote that one, its recursion passes
-    it over, and no token of the sample learns of the score. Ours puts it on the last token that the policy wrote."""
+    """A reward on a token without loss is lost in verl alone, by definition.
+
+    verl puts the score on the last response token; where a tool wrote that one, its recursion passes it over, and no
+    token of the sample learns of the score. Ours puts it on the last token that the policy wrote.
+    """
     mask = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
     scores, values = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
     _, returns = algorithms.compute_gae_advantage_return(scores, values, mask, 1.0, 1.0)
@@ -105,7 +118,10 @@ def test_a_reward_on_a_token_without_loss_is_lost_in_verl_alone() -> None:
 @pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_value_loss(seed: int, mode: str, clip: float) -> None:
-    """Value, gradient and share of clipped tokens; verl always clips, and 1e9 is never met: our None."""
+    """The value loss equals verl's in value, gradient and share of clipped tokens.
+
+    verl always clips, and 1e9 is never met: our None.
+    """
     batch = random_batch(seed, num_empty=1)
     values, old, returns, _ = drawn(batch, seed)
     values.requires_grad_()
@@ -129,7 +145,7 @@ def test_value_clip_clips() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_adaptive_coefficient(seed: int) -> None:
-    """After every one of 50 updates, above and below the target and its clip."""
+    """The adaptive coefficient equals verl's after every one of 50 updates, above and below the target and its clip."""
     random = np.random.default_rng(seed)
     theirs, ours = (
         algorithms.AdaptiveKLController(0.2, 0.1, 10_000),
@@ -147,7 +163,10 @@ def test_adaptive_coefficient(seed: int) -> None:
 
 
 def test_a_lost_coefficient_is_an_error_in_ours_alone() -> None:
-    """By definition: verl's turns NaN with one KL, and negative with 5 horizons of samples at once."""
+    """A lost coefficient is an error in ours alone, by definition.
+
+    verl's turns NaN with one KL, and negative with 5 horizons of samples at once.
+    """
     for kl, count, is_lost in ((float("nan"), 8, np.isnan), (0.0, 600, lambda value: value < 0)):
         theirs = algorithms.AdaptiveKLController(0.2, 0.1, 100)
         theirs.update(kl, count)
@@ -157,8 +176,10 @@ def test_a_lost_coefficient_is_an_error_in_ours_alone() -> None:
 
 
 def apply_kl_penalty() -> Callable:
-    """The function of verl's trainer, compiled from its file alone: the module imports a whole cluster's worth of
-    packages."""
+    """Return the function of verl's trainer, compiled from its file alone.
+
+    The module imports a whole cluster's worth of packages.
+    """
     (folder,) = importlib.util.find_spec("verl.trainer.ppo").submodule_search_locations
     tree = ast.parse((pathlib.Path(folder) / "ray_trainer.py").read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "apply_kl_penalty"]
@@ -175,9 +196,11 @@ def apply_kl_penalty() -> Callable:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_in_the_reward(seed: int, estimator: str) -> None:
-    """verl's ``apply_kl_penalty``: rewards at loss tokens, and the coefficient after it. What it steers by is the mean
-    over samples of each one's mean over its tokens; the controller takes whatever KL it is given, in the unit of its
-    target."""
+    """The KL in the reward equals verl's ``apply_kl_penalty``: rewards at loss tokens, and the coefficient after it.
+
+    verl steers by the mean over samples of each one's mean over its tokens; the controller takes whatever KL it is
+    given, in the unit of its target.
+    """
     batch = random_batch(seed)
     last = np.array([np.flatnonzero(row)[-1] for row in batch.mask.numpy()])
     totals, everyone = batch.advantages, np.arange(len(batch.groups))

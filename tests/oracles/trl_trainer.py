@@ -18,7 +18,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed; `make test-oracle
 
 
 def one_process(**attributes) -> SimpleNamespace:
-    """accelerate's Accelerator of one process, as far as the trainers read it."""
+    """Return accelerate's Accelerator of one process, as far as the trainers read it."""
     return SimpleNamespace(
         num_processes=1,
         process_index=0,
@@ -32,8 +32,10 @@ def one_process(**attributes) -> SimpleNamespace:
 
 
 def generating_trainer(batch: Batch, rewards: np.ndarray, **changed) -> SimpleNamespace:
-    """What _generate_and_score_completions reads of a trainer: the batch is what "was generated", the rewards what "was
-    scored"."""
+    """Return the part of a trainer that _generate_and_score_completions reads.
+
+    The batch is what "was generated", the rewards what "was scored".
+    """
     lengths = batch.response_tokens.tolist()
     completions = [[1] * n for n in lengths]
     tools = [row[:n].long().tolist() for row, n in zip(batch.mask, lengths, strict=True)]
@@ -86,7 +88,7 @@ def generating_trainer(batch: Batch, rewards: np.ndarray, **changed) -> SimpleNa
 
 @contextmanager
 def double_by_default():
-    """TRL makes tensors of the engine's log-probs in the default dtype."""
+    """Make double the default dtype, in which TRL makes tensors of the engine's log-probs."""
     torch.set_default_dtype(torch.float64)
     try:
         yield

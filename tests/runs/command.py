@@ -33,7 +33,7 @@ PPO = (
 
 
 def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
-    """``python -m megatron_rl.train`` within a pool worker: its exit code and what it said."""
+    """Run ``python -m megatron_rl.train`` within a pool worker and return its exit code and what it said."""
     from megatron_rl.train import main
 
     said = io.StringIO()
@@ -72,7 +72,7 @@ def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def timeless(row: dict) -> dict:
-    """Without what a clock said."""
+    """Return a row without the values that a clock gave."""
     return {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "cost/"))}
 
 
@@ -90,5 +90,5 @@ def state_of(run_dir: pathlib.Path, iteration: int) -> dict:
 
 
 def trained_prompts(run_dir: pathlib.Path) -> list[str]:
-    """Names of the groups of every batch, in order."""
+    """Return the names of the groups of every batch, in order."""
     return [name for line in (run_dir / "trace.jsonl").read_text().splitlines() for name in json.loads(line)["prompts"]]

@@ -1,5 +1,7 @@
-"""A whole run of adapters through its command line: it resumes to the bit, the skip changes nothing, engine and trainer
-agree."""
+"""A whole run of adapters through its command line.
+
+It resumes to the bit, the skip changes nothing, and engine and trainer agree.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, name):
-    """Ended after two rollouts of four; and every frozen weight is in the export as it was given."""
+    """A run of adapters that ends after two rollouts of four and goes on equals the whole one.
+
+    Every frozen weight is in the export as it was given.
+    """
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
         given = arguments(arithmetic, folder, *SAVED, *LORA, *RUNS[name], f"train.num_rollouts={steps}")
@@ -52,7 +57,10 @@ def test_a_run_of_adapters_in_two_parts_equals_the_whole_one(pool, arithmetic, t
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1"])
 def test_skip_run_of_adapters_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):
-    """Two rollouts, four optimizer steps, sampling included; nothing repacked, so bitwise."""
+    """A skip run of adapters ends with the dense run's weights, bitwise, as nothing is repacked.
+
+    It takes two rollouts and four optimizer steps, sampling included.
+    """
     weights = {}
     for mode in ("exact", "off"):
         fixed = ("plan.repack=false", "plan.samples_per_microbatch=2")
@@ -65,8 +73,10 @@ def test_skip_run_of_adapters_ends_with_the_dense_runs_weights(pool, arithmetic,
 
 
 def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):
-    """One process, TP2 with sequence parallelism and PP2: the same rollouts, the same merged weights, rounding
-    apart."""
+    """One process, TP2 with sequence parallelism and PP2 train the same adapters.
+
+    The rollouts are the same, and the merged weights, rounding apart.
+    """
     weights = []
     for world, layout in (
         (1, ()),
@@ -82,7 +92,10 @@ def test_another_layout_trains_the_same_adapters(pool, arithmetic, tmp_path):
 
 
 def test_half_precision_adapters_run(pool, arithmetic, tmp_path):
-    """The engine has weights that are merged in float32 and rounded once: the gap is that of half precision."""
+    """Half-precision adapters run with a gap between engine and trainer that is that of half precision.
+
+    The engine has weights that are merged in float32 and rounded once.
+    """
     ((code, said),) = pool.run(
         1, command_line, arguments(arithmetic, tmp_path, *LORA, "model.dtype=bfloat16"), timeout_s=60
     )

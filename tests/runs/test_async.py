@@ -1,5 +1,7 @@
-"""Rollouts ahead of training, in parts, replayed and asked again: the same samples, in the same order, to the bit; on
-every layout."""
+"""Rollouts ahead of training, in parts, replayed and asked again.
+
+On every layout the samples are the same, in the same order, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def end_of(pool, world: int, given: list[str], timeout_s: float = 240) -> None:
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, layout):
-    """``max_staleness_steps: 0``, with math-verify rewards that take their time: every mode has the synchronous run's
-    rows, trace and weights."""
+    """Producers without staleness train the synchronous run: its rows, trace and weights, in every mode.
+
+    ``max_staleness_steps`` is 0, and the math-verify rewards take their time.
+    """
     world, degrees = LAYOUTS[layout]
     found = {}
     for mode, extra in MODES.items():
@@ -57,8 +61,10 @@ def test_producers_without_staleness_train_the_same(pool, arithmetic, tmp_path, 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):
-    """One rollout ahead, two optimizer steps each: stale by two from the second rollout on, and no clock decides
-    anything."""
+    """A run one rollout ahead repeats to the bit, as no clock decides anything.
+
+    With two optimizer steps each, rollouts are stale by two from the second one on.
+    """
     world, degrees = LAYOUTS[layout]
     found = []
     for name in ("one", "two"):
@@ -75,8 +81,11 @@ def test_a_run_ahead_repeats_to_the_bit(pool, arithmetic, tmp_path, layout):
 
 
 def test_staleness_is_bounded_by_admission(pool, arithmetic, tmp_path):
-    """``max_staleness_steps: 1`` with two steps a rollout leaves no room for one ahead; with
-    ``weight_sync.interval_steps`` the engines lag."""
+    """Admission bounds staleness.
+
+    ``max_staleness_steps: 1`` with two steps a rollout leaves no room for one ahead; with
+    ``weight_sync.interval_steps`` the engines lag.
+    """
     for name, extra, wanted in (
         ("bound", ("rollout.producer.max_staleness_steps=1",), [0.0] * 4),
         ("interval", ("weight_sync.interval_steps=4",), [0.0, 2.0, 4.0, 2.0]),
@@ -102,8 +111,10 @@ AGAIN = (
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
 def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):
-    """The run of one process, ahead and with both buffers: the same prompts, rewards and buffers on every layout,
-    weights to rounding."""
+    """Replay and re-roll on every layout equal the run of one process, ahead and with both buffers.
+
+    Prompts, rewards and buffers are the same, weights to rounding.
+    """
     world, degrees = LAYOUTS[layout]
     given = (*AHEAD, *AGAIN)
     found = []
@@ -123,9 +134,11 @@ def test_replay_and_reroll_on_every_layout(pool, arithmetic, tmp_path, layout):
 
 
 def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
-    """DP2, streaming, one rollout ahead, replay, re-roll, reward workers: what a checkpoint carries is all that there
-    is. Going on with as many ranks is equal to the bit; with one rank of two, whose gradients sum otherwise, the same
-    groups are trained."""
+    """A run that goes on from any of its checkpoints equals the whole one, as a checkpoint carries all that there is.
+
+    The run has DP2, streaming, one rollout ahead, replay, re-roll and reward workers. Going on with as many ranks is
+    equal to the bit; with one rank of two, whose gradients sum otherwise, the same groups are trained.
+    """
     given = (
         "checkpoint.save_every_rollouts=1",
         "checkpoint.keep_last=null",
@@ -164,8 +177,11 @@ def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(pool, arith
 
 
 def test_what_is_too_old_is_dropped_counted_and_asked_again(pool, arithmetic, tmp_path):
-    """A run ahead by two, gone on with under a smaller bound: its pending rollouts are too old, and every prompt is
-    trained once all the same (an epoch of 48 prompts, none twice)."""
+    """Rollouts that are too old are dropped, counted and asked again.
+
+    A run ahead by two goes on under a smaller bound: its pending rollouts are too old, and every prompt is trained once
+    all the same (an epoch of 48 prompts, none twice).
+    """
     given = (
         "data.train=" + str(few_prompts(arithmetic, tmp_path, 48)),
         *MODES["prefetch"],
@@ -202,8 +218,11 @@ def few_prompts(folder: pathlib.Path, out: pathlib.Path, count: int) -> pathlib.
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path, layout):
-    """Two prompts of three never have signal: refilled until none is left, and then nothing is skipped; with one round
-    some stay."""
+    """Dynamic sampling fills every place or stops.
+
+    Two prompts of three never have signal: refilled until none is left, and then nothing is skipped; with one round
+    some stay.
+    """
     world, degrees = LAYOUTS[layout]
     given = ("reward.functions=[tests.reward_functions:mostly_dead]", "rollout.samples_per_prompt=8", *degrees)
     folder = tmp_path / "filled"
@@ -225,8 +244,10 @@ def test_dynamic_sampling_fills_every_place_or_stops(pool, arithmetic, tmp_path,
 
 
 def test_what_is_generated_meanwhile_is_what_lagging_weights_generate(pool, arithmetic, tmp_path):
-    """The second rollout of a run ahead comes from the first weights, as that of a synchronous run whose engine lags:
-    equal to the bit."""
+    """Generation during training is that of lagging weights, equal to the bit.
+
+    The second rollout of a run ahead comes from the first weights, as that of a synchronous run whose engine lags.
+    """
     found = []
     for name, extra in (("ahead", AHEAD), ("lagging", ("weight_sync.interval_steps=100",))):
         end_of(

@@ -20,7 +20,7 @@ SHORT_S, WHOLE_S = patient(600), patient(3000)  # some 25 s and 150 s on two fre
 
 
 def launch(run_dir: pathlib.Path, *overrides: str, timeout_s: float) -> list[dict]:
-    """run.sh; its metrics, a row per optimizer step."""
+    """Run run.sh and return its metrics, a row per optimizer step."""
     environment = os.environ | {
         "RUN_DIR": str(run_dir),
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",

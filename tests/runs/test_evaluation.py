@@ -1,5 +1,7 @@
-"""Evaluation in whole runs: greedy values are Hugging Face's, samples repeat on any layout, and training does not see
-it."""
+"""Evaluation in whole runs.
+
+Greedy values are Hugging Face's, samples repeat on any layout, and training does not see the evaluation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_thr
 
 
 def graded(prompts, completions, completion_ids, **columns):
-    """A multiple of 1/4 that hangs on every token."""
+    """Return a multiple of 1/4 that depends on every token."""
     return [sum(ids) % 5 / 4 for ids in completion_ids]
 
 
@@ -29,7 +31,7 @@ def run(pool, world: int, given: list[str]) -> None:
 
 
 def sets_of(folder: pathlib.Path) -> tuple[str, ...]:
-    """The test set and, as another one, the first rows of the training data."""
+    """Return the test set and, as another one, the first rows of the training data."""
     return (f"eval.path={folder / 'test.jsonl'}", f"eval.sets.seen={folder / 'train.jsonl'}", "eval.max_prompts=14")
 
 
@@ -38,7 +40,10 @@ def evaluated(run_dir: pathlib.Path) -> list[dict[str, float]]:
 
 
 def greedy_mean(weights: dict[str, torch.Tensor] | None, folder: pathlib.Path, num_prompts: int) -> float:
-    """By Hugging Face's own generate, a prompt at a time. weights: None for the model that the run began with."""
+    """Return the mean reward of Hugging Face's own greedy generation, a prompt at a time.
+
+    weights: None for the model that the run began with.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
@@ -57,7 +62,10 @@ def greedy_mean(weights: dict[str, torch.Tensor] | None, folder: pathlib.Path, n
 
 
 def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):
-    """The short form alone: its names, before the first step and after the last one."""
+    """Greedy evaluation equals Hugging Face's, before the first step and after the last one.
+
+    Its settings are the short form alone, whose names are in the metrics.
+    """
     run(pool, 1, arguments(arithmetic, tmp_path, f"eval.path={arithmetic / 'test.jsonl'}", GRADED, "optimizer.lr=1e-2"))
     first, *between, last = evaluated(tmp_path)
     names = {f"eval/test/{name}" for name in ("mean@1", "pass@1", "tests.runs.test_evaluation:graded")}
@@ -72,8 +80,10 @@ def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):
 
 
 def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path):
-    """Two sets of fourteen prompts, four samples each, over one rank and over two, where a set's last prompt is rank
-    1's."""
+    """Evaluation over two ranks equals that of one process.
+
+    Two sets have fourteen prompts each, with four samples each; on two ranks a set's last prompt is rank 1's.
+    """
     found = []
     for world in (1, 2):
         folder = tmp_path / str(world)
@@ -109,8 +119,10 @@ PRODUCERS = {
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, producer):
-    """To the bit, its rows and weights; where rollouts are ahead, evaluation comes between them. And it repeats to the
-    bit."""
+    """A run with evaluation has the rows and weights of one without, to the bit, and repeats to the bit.
+
+    Where rollouts are ahead, evaluation comes between them.
+    """
     found = {}
     evaluation = (*sets_of(arithmetic), *SAMPLED, "eval.every_rollouts=1")
     for name, extra in (("none", ()), ("one", evaluation), ("two", evaluation)):
@@ -162,7 +174,7 @@ def test_samples_without_reward_are_counted_and_not_averaged(pool, arithmetic, t
 
 
 def test_evaluation_at_the_start_can_be_left_out(pool, arithmetic, tmp_path):
-    """Without and with a warm-up, at whose end RL starts."""
+    """Evaluation at the start can be left out, without and with a warm-up, at whose end RL starts."""
     for name, extra in (("plain", ()), ("warm", ("sft.steps=2", "sft.samples_per_step=8"))):
         given = (*sets_of(arithmetic), "eval.at_start=false", "train.num_rollouts=1", *extra)
         run(pool, 1, arguments(arithmetic, tmp_path / name, *given))
@@ -176,7 +188,11 @@ def test_evaluation_of_nothing_is_refused(pool, arithmetic, tmp_path):
 
 
 def test_evaluation_has_a_temperature_of_its_own(pool, arithmetic, tmp_path):
-    """Before the first step it is what a run at that temperature says, and training stays at the rollouts'."""
+    """Evaluation has a temperature of its own.
+
+    Before the first step it gives the values of a run at that temperature, and training stays at the rollouts'
+    temperature.
+    """
     cold = (*sets_of(arithmetic), *SAMPLED, "eval.temperature=0.4")
     runs = {
         "none": (),

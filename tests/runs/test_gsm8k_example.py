@@ -1,5 +1,7 @@
-"""The GSM8K example as a user starts it: prepare.py, then torchrun with examples/gsm8k/gsm8k.yaml, made tiny by
-overrides."""
+"""The GSM8K example as a user starts it, made tiny by overrides.
+
+It runs prepare.py, then torchrun with examples/gsm8k/gsm8k.yaml.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ FIRST_OF_ROLLOUT = EVERY_RL_ROW | {
 
 
 def problem(number: int, solution: str) -> dict:
-    """A row in GSM8K's own columns, a calculator call included."""
+    """Return a row in GSM8K's own columns, a calculator call included."""
     return {
         "question": f"Ann has {number} pens and gives some away. How many?",
         "answer": f"<<{number}-1={number}>>{solution}",
@@ -72,14 +74,16 @@ def problem(number: int, solution: str) -> dict:
 
 
 # Answers that no question tells apart: half of a group's samples are right, so it has signal. One of 20 digits, a token
-# each,
-# does not fit in the response, so its group never has any: a ghost step.
+# each, does not fit in the response, so its group never has any: a ghost step.
 COINS = [problem(i, f"#### {i % 2 + 1}") for i in range(7)]
 IMPOSSIBLE = problem(7, "#### 12345678901234567890")
 
 
 def launch(command: Sequence[str], **environment: str) -> str:
-    """Runs a command from the root of the repository within TIMEOUT_S; its output. Leaves no process behind."""
+    """Run a command from the root of the repository within TIMEOUT_S and return its output.
+
+    It leaves no process behind.
+    """
     process = subprocess.Popen(
         command,
         cwd=ROOT,

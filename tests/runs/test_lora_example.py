@@ -1,7 +1,6 @@
-"""``bash examples/lora/run.sh``, as a user runs it, for 60 of its 200 rollouts: the reward rises, both models lie in
-their places.
+"""``bash examples/lora/run.sh``, as a user runs it, for 60 of its 200 rollouts.
 
-docs/lora.md has the whole run.
+The reward rises, and both models lie in their places. docs/lora.md has the whole run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""PPO whole: the same run on every layout, a kill changes nothing, values are learned, and a warm-up leaves the policy
-alone."""
+"""Whole PPO runs: layouts, kills, values and warm-up.
+
+Every layout trains the same run, a kill changes nothing, values are learned, and a warm-up leaves the policy alone.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ def test_a_run_leaves_a_critics_metrics(pool, arithmetic, tmp_path):
 
 
 def test_every_layout_trains_the_same_run(pool, arithmetic, tmp_path):
-    """Of the policy and of the critic, apart and together; weights to rounding, which AdamW amplifies
-    (test_train.py)."""
+    """Every layout of the policy and of the critic, apart and together, trains the same run.
+
+    Weights are equal to rounding, which AdamW amplifies (test_train.py).
+    """
     layouts = [
         (1, ()),
         (2, ("parallel.tensor=2",)),
@@ -88,7 +92,10 @@ def test_a_warm_up_trains_the_critic_alone(pool, arithmetic, tmp_path):
 
 
 def test_an_adaptive_coefficient_waits_for_the_policy(pool, arithmetic, tmp_path):
-    """The KL in the reward of a held rollout is that of a policy that has not moved: it moves no coefficient."""
+    """An adaptive coefficient waits for the policy.
+
+    The KL in the reward of a held rollout is that of a policy that has not moved: it moves no coefficient.
+    """
     adaptive = (
         *KL,
         "reference.controller=adaptive",
@@ -116,7 +123,10 @@ def test_a_folder_of_a_policy_alone_is_named_or_set_aside(pool, arithmetic, tmp_
 
 
 def test_a_critic_that_cannot_read_the_policys_tokens_is_named(pool, arithmetic, tmp_path):
-    """A vocabulary below the policy's, or a context below a prompt's and its response's."""
+    """A critic that cannot read the policy's tokens is named.
+
+    Its vocabulary is below the policy's, or its context below a prompt's and its response's.
+    """
     for name, value, said in (
         ("vocab_size", 3, "a vocabulary of 3"),
         ("max_position_embeddings", 8, "is more than the context of critic.hf_path"),

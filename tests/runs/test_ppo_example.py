@@ -1,7 +1,6 @@
-"""``bash examples/ppo/run.sh``, as a user runs it, for 60 of its 200 rollouts: the reward rises, the critic learns,
-both leave checkpoints.
+"""``bash examples/ppo/run.sh``, as a user runs it, for 60 of its 200 rollouts.
 
-docs/ppo.md has the whole run.
+The reward rises, the critic learns, and both leave checkpoints. docs/ppo.md has the whole run.
 """
 
 from __future__ import annotations

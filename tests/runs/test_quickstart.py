@@ -1,5 +1,7 @@
-"""``make quickstart``, as a user runs it, and what it promises: a rising reward, a climbing zero-advantage ratio, a
-report."""
+"""``make quickstart``, as a user runs it, keeps its promises.
+
+They are a rising reward, a climbing zero-advantage ratio, and a report.
+"""
 
 from __future__ import annotations
 

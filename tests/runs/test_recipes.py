@@ -1,5 +1,4 @@
-"""Every recipe, two rollouts end to end on the tiny arithmetic model, and what each is about: its own keys, seen to
-act."""
+"""Every recipe trains two rollouts end to end on the tiny arithmetic model, and its own keys are seen to act."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_p
 
 
 def assert_acts(name: str, rows: list[dict]) -> None:
-    """The setting that a method is about left its mark in the metrics."""
+    """Assert that the setting that a method is about left its mark in the metrics."""
     firsts = [row for row in rows if "reward/mean" in row]
     assert len(firsts) == 2
     match name:

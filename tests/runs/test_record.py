@@ -1,5 +1,7 @@
-"""What a run leaves for a simulation: its trace is what its metrics say, its coefficients its fit, and the command
-lines read both."""
+"""The records that a run leaves for a simulation.
+
+Its trace agrees with its metrics, its coefficients with its fit, and the command lines read both.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ GDPO = (
     ids=["PP2 after a warm-up", "one process, twice", "DP2, two functions"],
 )
 def test_a_runs_files_say_what_its_metrics_say(pool, arithmetic, tmp_path, capsys, world, extra):
-    """Tokens and share without signal of each rollout to the last digit; a second run in the folder starts both files
-    anew."""
+    """A run's files agree with its metrics.
+
+    Tokens and share without signal of each rollout are the same to the last digit; a second run in the folder starts
+    both files anew.
+    """
     run_dir = tmp_path / "run"
     for _ in range(1 if extra else 2):
         results = pool.run(world, command_line, arguments(arithmetic, run_dir, *extra), timeout_s=120)
@@ -68,7 +73,7 @@ def check_coefficients(run_dir: pathlib.Path, rows: list[dict], world: int, conf
 
 
 def check_command_lines(run_dir: pathlib.Path, world: int, workloads, capsys) -> None:
-    """The tool takes the configuration from the run too; a dry run has its own."""
+    """Check that the tool takes the configuration from the run too, and that a dry run has its own."""
     written = run_dir / "figures.json"
     alone = ["--from-run", str(run_dir), "--nodes", "1", "--gpus-per-node", str(world), "--json", str(written)]
     assert simulate_cluster.main(alone) == 0

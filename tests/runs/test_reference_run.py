@@ -1,5 +1,7 @@
-"""Whole runs with a KL in the loss: the coefficient's trajectory, the reference's renewal, and a run that is ended and
-started again."""
+"""Whole runs with a KL in the loss.
+
+They hold the coefficient's trajectory, the reference's renewal, and a run that is ended and started again.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ def end_of(pool, given: list[str]) -> None:
 
 @pytest.mark.parametrize(("layout", "placement"), [("parallel.pipeline=1", "host"), ("parallel.tensor=2", "device")])
 def test_adaptive_coefficient_of_a_run_equals_the_recurrence(pool, arithmetic, tmp_path, layout, placement):
-    """One step per rollout, so that train/kl is the rollout's KL. Just after a renewal it is rounding: β falls by the
-    whole clip."""
+    """The adaptive coefficient of a run equals the recurrence.
+
+    One step per rollout makes train/kl the rollout's KL. Just after a renewal it is rounding: β falls by the whole
+    clip.
+    """
     given = (
         *ADAPTIVE,
         layout,
@@ -63,7 +68,10 @@ def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference
 
 
 def test_both_placements_train_the_same_run(pool, arithmetic, tmp_path):
-    """Several steps a rollout, two epochs; rows and weights to the bit."""
+    """Both placements of the reference train the same run, rows and weights to the bit.
+
+    It has several steps a rollout, and two epochs.
+    """
     found = {}
     for placement in ("host", "device"):
         end_of(
@@ -94,7 +102,7 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def whole(pool, arithmetic, tmp_path_factory):
-    """The undisturbed run, by layout: made once."""
+    """Return the undisturbed run by layout, each made once."""
     found = {}
 
     def run(layout: str):
@@ -109,8 +117,11 @@ def whole(pool, arithmetic, tmp_path_factory):
 @pytest.mark.parametrize("layout", ["parallel.pipeline=1", "parallel.pipeline=2"], ids=["DP2", "PP2"])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(pool, arithmetic, tmp_path, whole, name, layout):
-    """Ended after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has
-    moved."""
+    """A run that is ended between two renewals of its reference goes on to the bit.
+
+    It ends after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has
+    moved.
+    """
     for steps, placement in zip((3, 5), PARTS[name], strict=True):
         given = (*SAVED, *ADAPTIVE, layout, f"reference.placement={placement}", f"train.num_rollouts={steps}")
         end_of(pool, arguments(arithmetic, tmp_path, *given))
@@ -138,7 +149,7 @@ def test_a_run_without_a_reference_cannot_go_on_with_one(pool, arithmetic, tmp_p
 
 
 def test_kl_in_the_reward_says_that_its_passes_drop_nothing(pool, arithmetic, tmp_path):
-    """Under skip.mode=exact; the KL is measured there too, and β written."""
+    """Under skip.mode=exact a KL in the reward says that its passes drop nothing; KL and β are written."""
     given = arguments(arithmetic, tmp_path, f"loss.kl_coefficient={START}", "reference.kl_in=reward")
     results = pool.run(2, command_line, given, timeout_s=120)
     assert [code for code, _ in results] == [0, 0] and "skip.logprob_passes turns itself off" in results[0][1], results

@@ -1,5 +1,7 @@
-"""A run that is ended and started again with the same command: bitwise the uninterrupted run's weights, each prompt
-trained as often."""
+"""A run that is ended and started again with the same command equals the uninterrupted one.
+
+Its weights are the same bitwise, and each prompt is trained as often.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, name):
-    """Ended after two rollouts of four. With ``plan.calibrate`` plans follow measured times: equal to rounding, not to
-    the bit."""
+    """A run that ends after two rollouts of four and goes on equals the whole one.
+
+    With ``plan.calibrate`` plans follow measured times: equal to rounding, not to the bit.
+    """
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
         results = pool.run(

@@ -1,4 +1,4 @@
-"""A run whose rewards come from workers is the run whose ranks score themselves."""
+"""A run whose rewards come from workers equals the run whose ranks score themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUNCTIONS = (
 
 
 def run_and_count(rank: int, world: int, given: list[str]) -> tuple[int, str, int]:
-    """The command line's exit code and words, and how many reward workers of this rank it left."""
+    """Return the command line's exit code and words, and how many reward workers of this rank it left."""
     code, said = command_line(rank, world, given)
     left = 0
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
@@ -30,7 +30,10 @@ def run_and_count(rank: int, world: int, given: list[str]) -> tuple[int, str, in
 
 
 def test_a_run_with_workers_equals_one_without(pool, arithmetic, tmp_path):
-    """DP2: rewards of every rollout and the last weights, to the bit; and no worker is left."""
+    """A DP2 run with reward workers equals one without, to the bit, and leaves no worker.
+
+    Compared are the rewards of every rollout and the last weights.
+    """
     rewards, weights = [], []
     for num_workers in (0, 2):
         run_dir = tmp_path / str(num_workers)

@@ -1,5 +1,7 @@
-"""Whole runs: skips, silent ranks and ghosts end with the dense run's weights, and no dropped sample is ever
-forwarded."""
+"""Whole runs with skips, silent ranks and ghosts end with the dense run's weights.
+
+No dropped sample is ever forwarded.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", f"train.samples_
 
 
 def run_advantages(rollout: int) -> np.ndarray:
-    """Four mini-batches of six in a rotating order: all with signal, a third, one sample alone (a silent rank), none (a
-    ghost)."""
+    """Return advantages of four mini-batches of six in a rotating order.
+
+    They are all with signal, a third, one sample alone (a silent rank), and none (a ghost).
+    """
     random = np.random.default_rng(rollout)
     advantages = random.normal(size=NUM_SAMPLES)
     for position in range(4):
@@ -93,8 +97,7 @@ def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
         assert found["steps"] >= 20 and found["ghosts"] >= 4 and found["silent"] >= 4, found  # else it proves nothing
         assert found["dropped"] > 60 and found["dense dropped"] == 0 and found["travelled"] > 1e-3, found
         # Repacking changes the order of sums; AdamW amplifies that where a gradient is near zero (k.bias: softmax does
-        # not
-        # see it), so all weights together, and per tensor a bound in units of what AdamW can move in so many steps.
+        # not see it), so all weights together, and per tensor a bound in units of what AdamW can move in so many steps.
         assert found["error"] < 1e-5, found
         assert found["largest"] <= 0.05 * LR * found["steps"], found
 
@@ -106,8 +109,7 @@ def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None
         assert found["bitwise"] and found["dropped"] > 60 and found["ghosts"] >= 4 and found["silent"] >= 4, found
 
 
-# ---- two epochs over one rollout, against a plain AdamW loop
-# -----------------------------------------------------------
+# ---- two epochs over one rollout, against a plain AdamW loop ---------------------------------------------------------
 
 
 EPOCH_SETTINGS = (
@@ -125,10 +127,10 @@ def epoch_advantages() -> np.ndarray:
 
 @functools.cache
 def plain_adamw(family: str) -> tuple[dict[str, torch.Tensor], list[float], list[torch.Tensor]]:
-    """Weights after two epochs, the norms before clipping, and the old log-probs: one sample at a time, torch's AdamW,
-    no skip.
+    """Return weights after two epochs, the norms before clipping, and the old log-probs.
 
-    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
+    They come from torch's AdamW, one sample at a time, with no skip. Megatron-Core decays matrices only (0.16.1
+    ``optimizer/__init__.py``): neither biases nor norms.
     """
     _, model = tiny_model(family, layers=EPOCH_LAYERS)
     samples = near_policy(model, make_samples(11))

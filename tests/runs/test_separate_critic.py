@@ -1,4 +1,7 @@
-"""critic.placement=separate: ranks of its own train the run that shared ones train, save it, and fail aloud."""
+"""Under critic.placement=separate, ranks of its own train the critic of a run as shared ones do.
+
+They save it, and fail aloud.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,11 @@ def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path
 
 
 def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):
-    """To the bit: one rank of policy and one of critic against one rank with both; and in two parts, each critic's
-    checkpoint its own."""
+    """A separate critic trains the run of a shared one, to the bit.
+
+    One rank of policy and one of critic are compared with one rank with both; and in two parts, where each critic's
+    checkpoint is its own.
+    """
     shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.num_rollouts=3")
     apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=2")
     ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=3")
@@ -46,7 +52,10 @@ def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_p
 
 
 def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path):
-    """Two data-parallel ranks of policy, a critic on two tensor ranks: the run of one rank with both, to rounding."""
+    """Policy and critic have grids of their own.
+
+    Two data-parallel ranks of policy and a critic on two tensor ranks train the run of one rank with both, to rounding.
+    """
     grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
     found = [ran(nursery, 1, tmp_path / "one", arithmetic), ran(nursery, 4, tmp_path / "four", arithmetic, *grids)]
     one, four = (torch.cat([x.flatten() for x in weights_of_last(folder).values()]) for folder in found)
@@ -72,7 +81,10 @@ def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, sa
 
 @pytest.mark.parametrize("placement", [(), SEPARATE])
 def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, arithmetic, tmp_path, placement):
-    """A file stands where its folder should be: ``continue`` goes on without checkpoints, wherever the critic is."""
+    """A critic's checkpoint that cannot be written is handled by on_error, wherever the critic is.
+
+    A file stands where its folder should be: ``continue`` goes on without checkpoints.
+    """
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "critic").write_text("")
     world = 2 if placement else 1
@@ -98,8 +110,11 @@ def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic
 
 
 def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):
-    """Nobody launches these ranks, and so nobody ends the others: what becomes of one is theirs to notice, before the
-    deadline."""
+    """A critic's rank that is killed ends the run with a name.
+
+    Nobody launches these ranks, and so nobody ends the others: they must notice a lost one themselves, before the
+    deadline.
+    """
     grids = (
         "critic.placement=separate",
         "critic.ranks=2",
@@ -145,7 +160,10 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
 
 
 def test_engines_count_a_nodes_policy_ranks(monkeypatch):
-    """Twelve ranks on three nodes of four, the last five the critic's: 4, 3 and none of a node hold the policy."""
+    """Engines count the policy ranks of a node.
+
+    Of twelve ranks on three nodes of four, the last five are the critic's: 4, 3 and none of a node hold the policy.
+    """
     config = load_config(None, ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=5"])
     monkeypatch.setenv("WORLD_SIZE", "12")
     assert [local_policy_ranks(config, rank, rank % 4, 4) for rank in (0, 3, 4, 6)] == [4, 4, 3, 3]

@@ -1,5 +1,7 @@
-"""examples/torchrun, run as a user runs them, on the quickstart's model: two launchers equal one, a killed rank changes
-nothing."""
+"""The scripts of examples/torchrun, run as a user runs them, on the quickstart's model.
+
+Two launchers equal one, and a killed rank changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 
 @contextlib.contextmanager
 def started(script: str, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str):
-    """The script in a session of its own, ended whatever happens; its output goes to a file."""
+    """Start the script in a session of its own, ended whatever happens; its output goes to a file."""
     command = [
         "bash",
         f"examples/torchrun/{script}",
@@ -96,7 +98,7 @@ def rl_rows(run_dir: pathlib.Path) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def one_node(inputs, tmp_path_factory) -> pathlib.Path:
-    """Uninterrupted, PP=2 under one torchrun."""
+    """Return the folder of an uninterrupted run, PP=2 under one torchrun."""
     run_dir = tmp_path_factory.mktemp("runs") / "one_node"
     run("one_node.sh", inputs, run_dir)
     return run_dir

@@ -1,5 +1,7 @@
-"""The whole loop through its command line: runs end to end, bad input ends in a clear error, the skip changes
-nothing."""
+"""The whole loop through its command line.
+
+Runs go end to end, bad input ends in a clear error, and the skip changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     "layout", ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1", "parallel.context=2"]
 )
 def test_skip_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):
-    """Two rollouts, four optimizer steps, sampling included; nothing repacked, so bitwise, and so are the rollouts."""
+    """A skip run ends with the dense run's weights, bitwise, and so do its rollouts.
+
+    It takes two rollouts and four optimizer steps, sampling included; nothing is repacked.
+    """
     weights = {}
     for mode in ("exact", "off"):
         given = arguments(
@@ -59,8 +64,10 @@ def test_skip_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, l
 
 
 def test_another_layout_trains_the_same_run(pool, arithmetic, tmp_path):
-    """Seeds hold no rank: one process, PP=2 and DP=2 draw the same rollouts and end with the same weights (rounding
-    apart)."""
+    """Another layout trains the same run, as seeds hold no rank.
+
+    One process, PP=2 and DP=2 draw the same rollouts and end with the same weights (rounding apart).
+    """
     weights = []
     for world, layout in ((1, "parallel.pipeline=1"), (2, "parallel.pipeline=2"), (2, "parallel.pipeline=1")):
         run_dir = tmp_path / f"{world}{layout[-1]}"
@@ -74,7 +81,10 @@ def test_another_layout_trains_the_same_run(pool, arithmetic, tmp_path):
 
 @pytest.mark.parametrize("layout", ["parallel.expert=2", pytest.param("parallel.context=2", marks=pytest.mark.long)])
 def test_a_mixture_trains_the_same_run(pool, mixture, tmp_path, layout):
-    """Sampling, rewards, skips, weight sync and export of a mixture: split over two processes as on one."""
+    """A mixture split over two processes trains the same run as on one.
+
+    The run has sampling, rewards, skips, weight sync and export.
+    """
     weights, gaps = [], []
     for world, given in ((1, "parallel.pipeline=1"), (2, layout)):
         run_dir = tmp_path / str(world)

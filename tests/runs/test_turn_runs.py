@@ -1,5 +1,7 @@
-"""Whole runs with an environment through the command line: layouts, skip and dense, ahead, resumed, evaluated,
-imitated, and failing."""
+"""Whole runs with an environment through the command line.
+
+They are tried on layouts, skip and dense, ahead, resumed, evaluated, imitated, and failing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ TURNS = (
 
 
 class Riddle:
-    """Tells how long the turn was, and goes on after one of an even number of characters."""
+    """An environment that tells how long the turn was, and goes on after a turn of an even number of characters."""
 
     breaks = False
 
@@ -53,7 +55,10 @@ def end_of(pool, ranks: int, given: list[str]) -> None:
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
 def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):
-    """The same episodes, rewards and turns; weights to rounding. Again on the same layout: to the bit."""
+    """A layout's run equals one process's, and repeats to the bit on the same layout.
+
+    Episodes, rewards and turns are the same; weights agree to rounding.
+    """
     world, degrees = LAYOUTS[layout]
     found = []
     folders = [(1, (), "alone"), (world, degrees, "one"), (world, degrees, "other")]
@@ -77,7 +82,10 @@ def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):
 
 
 def test_skip_equals_dense(pool, arithmetic, tmp_path):
-    """To the bit where nothing is repacked, with importance weights, and what has loss is what was sampled."""
+    """With importance weights the skip run equals the dense one to the bit, where nothing is repacked.
+
+    The tokens with loss are the sampled ones.
+    """
     cut = ("plan.repack=false", "plan.samples_per_microbatch=2", "correction.mode=token_mask", "correction.cap=1.5")
     for mode in ("exact", "off"):
         end_of(pool, 2, arguments(arithmetic, tmp_path / mode, *TURNS, *cut, f"skip.mode={mode}"))
@@ -90,7 +98,10 @@ def test_skip_equals_dense(pool, arithmetic, tmp_path):
 
 
 def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
-    """What a checkpoint holds of rollouts ahead and of replayed groups has its masks and its environment's rewards."""
+    """A run ahead that goes on from a checkpoint equals the whole one.
+
+    The rollouts ahead and the replayed groups in a checkpoint have their masks and their environment's rewards.
+    """
     given = (
         *TURNS,
         "checkpoint.save_every_rollouts=1",
@@ -127,8 +138,10 @@ CHAT = (
 
 
 def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):
-    """Prompts and imitated episodes as messages, observations by the template: as a plain template that writes the
-    same."""
+    """A run of chat messages equals one of a plain template that writes the same.
+
+    Prompts and imitated episodes are messages, and the template writes the observations.
+    """
     shutil.copytree(arithmetic / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(CHAT)
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]

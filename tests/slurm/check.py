@@ -1,5 +1,6 @@
-"""Does a requeued job go on, and end with the uninterrupted run's weights? On a real two-node SLURM of this machine,
-with the template.
+"""Check that a requeued job goes on and ends with the uninterrupted run's weights.
+
+It runs on a real two-node SLURM of this machine, with the template.
 
     make test-slurm        or        python -m tests.slurm.check [--keep FOLDER] [--only NAME ...]
 
@@ -8,11 +9,14 @@ for both of the latter and prints "Error 1" or "Error 77".
 
 The quickstart's model and settings, cut short, PP=2 with a stage on each node; examples/slurm/multi_node.sbatch as it
 stands, but for its GPUs and cores. Three jobs, and three equalities:
+
   uninterrupted   runs to its end
   requeued        `scontrol requeue` in mid-run, as an administrator or a preemption does it
   signalled       SIGUSR1 to the batch script, as --signal=B:USR1@300 does it before the time limit; the template
-requeues itself Each of the latter counts one restart, goes on from a checkpoint that it had saved, and exports bitwise
-the weights of the first.
+                  requeues itself
+
+Each of the latter counts one restart, goes on from a checkpoint that it had saved, and exports bitwise the weights of
+the first.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ class CheckFailed(AssertionError):
 
 
 class Job:
-    """The template, submitted from a folder that stands for a checkout: its log and its run lie there."""
+    """The template, submitted from a folder that stands for a checkout: its log and its run lie in the folder."""
 
     def __init__(self, cluster: Cluster, folder: pathlib.Path, name: str) -> None:
         self.cluster, self.name = cluster, name
@@ -97,13 +101,13 @@ class Job:
         return self.cluster.job(self.id)
 
     def checkpoint(self) -> int:
-        """The latest one's RL step; 0 while there is none."""
+        """Return the latest checkpoint's RL step, or 0 while there is none."""
         with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or just being written
             return int((self.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
         return 0
 
     def steps(self) -> list[tuple[str, float]]:
-        """Each optimizer step's phase and gradient norm, as metrics.jsonl has them."""
+        """Return each optimizer step's phase and gradient norm, as metrics.jsonl has them."""
         rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         return [(row["phase"], row["train/grad_norm"]) for row in rows]
 
@@ -125,11 +129,11 @@ class Job:
         self.wait("its end", lambda: self.fields()["JobState"] == "COMPLETED")
 
     def wait_until_mid_run(self) -> None:
-        """Some RL steps are saved, and most are still to come."""
+        """Wait until some RL steps are saved, and most are still to come."""
         self.wait("a checkpoint", lambda: self.checkpoint() > 0)
 
     def weights(self) -> dict[str, bytes]:
-        """The policy, exported after the last step alone, each tensor's bytes by name."""
+        """Return the policy, exported after the last step alone, as each tensor's bytes by name."""
         from safetensors import safe_open
 
         found = {}
@@ -152,7 +156,7 @@ def signal_batch(job: Job) -> None:
 
 
 def check_went_on(job: Job) -> str:
-    """The job was restarted once, its log holds both attempts, and the second began at a checkpoint."""
+    """Check that the job was restarted once, its log holds both attempts, and the second began at a checkpoint."""
     fields = job.fields()
     if fields["Restarts"] != "1":
         raise CheckFailed(
@@ -191,7 +195,7 @@ def check_same_weights(found: Mapping[str, bytes], expected: Mapping[str, bytes]
 
 
 def prepare(folder: pathlib.Path) -> None:
-    """The quickstart's data and model, and a folder like a checkout's, with this one's packages and examples."""
+    """Make the quickstart's data and model, and a folder like a checkout's, with this one's packages and examples."""
     for name in ("megatron_rl", "examples"):
         (folder / name).symlink_to(ROOT / name)
     subprocess.run(

@@ -3,8 +3,9 @@
     with Cluster(folder) as cluster:
         print(cluster.run("sinfo"))
 
-    python -m tests.slurm.cluster [command ...]      # starts it, runs the command (default: a shell) in its
-    environment, stops it
+    python -m tests.slurm.cluster [command ...]
+
+The command line starts it, runs the command (default: a shell) in its environment, and stops it.
 
 Debian's packages (slurmctld, slurmd, slurm-client, munge 0.5; SLURM 22.05 was run), as root, since slurmd starts jobs
 as their user. Configuration, keys, state, logs and sockets lie in the folder and the ports are free ones: a SLURM that
@@ -54,7 +55,7 @@ def search_path() -> str:
 
 
 def install() -> str | None:
-    """Installs what is missing by apt-get. None when all is there, else why it is not."""
+    """Install what is missing by apt-get; return None when all is there, else why it is not."""
     if not missing_programs():
         return None
     if os.geteuid() != 0:
@@ -128,7 +129,10 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class Cluster:
-    """Starts on enter, ends its own processes on exit. ``environment``: for commands that talk to it."""
+    """The cluster, which starts on enter and ends its own processes on exit.
+
+    ``environment`` is for commands that talk to it.
+    """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -150,7 +154,7 @@ class Cluster:
         self._cleanup.close()
 
     def run(self, *command: str, timeout_s: float = COMMAND_S) -> str:
-        """A command's output. Raises ClusterError with what it said where it fails."""
+        """Run a command and return its output; raises ClusterError with what it said where it fails."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -159,7 +163,7 @@ class Cluster:
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """``scontrol show job``, by field."""
+        """Return ``scontrol show job``, by field."""
         fields = self.run("scontrol", "show", "job", job_id, "--oneliner").split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
@@ -217,7 +221,7 @@ class Cluster:
             time.sleep(0.2)
 
     def logs(self) -> str:
-        """The end of every daemon's output."""
+        """Return the end of every daemon's output."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(self.folder.glob("*.out"))
         )
@@ -236,7 +240,10 @@ class Cluster:
                 self._processes[name].wait()
 
     def _wait_for_no_jobs(self) -> None:
-        """Jobs that run on would outlive their slurmd. KillWait (30 s) after scancel none is left."""
+        """Wait until no job runs: jobs that run on would outlive their slurmd.
+
+        KillWait (30 s) after scancel none is left.
+        """
         deadline = time.monotonic() + 40.0
         while self.run("squeue", "--noheader", timeout_s=10.0).strip() and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -244,8 +251,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def _node_names():
-    """n0 and n1 resolve to this machine within it; one cluster at a time. Written in place: in a container the file is
-    a mount."""
+    """Make n0 and n1 resolve to this machine within the context, one cluster at a time.
+
+    The file is written in place: in a container it is a mount.
+    """
     with HOSTS.open("r+", encoding="utf-8") as hosts:
         try:
             fcntl.flock(hosts, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ BOUND_S = patient(240.0)
 
 @pytest.fixture
 def bounded() -> Iterator[None]:
-    """Raises in the test when its time is over; fixtures of a longer life have deadlines of their own."""
+    """Raise in the test when its time is over; fixtures of a longer life have deadlines of their own."""
 
     def ring(*_: object) -> None:
         raise AssertionError(f"the test did not end in {BOUND_S:g} s")
@@ -32,8 +32,10 @@ def bounded() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cores() -> None:
-    """Give each lane cores of its own: threads of two engines that spin on the same ones take ten times as long as
-    either alone."""
+    """Give each lane cores of its own.
+
+    Threads of two engines that spin on the same cores take ten times as long as either alone.
+    """
     lane, lanes = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[int(lane.removeprefix("gw")) % len(cores) :: lanes])
@@ -41,7 +43,10 @@ def own_cores() -> None:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> pathlib.Path:
-    """Data, tokenizer and a tied qwen2 of the quickstart's kind, with heads of 32, which vLLM's CPU build can do."""
+    """Make data, tokenizer and a tied qwen2 of the quickstart's kind.
+
+    Its heads are of 32, which vLLM's CPU build can do.
+    """
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here; make test-vllm installs it and runs these tests")
     return prepare_inputs(tmp_path_factory.mktemp("vllm"), hidden=64, layers=2, heads=2, intermediate=96)
@@ -49,7 +54,7 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def bench(inputs, tmp_path_factory):
-    """A running engine of a tied qwen2, with weights; a test that restarts it leaves it able to recover."""
+    """Return a running engine of a tied qwen2, with weights; a test that restarts it leaves it able to recover."""
     from tests.vllm.rig import model_folder, start_bench
 
     root = tmp_path_factory.mktemp("bench")

@@ -1,5 +1,7 @@
-"""What the tests with a real embedded engine share: model folders, weights by seed, Hugging Face's forward, an engine
-and its syncs."""
+"""The rig of the tests with a real embedded engine.
+
+It has model folders, weights by seed, Hugging Face's forward, an engine and its syncs.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
 def model_folder(
     source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool, intermediate: int = 96
 ) -> pathlib.Path:
-    """config.json and tokenizer, no weights: they come by sync. source: a folder with a tokenizer."""
+    """Write config.json and tokenizer without weights, which come by sync.
+
+    source: a folder with a tokenizer.
+    """
     shutil.copytree(
         source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
     )
@@ -95,7 +100,7 @@ def hugging_face(folder: pathlib.Path) -> PreTrainedModel:
 
 
 def random_weights(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
-    """Every weight under its name in a checkpoint, norms and biases too, so that a swapped name would be seen."""
+    """Draw every weight under its name in a checkpoint, norms and biases too, so that a swapped name would be seen."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: float(name.endswith("norm.weight")) + 0.2 * torch.randn(parameter.shape, generator=generator)
@@ -119,7 +124,7 @@ def make_prompts(*lengths: int, vocab_size: int = 17) -> list[Prompt]:
 
 
 def told(rollouts: Iterable[Rollout]) -> list[tuple]:
-    """What must be equal where two calls are to give the same."""
+    """Return the parts of rollouts that must be equal where two calls are to give the same."""
     return [(x.sample_id, x.response_ids, x.finish_reason) for x in rollouts]
 
 
@@ -142,13 +147,13 @@ class Bench:
         return self.replica.pid
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        """And into the reference they go."""
+        """Draw weights by seed, load them into the reference and return them."""
         found = random_weights(self.model, seed)
         self.model.load_state_dict(found, strict=False)
         return found
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]], **changes) -> SyncReport:
-        """A sync that need not succeed, by a sender of its own where ``changes`` says something of one."""
+        """Run a sync that need not succeed, by a sender of its own where ``changes`` says something of one."""
         version = next(self.versions)
         if changes:
             given = {
@@ -169,13 +174,13 @@ class Bench:
         return report
 
     def load(self, seed: int, **changes) -> int:
-        """Weights of that seed in engine and reference; their version."""
+        """Load the weights of a seed in engine and reference and return their version."""
         report = self.sync(self.weights(seed).items(), **changes)
         assert not report.failed, report.failed
         return report.version
 
     def largest_gap(self, prompts: list[Prompt], samples: int = 4) -> float:
-        """Of the engine's log-probs to the reference's."""
+        """Return the largest gap of the engine's log-probs to the reference's."""
         temperature = self.config.rollout.temperature
         return max(
             np.abs(np.array(rollout.logprobs) - reference_logprobs(self.model, rollout, temperature)).max()
@@ -184,7 +189,7 @@ class Bench:
 
 
 def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> Bench:
-    """Starts the engine as a run of one rank does; it has no weights yet."""
+    """Start the engine as a run of one rank does; it has no weights yet."""
     config = config_of(folder, run_dir, *overrides)
     seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     model = hugging_face(folder)
@@ -201,10 +206,10 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) ->
 
 
 def segments() -> list[pathlib.Path]:
-    """Weight segments of this process that lie about."""
+    """Return the weight segments of this process that are left in shared memory."""
     return [path for folder in segment_folders() for path in folder.glob(f"{SEGMENT_PREFIX}{os.getpid()}-*")]
 
 
 def segments_kept(bench: Bench) -> list[pathlib.Path]:
-    """Those that the engine's own sender keeps for its next sync."""
+    """Return the segments that the engine's own sender keeps for its next sync."""
     return [half.segment.path for half in bench.engine._sync.halves if half is not None]

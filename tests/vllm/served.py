@@ -45,7 +45,7 @@ GAP = 1e-4  # float32, the same weights in two implementations
 
 
 class Served:
-    """tools/serve_vllm.py with so many servers; ``options`` are vLLM's."""
+    """Servers of tools/serve_vllm.py, ``replicas`` of them; ``options`` are vLLM's."""
 
     def __init__(self, model_folder: pathlib.Path, folder: pathlib.Path, *options: str, replicas: int = 2) -> None:
         self.port, self.log = unused_port(replicas), folder / "tool.log"
@@ -93,14 +93,14 @@ class Served:
         self.urls = [f"http://127.0.0.1:{self.port + index}" for index in range(replicas)]
 
     def starts(self, index: int) -> list[int]:
-        """The process of each start of a server: the small parent that ends all of it."""
+        """Return the process of each start of a server: the small parent that ends all of it."""
         return [int(pid) for pid in re.findall(rf"server {index}: starting, process (\d+)", self.log.read_text())]
 
     def log_of(self, index: int) -> str:
         return (self.log.parent / f"server{index}.log").read_text()
 
     def kill(self, index: int, victim: str) -> None:
-        """kill -9 of a server's API process, or of its engine's."""
+        """Send kill -9 to a server's API process, or to its engine's."""
         api, *others = psutil.Process(self.starts(index)[-1]).children(recursive=True)
         engine = next(x for x in others if "EngineCore" in x.name() or "EngineCore" in " ".join(x.cmdline()))
         (engine if victim == "engine" else api).send_signal(signal.SIGKILL)

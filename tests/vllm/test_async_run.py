@@ -1,5 +1,7 @@
-"""Whole runs that generate ahead on a real engine: the modes agree, tokens carry their weights' versions, a lost engine
-is mended."""
+"""Whole runs that generate ahead on a real engine.
+
+The modes agree, tokens carry their weights' versions, and a lost engine is mended.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,11 @@ def firsts_of(run_dir: pathlib.Path) -> list[dict]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tmp_path, layout):
-    """The same prompts, samples and weights, to the bit. An engine batches what it has, so its log-probs may round
-    otherwise: those of the trainer are trained on, and tokens are drawn by seeds of their own."""
+    """Streaming without staleness is the synchronous run: the same prompts, samples and weights, to the bit.
+
+    An engine batches what it has, so its log-probs may round otherwise: those of the trainer are trained on, and tokens
+    are drawn by seeds of their own.
+    """
     world, degrees = LAYOUTS[layout]
     found = []
     for name, mode in (("sync", ()), ("streaming", (*STREAMING, "rollout.producer.max_staleness_steps=0"))):
@@ -57,8 +62,10 @@ def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tm
 
 
 def kill_engines(workers: int, run_dir: pathlib.Path, moments: int, done: list[int]) -> None:
-    """SIGKILL to the run's engine process whenever it has begun to work again, so often. workers: the process that
-    forks the pool's."""
+    """Send SIGKILL to the run's engine process whenever it has begun to work again, ``moments`` times.
+
+    workers: the process that forks the pool's.
+    """
     log = run_dir / "metrics.jsonl"
     rows = 0
     while len(done) < moments:
@@ -74,7 +81,7 @@ def kill_engines(workers: int, run_dir: pathlib.Path, moments: int, done: list[i
 
 
 def engines_of(driver: int) -> list[int]:
-    """Engine processes whose argument names a rank of ours: children of the pool's workers."""
+    """Return the engine processes whose argument names a rank of ours: children of the pool's workers."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -91,8 +98,11 @@ def engines_of(driver: int) -> list[int]:
 
 
 def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmetic, tmp_path):
-    """Killed during the second and the third rollout's time: what it owed is asked again, every rollout is trained, no
-    prompt twice."""
+    """An engine that dies twice while it works ahead costs no rollout.
+
+    It is killed during the second and the third rollout's time: what it owed is asked again, every rollout is trained,
+    no prompt twice.
+    """
     done: list[int] = []
     killer = threading.Thread(target=kill_engines, args=(nursery.process.pid, tmp_path, 2, done), daemon=True)
     killer.start()
@@ -106,8 +116,10 @@ def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmeti
 
 
 def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):
-    """DP2, two rollouts ahead, weights sent while engines generate: every prompt trained once, nothing older than the
-    depth allows."""
+    """Weights are sent in flight in a whole run, with DP2 and two rollouts ahead.
+
+    Every prompt is trained once, and nothing is older than the depth allows.
+    """
     extra = (
         "rollout.producer.mode=prefetch",
         "rollout.producer.prefetch_rollouts=2",

@@ -1,5 +1,7 @@
-"""A real embedded vLLM engine against Hugging Face: same tokens, same log-probs, whichever weights it was given and
-however."""
+"""A real embedded vLLM engine gives Hugging Face's tokens and log-probs.
+
+It does so whichever weights it was given, and however.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ STOP = 0
 
 @pytest.fixture(scope="module")
 def loaded(bench):
-    """The engine with weights of seed 1."""
+    """Return the engine with weights of seed 1."""
     bench.load(1)
     return bench
 
@@ -82,7 +84,7 @@ def test_a_calls_temperature_equals_the_configs(loaded):
 
 
 def test_logprobs_are_not_those_of_another_temperature(loaded):
-    """That the comparison can fail."""
+    """The comparison can fail: log-probs are not those of another temperature."""
     with temperature(loaded, 0.7):
         rollouts = loaded.engine.generate(PROMPTS, 2)
     assert max(abs(reference_logprobs(loaded.model, x, 1.0) - x.logprobs).max() for x in rollouts) > 0.1
@@ -138,7 +140,10 @@ def family(request, inputs, tmp_path_factory):
 
 @pytest.mark.long
 def test_after_every_sync_logprobs_equal_hugging_faces(family):
-    """Several weights one after the other; a bucket of one byte takes one tensor, and grows to it."""
+    """After every sync log-probs equal Hugging Face's.
+
+    Several weights come one after the other; a bucket of one byte takes one tensor, and grows to it.
+    """
     gaps, last = [], NO_WEIGHTS
     for seed, channel, bucket_bytes in [
         (1, "shared_memory", 1),
@@ -170,8 +175,10 @@ def test_a_broadcast_channel_is_opened_once_and_serves_every_sync(bench):
 
 
 def test_a_sync_resets_the_prefix_cache(bench, monkeypatch):
-    """Keys and values of the old weights, found by a prompt's prefix, would be taken for the new ones': left out, it
-    shows."""
+    """A sync resets the prefix cache, and leaving the reset out shows.
+
+    Keys and values of the old weights, found by a prompt's prefix, would be taken for the new ones'.
+    """
     prompts = make_prompts(3 * BLOCK_TOKENS + 4, 2 * BLOCK_TOKENS + 9)
     bench.load(1)
     bench.engine.generate(prompts, 1)

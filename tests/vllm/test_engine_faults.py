@@ -1,5 +1,7 @@
-"""A real engine that is killed, hangs, runs out of memory or does not start: nothing lost, nothing doubled, or an error
-that says why."""
+"""A real engine that is killed, hangs, runs out of memory or does not start.
+
+Nothing is lost and nothing doubled, or an error says why.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,11 @@ SEED = 21
 
 @pytest.fixture(scope="module")
 def own(inputs, tmp_path_factory) -> Iterator[Bench]:
-    """An engine for these tests alone, whose calls last for some seconds: long answers, few at a time, by layers so
-    wide that each step needs a block of a megabyte, which the system is asked for and not the heap."""
+    """Start an engine for these tests alone, whose calls last for some seconds.
+
+    Its answers are long, few at a time, by layers so wide that each step needs a block of a megabyte, which the system
+    is asked for and not the heap.
+    """
     root = tmp_path_factory.mktemp("faults")
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True, intermediate=8192)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,15 +74,17 @@ def own(inputs, tmp_path_factory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    """A world of this process."""
+    """Make a world of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Driver:
-    """RolloutManager over the engine, its weights those of one seed under one version, and an undisturbed call to
-    compare with."""
+    """RolloutManager over the engine, with an undisturbed call to compare with.
+
+    The engine's weights are those of one seed under one version.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench, version = bench, 1000
@@ -117,7 +124,7 @@ def settings(bench: Bench, **changes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_mid_generation(bench: Bench, act: Callable[[int], None], after: int) -> Iterator[list[float]]:
-    """``act(pid)`` once so many requests of the next call are answered; yields when that was."""
+    """Call ``act(pid)`` once ``after`` requests of the next call are answered; yield when that was."""
     replica, deliver, count, when = bench.replica, bench.replica._deliver, itertools.count(1), []
 
     def counted(header, arrays, ready):
@@ -155,7 +162,10 @@ def test_an_engine_killed_in_mid_generation_hands_over_what_is_finished(own, dri
 
 @pytest.mark.parametrize("after", [1, 17])
 def test_a_call_disturbed_by_a_kill_equals_an_undisturbed_one(own, driver, quiet, after):
-    """None lost, none doubled, bitwise the same tokens; and the engine that came instead is exact."""
+    """A call disturbed by a kill equals an undisturbed one: none lost, none doubled, bitwise the same tokens.
+
+    The engine that came instead is exact.
+    """
     pid = own.pid
     with in_mid_generation(own, kill, after) as when:
         assert driver.produce() == quiet
@@ -172,8 +182,11 @@ def test_a_call_disturbed_twice_equals_an_undisturbed_one(own, driver, quiet):
 
 @pytest.mark.long
 def test_a_call_disturbed_by_a_hang_equals_an_undisturbed_one(own, driver, quiet):
-    """An engine that works and is late is taken for one that hangs, and restarted; the one that came instead has all
-    the time."""
+    """A call disturbed by a hang equals an undisturbed one.
+
+    An engine that works and is late is taken for one that hangs, and restarted; the one that came instead has all the
+    time.
+    """
     pid, restart = own.pid, own.replica.restart
 
     def restart_with_time() -> None:
@@ -218,7 +231,10 @@ def test_an_engine_killed_in_mid_sync_is_replaced_and_the_sync_sent_again(own, d
 
 @pytest.mark.long
 def test_a_send_to_an_engine_that_hangs_ends(own, driver, quiet, monkeypatch):
-    """Its socket is full, so the prompt itself cannot be sent: that wait has a bound too."""
+    """A send to an engine that hangs ends.
+
+    The engine's socket is full, so the prompt itself cannot be sent: that wait has a bound too.
+    """
     monkeypatch.setattr(process_replica, "SEND_S", 2)
     own.replica.restart()
     own.replica.wait_ready(START_S)
@@ -233,7 +249,7 @@ def test_a_send_to_an_engine_that_hangs_ends(own, driver, quiet, monkeypatch):
 
 
 def limit_memory(pid: int) -> None:
-    """No further allocation of the running engine succeeds."""
+    """Let no further allocation of the running engine succeed."""
     resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
 
 
@@ -261,7 +277,10 @@ def test_an_engine_out_of_memory_too_often_ends_with_advice(own, driver, quiet):
 
 @pytest.mark.long
 def test_too_many_restarts_in_a_row_end_the_call(own, driver, quiet):
-    """Each engine is killed at its first answer; there is one restart, and then the error."""
+    """Too many restarts in a row end the call.
+
+    Each engine is killed at its first answer; there is one restart, and then the error.
+    """
     with settings(own, max_restarts=1), pytest.MonkeyPatch.context() as planted:
         replica, deliver = own.replica, own.replica._deliver
 
@@ -279,7 +298,10 @@ def test_too_many_restarts_in_a_row_end_the_call(own, driver, quiet):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_for_the_rank_does_not_end_its_engine(own, driver, quiet, number):
-    """Schedulers signal whole jobs; the rank finishes its step and saves, with its engine."""
+    """A signal for the rank does not end its engine.
+
+    Schedulers signal whole jobs; the rank finishes its step and saves, with its engine.
+    """
     pid = own.pid
     with in_mid_generation(own, lambda pid: os.kill(pid, number), 2):
         assert driver.produce() == quiet
@@ -287,7 +309,7 @@ def test_a_signal_for_the_rank_does_not_end_its_engine(own, driver, quiet, numbe
 
 
 def alive(pid: int) -> bool:
-    """A zombie, whom nobody has waited for, is not."""
+    """Return whether a process is alive; a zombie, whom nobody has waited for, is not."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -310,7 +332,10 @@ time.sleep(120)
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_rank_killed_takes_its_engine_along(own, tmp_path, ready):
-    """While it starts as well as when it serves: kill -9 leaves the rank no time to end it."""
+    """A rank that is killed takes its engine along, while the engine starts as well as when it serves.
+
+    kill -9 leaves the rank no time to end it.
+    """
     program = RANK.format(root=str(ROOT), folder=str(own.folder), run=str(tmp_path), ready=ready)
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     watchdog = threading.Timer(patient(180), rank.kill)
@@ -337,7 +362,10 @@ def test_a_rank_killed_takes_its_engine_along(own, tmp_path, ready):
     ],
 )
 def test_an_engine_that_cannot_start_says_why(own, tmp_path, override, words):
-    """Its own words, and where its log is, instead of a wait until rollout.start_s."""
+    """An engine that cannot start says why, in its own words, and where its log is.
+
+    Nobody waits until rollout.start_s.
+    """
     config = config_of(own.folder, tmp_path, override)
     replica = ProcessReplica(
         engine_arguments(config, CPU), engine_environment(os.environ, None, 1), tmp_path / "engine.log"
@@ -366,7 +394,7 @@ def test_an_engine_that_is_late_says_which_setting_to_raise(own, tmp_path):
 
 
 def test_the_engines_environment_is_its_own(own):
-    """No variable of a launcher in it, and none that would let vLLM unpickle."""
+    """The engine's environment has no variable of a launcher, and none that would let vLLM unpickle."""
     environment = pathlib.Path(f"/proc/{own.pid}/environ").read_bytes().decode().split("\0")
     names = {entry.partition("=")[0] for entry in environment}
     assert not names & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "VLLM_ALLOW_INSECURE_SERIALIZATION"}

@@ -1,5 +1,7 @@
-"""Weights that change while a real engine generates: every token is that of the weights its span names, and a failure
-loses nothing."""
+"""Weights that change while a real engine generates.
+
+Every token is that of the weights its span names, and a failure loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ ANSWER_S = 200.0
 
 @pytest.fixture(scope="module")
 def flying(inputs, tmp_path_factory) -> Iterator[Bench]:
-    """An engine that takes weights in flight; its calls last for some seconds, with requests running, waiting and
-    finished at any time."""
+    """Start an engine that takes weights in flight and whose calls last for some seconds.
+
+    Requests are running, waiting and finished at any time.
+    """
     root = tmp_path_factory.mktemp("in_flight")
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True)
     started = start_bench(folder, root / "run", *LONG, "rollout.vllm={max_num_seqs: 4}")
@@ -49,7 +53,7 @@ def flying(inputs, tmp_path_factory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def flying_server(inputs, tmp_path_factory) -> Iterator[Bench]:
-    """The same over HTTP: one server, its weights from the trainer alone."""
+    """Start an engine that takes weights in flight over HTTP: one server, its weights from the trainer alone."""
     root = tmp_path_factory.mktemp("in_flight_server")
     folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True)
     served = Served(folder, root, "--load-format", "dummy", "--max-num-seqs", "4", replicas=1)
@@ -79,12 +83,15 @@ def either(request) -> Bench:
 
 
 def prompts_of(bench: Bench, times: int) -> list[Prompt]:
-    """A busy server's answer to a pause may take a second: its calls must last for many."""
+    """Return prompts for a call that lasts long enough for an update in its middle.
+
+    A busy server's answer to a pause may take a second, so its calls must last for many.
+    """
     return PROMPTS * times * (1 if bench.replica.ours else 3)
 
 
 class Call:
-    """A call of ``generate`` in a thread of its own, and what it told of finished prompts meanwhile."""
+    """A call of ``generate`` in a thread of its own, with the finished prompts that it told meanwhile."""
 
     def __init__(
         self,
@@ -114,7 +121,10 @@ class Call:
         threading.Thread(target=run, daemon=True).start()
 
     def wait_for_the_middle(self) -> None:
-        """A third of the prompts has its answers, or the next third: other requests run then, and others wait."""
+        """Wait until a third of the prompts has its answers, or the next third.
+
+        Other requests run at that moment, and others wait.
+        """
         self.waits += 1
         assert until(lambda: self._result.done() or 3 * len(self.told) >= self.waits * len(self.prompts), ANSWER_S)
         assert not self._result.done(), "the call was over before its middle"
@@ -131,7 +141,10 @@ def spans(rollout: Rollout) -> Iterator[tuple[int, slice]]:
 
 
 def test_every_token_is_of_the_weights_that_its_span_names(either):
-    """Two updates in the middle of one call; the reference of each is Hugging Face with that version's weights."""
+    """Every token is of the weights that its span names, with two updates in the middle of one call.
+
+    The reference of each is Hugging Face with that version's weights.
+    """
     versions = {either.load(1): 1}
     call = Call(either)
     for seed in (2, 3):
@@ -163,8 +176,10 @@ def test_every_token_is_of_the_weights_that_its_span_names(either):
 
 
 def until_a_tie(one: Rollout, other: Rollout) -> bool:
-    """Both greedy rollouts are the same up to where two tokens are equally likely, to rounding; whether there is such a
-    place."""
+    """Assert that two greedy rollouts are the same up to a tie, and return whether there is one.
+
+    At a tie two tokens are equally likely, to rounding.
+    """
     differ = np.flatnonzero(np.array(one.response_ids) != np.array(other.response_ids))
     end = int(differ[0]) + 1 if len(differ) else len(one.response_ids)
     gap = np.abs(np.subtract(one.logprobs, other.logprobs)[:end])
@@ -188,7 +203,7 @@ def test_the_same_weights_in_flight_equal_an_undisturbed_run(either):
 
 
 def test_a_call_that_begins_in_mid_update_waits_for_it(either, monkeypatch):
-    """What it is asked of a paused engine is sampled by the new weights alone."""
+    """A call that begins in mid-update waits for it: a paused engine samples its requests by the new weights alone."""
     either.load(5)
     control, calls = either.replica.control, []
 
@@ -209,7 +224,7 @@ def test_a_call_that_begins_in_mid_update_waits_for_it(either, monkeypatch):
 
 
 def test_old_keys_and_values_would_show(flying, monkeypatch):
-    """That the comparison can fail: requests that go on with what the old weights computed."""
+    """The comparison can fail: requests that go on with the old weights' keys and values show."""
     flying.load(1)
     control, call = flying.replica.control, Call(flying)
     call.wait_for_the_middle()
@@ -229,8 +244,10 @@ def test_old_keys_and_values_would_show(flying, monkeypatch):
 
 
 def fails_in_flight(bench: Bench, weights: dict, plant: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """EngineLost in the generating thread as soon as the update failed; the rest is generated once the engine has
-    weights again."""
+    """Assert that a failed update raises EngineLost in the generating thread at once.
+
+    The rest is generated once the engine has weights again.
+    """
     name, pid = bench.replica.name, bench.pid
     call = Call(bench)
     call.wait_for_the_middle()
@@ -275,7 +292,10 @@ def test_an_engine_killed_in_mid_update_ends_the_call(flying):
 
 
 def test_an_exporter_that_raises_in_flight_ends_the_call(flying):
-    """The engine itself is well: the next update goes through without a restart."""
+    """An exporter that raises in flight ends the call.
+
+    The engine itself is well: the next update goes through without a restart.
+    """
     flying.load(7)
     call, pid = Call(flying), flying.pid
 
@@ -299,8 +319,10 @@ def is_paused(bench: Bench) -> bool:
 
 @pytest.mark.long
 def test_a_server_whose_update_fails_in_flight_goes_on_serving(flying_server):
-    """It is not paused, what was under way ended, nobody takes what its weights sample, and the next update mends
-    it."""
+    """A server whose update fails in flight goes on serving.
+
+    It is not paused, what was under way ended, nobody takes what its weights sample, and the next update mends it.
+    """
     bench = flying_server
     bench.load(7)
     call = Call(bench)
@@ -343,7 +365,10 @@ def test_an_exporter_that_raises_leaves_no_server_paused(flying_server):
 
 
 def test_what_a_killed_trainer_left_paused_serves_the_next_one(flying_server):
-    """Whether or not that one's updates are in flight."""
+    """A server that a killed trainer left paused serves the next trainer.
+
+    It does so whether or not the next one's updates are in flight.
+    """
     bench = flying_server
     bench.replica.control("pause", {}, CONTROL_S)
     assert is_paused(bench)

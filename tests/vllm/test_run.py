@@ -1,5 +1,7 @@
-"""Whole runs through the command line with rollout.engine=vllm, a real engine on the CPU: the same numbers as the
-trainer's own."""
+"""Whole runs through the command line with rollout.engine=vllm, a real engine on the CPU.
+
+It gives the same numbers as the trainer's own engine.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_log_probs_equal_the_trainers_after_every_sync(pool, arithmetic, tmp_pat
 
 
 def test_a_mixture_under_expert_parallelism(pool, mixture, tmp_path):
-    """Experts of 48, which vLLM pads to 64 on a CPU."""
+    """A mixture runs under expert parallelism, with experts of 48, which vLLM pads to 64 on a CPU."""
     given = arguments(mixture, tmp_path, *VLLM, "parallel.expert=2", "rollout.num_engines=1")
     results = pool.run(2, command_line, given, timeout_s=180)
     assert [code for code, _ in results] == [0, 0], results
@@ -64,7 +66,10 @@ def test_weights_that_did_not_move_are_not_sent(pool, arithmetic, tmp_path):
 
 
 def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic, tmp_path):
-    """The trainer at another temperature than the engine would be: the guard sees every sample of it."""
+    """A gap above the threshold stops the run with its name.
+
+    The trainer is at another temperature than the engine would be: the guard sees every sample of it.
+    """
     extra = ["rollout.max_logprob_gap=1e-12"]
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *VLLM, *extra), timeout_s=180)
     assert code == 1 and "rollout.max_logprob_gap=1e-12" in said and "nats per token" in said, said
@@ -72,7 +77,7 @@ def test_a_gap_above_the_threshold_stops_the_run_with_its_name(pool, arithmetic,
 
 @pytest.mark.long(seconds=150)
 def test_the_quickstart_learns(tmp_path):
-    """As tests/runs/test_quickstart.py, with rollouts by vLLM, for 60 of 200 rollouts."""
+    """The quickstart learns with rollouts by vLLM, for 60 of 200 rollouts, as in tests/runs/test_quickstart.py."""
     environment = os.environ | {
         "RUN_DIR": str(tmp_path),
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",

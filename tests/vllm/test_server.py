@@ -1,5 +1,7 @@
-"""A real vLLM server under the supervisor: what goes in and out, against Hugging Face, and a server that is killed at
-work."""
+"""A real vLLM server under the supervisor.
+
+Its input and output are held against Hugging Face, and it is killed at work.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,10 @@ def test_seeds_repeat_and_samples_count_up(replica):
 
 
 def test_only_the_requests_stop_tokens_end_a_sample(replica):
-    """The model's own end of sequence and generation_config's do not; a stop token does, and is the last token."""
+    """Only the request's stop tokens end a sample, and the stop token is the last one.
+
+    The model's own end of sequence and generation_config's do not end it.
+    """
     long = ask(replica, max_tokens=400)[0]
     assert len(long.token_ids) == 400 and long.finish_reason == "length" and {EOS, 7} <= set(long.token_ids.tolist())
     stop = int(long.token_ids[25])
@@ -142,7 +147,7 @@ def test_only_the_requests_stop_tokens_end_a_sample(replica):
 
 
 def test_logprobs_equal_hugging_faces_at_the_sampling_temperature(replica, reference):
-    """float32 on both sides; the tolerance is issue 6's."""
+    """Log-probs equal Hugging Face's at the sampling temperature, float32 on both sides; the tolerance is issue 6's."""
     worst = 0.0
     for sample in ask(replica, n=8, max_tokens=300):
         worst = max(worst, np.abs(sample.logprobs - reference_logprobs(reference, PROMPT, sample.token_ids, 0.7)).max())
@@ -219,7 +224,7 @@ def spread(requests, replicas):
 
 @contextlib.contextmanager
 def killed_at_work(served: Served, index: int, victim: str) -> Iterator[None]:
-    """Beside the body, as soon as the engine works on something; the work takes seconds."""
+    """Kill a server's process beside the body, as soon as the engine works on something; the work takes seconds."""
     failures: list[BaseException] = []
 
     def kill() -> None:
@@ -250,7 +255,10 @@ def assert_equal(quiet: dict, disturbed: dict) -> None:
 
 
 def test_a_server_killed_at_work_is_replaced_by_the_other(served, replicas):
-    """kill -9 of an engine in mid-generation: one call finishes everything, with the samples of a quiet run."""
+    """A server killed at work is replaced by the other.
+
+    kill -9 of an engine in mid-generation: one call finishes everything, with the samples of a quiet run.
+    """
     started = time.monotonic()
     quiet = spread(REQUESTS, replicas)
     print(f"8 x 4 x 500 tokens over two servers: {16_000 / (time.monotonic() - started):,.0f} tokens/s")
@@ -267,8 +275,11 @@ def test_a_server_killed_at_work_is_replaced_by_the_other(served, replicas):
 
 
 def test_the_only_server_killed_at_work_loses_and_doubles_nothing(served, replica):
-    """kill -9 of the API in mid-generation; restarted, and asked again for what was lost: the samples are those of a
-    quiet run."""
+    """The only server, killed at work, loses and doubles nothing.
+
+    kill -9 of the API in mid-generation; restarted, and asked again for what was lost: the samples are those of a quiet
+    run.
+    """
     quiet = spread(REQUESTS, [replica])
     starts, started = len(served.starts(0)), time.monotonic()
     with killed_at_work(served, 0, "API"):

@@ -1,5 +1,7 @@
-"""Whole runs through the command line on vLLM servers: weights by both channels, and a server killed while the run goes
-on."""
+"""Whole runs through the command line on vLLM servers.
+
+Weights go by both channels, and a server is killed while the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def train(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("channel", ["shared_memory", "broadcast"])
 def test_a_run_on_two_servers_and_two_clients(pool, arithmetic, two_servers, tmp_path, channel):
-    """DP=2: both ranks ask both servers, rank 0 sends the weights."""
+    """A run of two clients on two servers: with DP=2 both ranks ask both servers, and rank 0 sends the weights."""
     extra = ("parallel.pipeline=1", f"weight_sync.channel={channel}", "run.deadline_s=300")
     results = pool.run(2, train, given(two_servers, arithmetic, tmp_path, *extra), timeout_s=280)
     assert [code for code, _ in results] == [0, 0], results
@@ -50,8 +52,11 @@ def test_a_run_on_two_servers_and_two_clients(pool, arithmetic, two_servers, tmp
 
 
 def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, arithmetic, two_servers, tmp_path):
-    """kill -9 of an engine after the second rollout: the other goes on alone, the restarted one is sent weights and
-    asked again."""
+    """A server killed in the run comes back with the current weights.
+
+    kill -9 of an engine after the second rollout: the other goes on alone, the restarted one is sent weights and asked
+    again.
+    """
     extra = ("parallel.pipeline=1", "train.num_rollouts=90", "run.deadline_s=300", "optimizer.lr=1e-5")
     starts, killed = len(two_servers.starts(1)), threading.Event()
 

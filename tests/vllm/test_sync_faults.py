@@ -1,5 +1,7 @@
-"""Syncs to a real engine that break off or bring the wrong thing: named, nothing taken for whole, and a whole one
-afterwards is exact."""
+"""Syncs to a real engine that break off or bring the wrong thing.
+
+They are named, nothing is taken for whole, and a whole sync afterwards is exact.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def holds_nothing(bench: Bench) -> None:
 
 
 def fails(bench: Bench, weights, *words: str, **changes) -> None:
-    """One failed sync that says the words; the engine then holds nothing, and is exact after a whole one."""
+    """Run one sync that fails with the words; the engine then holds nothing, and is exact after a whole one."""
     report = bench.sync(weights, **(SMALL | changes))
     assert list(report.failed) == [bench.replica.name] and not report.lost
     assert all(word in report.failed[bench.replica.name] for word in words), report.failed
@@ -67,7 +69,10 @@ def fails(bench: Bench, weights, *words: str, **changes) -> None:
 @pytest.mark.parametrize("channel", ["shared_memory", "broadcast"])
 @pytest.mark.parametrize("after", [1, 6, 25])
 def test_an_exporter_that_raises_half_way(bench, channel, after):
-    """Tensor ``after`` is refused by the trainer's own side: a layer of the engine is half loaded then."""
+    """An exporter that raises half-way leaves the engine without weights.
+
+    Tensor ``after`` is refused by the trainer's own side: a layer of the engine is half loaded then.
+    """
 
     def broken(weights):
         for number, pair in enumerate(weights.items()):
@@ -92,7 +97,10 @@ def test_an_exporter_that_raises_half_way(bench, channel, after):
     ],
 )
 def test_a_missing_tensor_is_named(bench, name, words):
-    """vLLM itself loads q and v without k, and goes on with memory that nobody wrote."""
+    """A missing tensor is named.
+
+    vLLM itself loads q and v without k, and goes on with memory that nobody wrote.
+    """
     weights = bench.weights(3)
     del weights[name]
     fails(bench, weights.items(), *words)
@@ -122,15 +130,17 @@ def test_a_weight_that_vllm_ignores_is_told(bench, name):
 
 
 def test_a_tensor_that_vllm_would_cut_is_told(bench):
-    """k_proj twice as high: vLLM takes the rows that it needs."""
+    """A tensor that vLLM would cut is told: k_proj is twice as high, and vLLM takes the rows that it needs."""
     weights = bench.weights(3)
     weights[f"{LAYER}self_attn.k_proj.weight"] = weights[f"{LAYER}self_attn.k_proj.weight"].repeat(2, 1)
     fails(bench, weights.items(), "65,152 values arrived", "have 63,104", "another shape")
 
 
 def stands_after_restart(bench: Bench, weights, *words: str) -> None:
-    """vLLM raised within load_weights: told, and what comes next is exact or told again until the engine is started
-    anew."""
+    """Assert that an error within vLLM's load_weights is told.
+
+    What comes next is exact, or told again until the engine is started anew.
+    """
     report = bench.sync(weights, **SMALL)
     assert all(word in report.failed[bench.replica.name] for word in words), report.failed
     holds_nothing(bench)
@@ -228,7 +238,7 @@ def test_only_a_segment_of_ours_is_read(bench, tmp_path, kind):
 
 
 def test_a_sync_does_not_finish_without_its_end(bench):
-    """Nor at an end that states another number of tensors than arrived."""
+    """A sync does not finish without its end, nor at an end that states another number of tensors than arrived."""
     replica = bench.replica
     replica.control("start_weight_update", {}, DEADLINE_S)
     with pytest.raises(RequestRefused, match="finish_weight_update without the sync's end"):
@@ -243,7 +253,10 @@ def test_a_sync_does_not_finish_without_its_end(bench):
 
 
 def test_no_room_in_shared_memory_says_what_to_do(bench, monkeypatch):
-    """And the exporter is run to its end all the same: other ranks are in its collectives."""
+    """No room in shared memory is told with the way out.
+
+    The exporter is run to its end all the same: other ranks are in its collectives.
+    """
     drawn = []
 
     def counted(weights):
@@ -270,7 +283,7 @@ def test_no_room_in_shared_memory_says_what_to_do(bench, monkeypatch):
 
 @contextlib.contextmanager
 def in_mid_sync(bench: Bench, act) -> Iterator[None]:
-    """``act`` before the third bucket of the next sync."""
+    """Call ``act`` before the third bucket of the next sync."""
     control, seen = bench.replica.control, []
 
     def watched(method, arguments, timeout_s):
@@ -304,7 +317,10 @@ def test_an_engine_killed_or_stopped_in_mid_sync_is_lost_in_bounded_time(bench, 
 
 
 def test_a_replica_that_fails_does_not_keep_others_from_their_weights(bench):
-    """One of two is gone from the start; the other's weights are whole."""
+    """A replica that fails does not keep others from their weights.
+
+    One of two is gone from the start; the other's weights are whole.
+    """
     gone = ProcessReplica({}, {}, pathlib.Path("/dev/null"))
     gone.name = "another"
     sender = WeightSender(deadline_s=DEADLINE_S, device=CPU, **SMALL)

@@ -1,5 +1,8 @@
-"""Episodes on a real vLLM engine: the embedded engine's tokens, Hugging Face's log-probs where a token was sampled, and
-a whole run."""
+"""Episodes on a real vLLM engine.
+
+Their tokens are the embedded engine's, log-probs are Hugging Face's where a token was sampled, and a whole run goes
+through.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ PROMPTS = make_prompts(*(1 + 7 * k % 60 for k in range(40)))
 
 
 class Length:
-    """Tells how long a turn was, and says little else."""
+    """An environment that tells how long a turn was, and says little else."""
 
     def reset(self, prompt) -> None:
         self.turns = 0
@@ -88,7 +91,10 @@ def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(bench) -> None:
 
 
 def test_a_whole_run(pool, arithmetic, tmp_path) -> None:
-    """DP2, an engine each: the trainer's log-probs are the engine's on every sampled token, turn after turn."""
+    """In a whole run of DP2 the trainer's log-probs are the engine's on every sampled token, turn after turn.
+
+    Each rank has an engine.
+    """
     given = arguments(
         arithmetic,
         tmp_path,
@@ -113,7 +119,10 @@ def test_a_whole_run(pool, arithmetic, tmp_path) -> None:
 
 
 def test_an_engine_killed_between_two_turns_costs_what_was_under_way(bench) -> None:
-    """Groups that were whole stay; after the engine is back the rest is drawn as if nothing had happened."""
+    """An engine killed between two turns costs only the unfinished groups.
+
+    Groups that were whole stay; after the engine is back the rest is drawn as if nothing had happened.
+    """
     bench.load(1)
     version = bench.engine.weight_version
     wanted = episodes_of(bench.engine, bench).generate(PROMPTS, 2)
