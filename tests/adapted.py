@@ -1,5 +1,4 @@
-"""The reference of everything about adapters: a Hugging Face model whose linear layers carry A and B, in plain
-autograd."""
+"""The reference of the adapter tests: a Hugging Face model whose linear layers carry A and B, in plain autograd."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ PROJECTIONS = {
 def adapt(
     model: torch.nn.Module, *, rank: int, alpha: float, targets: tuple[str, ...] = tuple(PROJECTIONS), seed: int = 7
 ) -> None:
-    """Puts y + (alpha / rank) · B (A x) on the model, A and B random (with B = 0 the gradient of A would be too), and
-    freezes the rest.
+    """Put adapters y + (alpha / rank) · B (A x) on the model's linear layers, and freeze the rest.
 
-    Names are those that are asked for: ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+    A and B are random: with B = 0 the gradient of A would be 0 too. Parameters have the names that the tests ask for:
+    ``model.layers.0.self_attn.q_proj.lora_A.weight``.
     """
     model.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)
@@ -44,7 +43,7 @@ def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def merged(weights: Mapping[str, torch.Tensor], *, rank: int, alpha: float) -> dict[str, torch.Tensor]:
-    """W + (alpha / rank) · B A in float64, of weights with adapters among them, by name."""
+    """Return the weights by name with each adapter added to its weight: W + (alpha / rank) · B A, in float64."""
     found = {name: x for name, x in weights.items() if ".lora_" not in name}
     for name in found:
         side = name.removesuffix(".weight") + ".lora_{}.weight"

@@ -1,4 +1,4 @@
-"""How much tensor memory a piece of code allocates: the peak of all storages alive that were made within it."""
+"""Measures the tensor memory that a piece of code allocates: the peak of all storages alive that it has made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationMeter(TorchDispatchMode):
-    """``with meter: …``, as often as wanted; then ``meter.peak_bytes``.
+    """Measures in ``with meter: …``, as often as wanted; then ``meter.peak_bytes`` holds the peak.
 
     A storage counts from the operation that returns it until its last reference is gone, within the blocks or between
     them. What an operation allocates and frees inside itself is not seen.

@@ -1,11 +1,12 @@
-"""NVIDIA megatron-bridge's own mapping of a family, held against weights/mapping.py's: names, and how q, k, v are
-merged and split.
+"""Compares NVIDIA megatron-bridge's own mapping of a family with that of weights/mapping.py.
+
+Compared are the names, and how q, k and v are merged and split.
 
     python tests/bridge_oracle.py        prints a JSON object: family → [tensors compared, differences]
 
-A process of its own: Transformer Engine, which megatron-bridge imports by name and a CPU cannot run, is stood in for by
-empty modules, once Megatron-Core has been imported without it. No model is built, so none of them is ever called. Ran:
-megatron-bridge 0.3.1 with megatron-core 0.16.1 (needs einops and triton beside it).
+It runs in a process of its own: Transformer Engine, which megatron-bridge imports by name and a CPU cannot run, is
+stood in for by empty modules, once Megatron-Core has been imported without it. No model is built, so none of them is
+ever called. It has run with megatron-bridge 0.3.1 and megatron-core 0.16.1, and needs einops and triton beside them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ PARTS = ("", ".pytorch", ".common", ".common.recipe", ".pytorch.fp8", ".pytorch.
 
 
 class EmptyClass(type):
-    """A class that has every attribute, each such a class; torch modules, since some are derived from."""
+    """A class that has every attribute, each of them such a class.
+
+    They are torch modules, since some of them are derived from.
+    """
 
     def __getattr__(cls, name: str):
         if name.startswith("__"):
@@ -79,7 +83,7 @@ def registries() -> dict:
 
 
 def compare(family: str, registry) -> tuple[int, list[str]]:
-    """How many Megatron tensors were looked up, and what differs."""
+    """Return how many Megatron tensors were looked up, and the differences found."""
     from megatron.bridge.models.conversion.param_mapping import merge_qkv_weights, split_qkv_weights
 
     config = tiny_config(family)

@@ -19,14 +19,14 @@ settings.load_profile("clockless")
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """A process that has imported everything, to fork from; see tests/workers/nursery.py."""
+    """Start a process that has imported everything, to fork from; see tests/workers/nursery.py."""
     with Nursery() as forks:
         yield forks
 
 
 @pytest.fixture(scope="session")
 def pool(nursery: Nursery) -> Iterator[Pool]:
-    """Gloo workers for the whole session; see tests/workers/pool.py."""
+    """Start gloo workers for the whole session; see tests/workers/pool.py."""
     with Pool(nursery=nursery) as workers:
         yield workers
 
@@ -41,18 +41,19 @@ def arithmetic(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def mixture(arithmetic, tmp_path_factory) -> pathlib.Path:
-    """Make the same with a mixture of experts as the model."""
+    """Make a folder with the same data and tokenizer, and with a mixture of experts as the model."""
     from tests.workers.inputs import prepare_mixture
 
     return prepare_mixture(arithmetic, tmp_path_factory.mktemp("mixture"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a test that uses the pool as distributed, and one that uses the nursery as starting processes; put the
-    longest first.
+    """Mark the tests that use the pool or the nursery, and put the longest tests first.
 
-    ``long(seconds=N)``: about so many, on two cores with nothing else to do. A lane that began with the longest ones
-    ends with the others.
+    A test that uses the pool is marked as distributed, one that uses the nursery as starting processes.
+
+    ``long(seconds=N)`` says that a test takes about so many seconds on two cores with nothing else to do. A lane that
+    began with the longest tests ends with the others.
     """
     for item in items:
         for fixture, mark in (("pool", "distributed"), ("nursery", "process")):

@@ -1,5 +1,6 @@
-"""Records five short runs in full precision, and compares two records to the bit: for a change that is not about
-numbers.
+"""Records five short runs in full precision, and compares two records to the bit.
+
+It serves a change that is not about numbers.
 
     python -m tests.golden record runs/golden.json        # about three minutes on two cores
     python -m tests.golden compare before.json after.json
@@ -82,8 +83,10 @@ KEPT = (
 
 
 def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
-    """Train one run on two processes; return its rows, floats as hexadecimal text, and the checksum of its last
-    weights."""
+    """Train one run on two processes; return its rows and the checksum of its last weights.
+
+    The rows hold floats as hexadecimal text.
+    """
     command = [
         sys.executable,
         "-m",
@@ -117,7 +120,7 @@ def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
 
 
 def weights_checksum(folder: pathlib.Path) -> str:
-    """SHA-256 over names and bytes of the last exported policy's tensors, in the order of their names."""
+    """Return the SHA-256 over names and bytes of the last exported policy's tensors, in the order of their names."""
     last = max(
         (folder / "checkpoints").glob("step_*/hf*"),
         key=lambda path: (int(path.parent.name.removeprefix("step_")), path.name),
@@ -130,7 +133,7 @@ def weights_checksum(folder: pathlib.Path) -> str:
 
 
 def record(out: pathlib.Path) -> None:
-    """Run all five and write their record as JSON."""
+    """Run all five runs and write their record as JSON."""
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         root = pathlib.Path(scratch)

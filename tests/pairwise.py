@@ -1,4 +1,4 @@
-"""A part of a product of factors for ``make test``, the rest of it marked ``long``.
+"""Chooses the part of a product of factors that ``make test`` runs; the rest of it is marked ``long``.
 
 A fault hides in a value, or in two values that do not go together; three that do so only together have not been met
 here. So ``make test`` runs every pair of values once, and ``make test-long`` what is left of the product.
@@ -13,11 +13,10 @@ import pytest
 
 
 def covering(factors: Sequence[Sequence[object]], strength: int) -> list[tuple[int, ...]]:
-    """Choose rows of the product, as positions, that hold every combination of ``strength`` factors' values at least
-    once.
+    """Choose rows of the product that hold every combination of ``strength`` factors' values at least once.
 
-    Greedy: the row that covers the most of what is not covered yet, the first of those.
-    Example: two values in each of three factors, strength 2: 4 of the 8 rows.
+    A row is a tuple of positions. The choice is greedy: each time the row that covers the most of what is not covered
+    yet, the first of those. Example: two values in each of three factors, strength 2: 4 of the 8 rows.
     """
     rows = list(itertools.product(*(range(len(values)) for values in factors)))
     places = list(itertools.combinations(range(len(factors)), strength))
@@ -55,8 +54,10 @@ def pairwise(
 
 
 def quick(cases: Iterable[object], *kept: object) -> list:
-    """Return ``cases`` as pytest's parameters, those that are not among ``kept`` marked ``long``. Raises ValueError for
-    a stranger."""
+    """Return ``cases`` as pytest's parameters; those that are not among ``kept`` are marked ``long``.
+
+    Raises ValueError where ``kept`` holds one that is none of the cases.
+    """
     cases = list(cases)
     if strangers := [case for case in kept if case not in cases]:
         raise ValueError(f"{strangers} are none of the cases {cases}")

@@ -1,4 +1,4 @@
-"""How long the tests wait: every bound of theirs times MEGATRON_RL_TEST_PATIENCE, which tests/README.md names.
+"""Lengthens the tests' waits: each bound is multiplied by MEGATRON_RL_TEST_PATIENCE, which tests/README.md names.
 
 A bound ends a hang; no test measures a machine by one. On a host that is shared with other work, 3 leaves three times
 as long.
@@ -15,7 +15,10 @@ HANG_S = 120.0  # what takes milliseconds on an idle host, and starts processes 
 
 
 def factor() -> float:
-    """Read the variable's number, 1 where it is not set. Raises ValueError where it is no number of at least 1."""
+    """Read the variable's number, 1 where it is not set.
+
+    Raises ValueError where it is no number of at least 1.
+    """
     given = os.environ.get(VARIABLE, "1")
     try:
         found = float(given)

@@ -1,7 +1,6 @@
-"""The reference that every equality is held against: a plain single-process loop over a Hugging Face model, one sample
-at a time.
+"""The reference of every equality: a plain single-process loop over a Hugging Face model, one sample at a time.
 
-Nothing of megatron_rl's way of the data is used: no plan, no packing, no schedule; only its value types.
+It uses nothing of the way that data takes through megatron_rl: no plan, no packing, no schedule; only its value types.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
-    """A Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
+    """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     sizes = dict(
@@ -74,9 +73,10 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
 
 
 def tiny_model(family: str, *, seed: int = 0, layers: int = LAYERS, hidden: int = 64):
-    """(config, model): random weights, biases and norms away from their neutral values so that a lost one shows.
+    """Return a tiny config and its model of random weights.
 
-    Each call returns copies of its own; they are drawn once per process.
+    Biases and norms are away from their neutral values, so that a lost one shows. Each call returns copies of its own;
+    they are drawn once per process.
     """
     return copy.deepcopy(_drawn_model(family, seed, layers, hidden))
 
@@ -102,7 +102,7 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
 
 
 def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_lengths: bool = False) -> list[Sample]:
-    """Ragged samples; with ``unique_lengths`` no two have as many tokens, so a length names its sample."""
+    """Make ragged samples; with ``unique_lengths`` no two have as many tokens, so a length names its sample."""
     random = np.random.default_rng(seed)
     samples = []
     for i in range(count):
@@ -126,7 +126,7 @@ def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_leng
 
 
 def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [response] of one sample by one plain forward."""
+    """Return log-probs and entropies [response] of one sample by one plain forward."""
     tokens = torch.from_numpy(sample.token_ids)
     logits = model(tokens[None]).logits[0].float() / temperature
     distribution = logits.log_softmax(-1)[sample.prompt_tokens - 1 : -1]
@@ -136,8 +136,10 @@ def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple
 
 @torch.no_grad()
 def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int = 1) -> list[Sample]:
-    """The samples as an engine of slightly other weights would report them: log-probs of the model plus noise, so that
-    at a clip of 0.2 some ratios are clipped and most are not."""
+    """Return the samples with log-probs such as an engine of slightly other weights would report.
+
+    They are the model's log-probs plus noise, so that at a clip of 0.2 some ratios are clipped and most are not.
+    """
     random = np.random.default_rng(seed)
     noise = [random.normal(0.0, spread, len(s.logprobs)).astype(np.float32) for s in samples]
     return [
@@ -147,7 +149,7 @@ def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int 
 
 
 def token_weight(reduction: str, samples: list[Sample], groups: list[int], i: int, max_response_tokens: int) -> float:
-    """w_t of sample i by the table of semantics §1, in words of one line each."""
+    """Return w_t of sample i by the table of semantics §1, in words of one line for each reduction."""
     tokens = [int(s.loss_mask.sum()) for s in samples]
     match reduction:
         case "token_sum":
@@ -179,9 +181,11 @@ def reference_gradient(
     kl: tuple[float, str, list[torch.Tensor]] = (0.0, "", []),
     entropy_coefficient: float = 0.0,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradient (by the names of checkpoint files) and loss of the clipped PPO objective, token by token weight, over
-    all samples (zero advantages too). kl: its coefficient, its estimator, and each sample's log-probs [response] of the
-    reference policy."""
+    """Return gradient and loss of the clipped PPO objective over all samples, token by token weight.
+
+    The gradient has the names of checkpoint files; samples of zero advantage count too. kl: its coefficient, its
+    estimator, and each sample's log-probs [response] of the reference policy.
+    """
     model.zero_grad()
     total = 0.0
     for i, sample in enumerate(samples):
@@ -202,8 +206,10 @@ def reference_gradient(
 
 
 def naive_kl(estimator: str, policy: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Each token's estimate of KL(π_θ ‖ π_ref) from log-probs, over probabilities r = π_ref/π_θ, as the papers write
-    it."""
+    """Return each token's estimate of KL(π_θ ‖ π_ref) from log-probs.
+
+    The formulas are over probabilities, r = π_ref/π_θ, as the papers write them.
+    """
     r = reference.exp() / policy.exp()
     k3 = r - 1 - torch.log(r)
     return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}[
@@ -212,12 +218,12 @@ def naive_kl(estimator: str, policy: torch.Tensor, old: torch.Tensor, reference:
 
 
 def file_weights(model) -> dict[str, torch.Tensor]:
-    """A model's weights under the names that its checkpoint's files have."""
+    """Return a model's weights under the names that its checkpoint's files have."""
     return file_tensors(model.state_dict(), model.config.model_type)
 
 
 def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """‖found − wanted‖ / ‖wanted‖ over all tensors together; the names must be the same."""
+    """Return ‖found − wanted‖ / ‖wanted‖ over all tensors together; the names must be the same."""
     assert set(found) == set(wanted), sorted(set(found) ^ set(wanted))
     difference = sum(((found[k] - wanted[k]).double() ** 2).sum() for k in wanted)
     norm = sum((wanted[k].double() ** 2).sum() for k in wanted)

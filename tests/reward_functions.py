@@ -5,7 +5,7 @@ import time
 
 
 def explode_on_seven(prompts, completions, completion_ids, answer, **columns):
-    """Raises on prompts that start with 7; else rewards completions by the parity of their length."""
+    """Raise on prompts that start with 7; else reward completions by the parity of their length."""
     for prompt in prompts:
         if prompt.startswith("7"):
             raise RuntimeError(f"no reward for {prompt}")
@@ -17,28 +17,28 @@ def infinite(prompts, completions, completion_ids, **columns):
 
 
 def parity(prompts, completions, completion_ids, **columns):
-    """1 where a completion has an odd number of tokens: groups are mixed under any policy."""
+    """Return 1 for a completion with an odd number of tokens, else 0: groups are mixed under any policy."""
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
 def constant(prompts, completions, completion_ids, **columns):
-    """No group ever has signal."""
+    """Return 1 for every completion, so that no group ever has signal."""
     return [1.0] * len(prompts)
 
 
 def mostly_dead(prompts, completions, completion_ids, answer, **columns):
-    """0 for two prompts of three, whatever is answered; the others as ``parity``."""
+    """Return 0 for two prompts of three, whatever is answered; reward the others as ``parity`` does."""
     return [
         float(len(ids) % 2) if int(right) % 3 == 0 else 0.0 for right, ids in zip(answer, completion_ids, strict=True)
     ]
 
 
 def unsteady(prompts, completions, completion_ids, **columns):
-    """``parity``, after a wait of its own each time: what finishes first is left to chance."""
+    """Reward as ``parity`` does, after a random wait each time: chance decides which finishes first."""
     time.sleep(random.SystemRandom().uniform(0.0, 0.05))
     return parity(prompts, completions, completion_ids)
 
 
 def graded(prompts, completions, completion_ids, **columns):
-    """The share of odd token ids: any policy earns some, and another one for nearly every completion."""
+    """Return the share of odd token ids: any policy earns some, and another one for nearly every completion."""
     return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]

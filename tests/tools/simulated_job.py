@@ -1,4 +1,4 @@
-"""Jobs of the simulator's tests."""
+"""Makes the jobs of the simulator's tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def job_of(config, shape, degrees, workload: Workload, costs: Costs | None = Non
 
 
 def equal_samples(count: int, tokens: int, dead: int = 0) -> Workload:
-    """Groups of two, the first ``dead`` of them with equal rewards."""
+    """Return groups of two samples of equal length, the first ``dead`` groups with equal rewards."""
     rewards = np.where(np.arange(count) // 2 < dead, 1.0, np.arange(count) % 2)
     return Workload(
         prompt_tokens=np.full(count, tokens // 4),
@@ -45,6 +45,6 @@ def tiny_job(workload: Workload, world: int, *overrides: str, costs: Costs | Non
 
 
 def per_token(stages: int, virtual: int = 1) -> Costs:
-    """One second a token on every stage, a third of it forward; an optimizer step of 7 s."""
+    """Return costs of one second a token on every stage, a third of it forward, and of 7 s for an optimizer step."""
     model = CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),) * stages, virtual=virtual)
     return Costs(model=model, forward_share=1 / 3, optimizer_s=7.0, source="test")

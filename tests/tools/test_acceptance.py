@@ -1,5 +1,4 @@
-"""tools/acceptance.py: a cell that passes, planted faults that are caught and named, hangs that end, cells that are not
-run."""
+"""Checks that tools/acceptance.py passes a right cell, names planted faults, ends hangs, and names cells not run."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ CPU_HOST = {"gpus": 0, "device": "a CPU", "where": "gloo, CPU", "python": "3.11"
 
 
 def fill(folder: pathlib.Path, *arguments: str, bound_s: float = patient(600)) -> tuple[int, list[dict], str]:
-    """(exit code, rows, output) of the tool; no GPU is seen."""
+    """Run the tool with no GPU in sight; return its exit code, its rows and its output."""
     out = folder / "matrix.json"
     command = [sys.executable, str(ROOT / "tools/acceptance.py"), "--json", str(out), *arguments]
     done = subprocess.run(
@@ -67,7 +66,7 @@ def test_hang_is_bounded_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
 
 
 def left_over(seconds: str) -> list[list[str]]:
-    """Command lines of processes that still run a cell started with this time-out."""
+    """Return the command lines of processes that still run a cell started with this time-out."""
     running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     return [words for words in running if "--cell" in words and seconds in words]
 
@@ -146,7 +145,10 @@ def test_cells_have_names_of_their_own_and_cover_every_layout() -> None:
     ],
 )
 def test_every_check_can_fail(pool, cell: str, fault: str, check: str) -> None:
-    """What the tool judges, measured by workers; that a cell's failure ends the tool with 1 is tested above."""
+    """Every check fails on a planted fault, by more than ten times what it allows.
+
+    The tool judges measurements of workers; that a cell's failure ends the tool with 1 is tested above.
+    """
     (cell,) = (x for x in CELLS if x.name == cell)
     found = pool.run(cell.world, measure_faulty, cell, fault, timeout_s=120)[0]
     row = acceptance.judge(cell, json.loads(json.dumps(found)), cuda=False)
@@ -163,8 +165,11 @@ def measure_faulty(rank: int, world: int, cell: Cell, fault: str) -> dict:
 
 @pytest.mark.long
 def test_hang_of_one_rank_inside_the_cell_ends(tmp_path: pathlib.Path) -> None:
-    """Long enough to reach the rank that sleeps: its peer's collective times out at half the cell's time, or the cell
-    is killed."""
+    """A cell in which one rank sleeps fails, and leaves no process behind.
+
+    The time is long enough to reach the rank that sleeps: its peer's collective times out at half the cell's time, or
+    the cell is killed.
+    """
     seconds = f"60.{os.getpid()}"
     code, rows, output = fill(tmp_path, "--only", "=dp2", "--inject", "hang", "--timeout", seconds)
     assert code == 1 and rows[0]["status"] == "failed", output

@@ -1,5 +1,7 @@
-"""tools/benchmarks/async_modes.py and benchmarks/refill.py: arguments, tables, and both of them whole on the embedded
-engine."""
+"""Checks arguments and tables of tools/benchmarks/async_modes.py and refill.py.
+
+Both are also run whole, on the embedded engine.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_the_embedded_engine_has_no_mode_in_flight():
 
 
 def test_overlap_is_of_the_shorter_of_the_two():
-    """Production 6, training 4: 10 in turn, 6 at best; a run of 7 hides 3 of 4."""
+    """The overlap is the hidden share of the shorter of production and training.
+
+    Production takes 6 and training 4: 10 in turn, 6 at best; a run of 7 hides 3 of 4.
+    """
     rows = {"seconds": 10.0, "production": 6.0, "staleness": 0.0}
     ahead = {"seconds": 7.0, "production": 6.5, "staleness": 1.0}
     sync, prefetch = benchmark_async.table_of({"sync": [rows] * 3, "prefetch": [ahead] * 3})
@@ -76,8 +81,10 @@ def test_a_live_group_costs_what_the_dead_ones_took():
 @pytest.mark.long(seconds=50)
 @pytest.mark.distributed
 def test_the_whole_of_both(tmp_path, capsys):
-    """A few seconds each: every mode runs, staleness is that of the mode, refilled rollouts have no group without
-    signal."""
+    """Every mode runs with its own staleness, and refilled rollouts have no group without signal.
+
+    Each of the two tools takes a few seconds.
+    """
     path = tmp_path / "async.json"
     given = [
         "--modes",

@@ -1,4 +1,4 @@
-"""tools/benchmarks/logprob.py at sizes of a test: what it reports is there and adds up."""
+"""Checks that tools/benchmarks/logprob.py, at sizes of a test, reports all its figures, and that they add up."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def tool():
 
 
 def test_ratios_are_those_of_the_figures(tool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory faked, so that no process starts: plain 8 bytes per token on top of 100, lean always 50. 20 tokens do not
-    fit."""
+    """The reported ratios are those of the reported figures, and a size beyond the limit is extrapolated.
+
+    Memory is faked, so that no process starts: plain takes 8 bytes per token on top of 100, lean always 50. 20 tokens
+    do not fit.
+    """
     monkeypatch.setattr(tool, "measure_memory", lambda path, given, tokens: 100 + 8 * tokens if path == "plain" else 50)
     path = tmp_path / "logprob.json"
     limit = 2 * 10 * 30 * 4 / 1e9
@@ -60,8 +63,11 @@ def test_one_size_is_extrapolated_in_proportion(tool) -> None:
 
 
 def test_resident_memory_is_that_of_the_path(tool) -> None:
-    """In processes of their own: plain holds logits and gradient, 2 x 4096 x 8000 floats, lean two chunks of 64 rows
-    and gradients."""
+    """Each path's resident memory is its own: lean holds less than a twentieth of what plain holds.
+
+    Both are measured in processes of their own: plain holds logits and gradient, 2 x 4096 x 8000 floats, lean two
+    chunks of 64 rows and gradients.
+    """
     given = tool.parse(["--tokens", "4096", "--vocab", "8000", "--hidden", "8", "--chunk-tokens", "64"])
     plain, lean = (tool.measure_memory(path, given, 4096) for path in tool.PATHS)
     assert plain > 2 * 4096 * 8000 * 4

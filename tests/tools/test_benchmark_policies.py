@@ -1,5 +1,4 @@
-"""tools/benchmarks/policies.py: what each policy's plan runs, by hand and on random batches, and where its trajectory
-ends."""
+"""Checks the plans of tools/benchmarks/policies.py, by hand and on random batches, and where each trajectory ends."""
 
 from __future__ import annotations
 
@@ -30,8 +29,10 @@ Case = tuple[list[np.ndarray], np.ndarray, np.ndarray, PlanRules]
 
 
 def cases() -> list[Case]:
-    """Ragged batches in even mini-batches, shares of signal from none to all, 1 to 4 ranks, one to three stages,
-    fillers or none."""
+    """Return ragged batches in even mini-batches, with rules to plan them by.
+
+    Shares of signal go from none to all; there are 1 to 4 ranks, one to three stages, and fillers or none.
+    """
     found = []
     for seed in range(120):
         random = np.random.default_rng(seed)
@@ -53,7 +54,7 @@ def cases() -> list[Case]:
 
 
 def ran(plan: StepPlan, rules: PlanRules) -> list[int]:
-    """Samples that run with their loss, over all ranks."""
+    """Return the samples that run with their loss, over all ranks."""
     return [
         int(i) for rank in range(rules.data_size) for m in plan.microbatches(rank) if not m.filler for i in m.samples
     ]
@@ -118,7 +119,7 @@ def test_filter_pad_runs_a_multiple_of_ranks_and_steps_with_its_ghosts_last() ->
 
 
 def assert_shortest_padding(kept: list[int], lengths: np.ndarray, signal: np.ndarray, multiple: int) -> None:
-    """No more padding than the multiple asks for, and no sample left out that is shorter."""
+    """Assert no more padding than the multiple asks for, and no sample left out that is shorter."""
     padding = [i for i in kept if not signal[i]]
     left = np.setdiff1d(np.flatnonzero(~signal), padding)
     assert len(padding) == (-int(signal.sum()) % multiple if signal.any() else multiple)
@@ -134,7 +135,10 @@ def test_fewest_steps_are_as_few_as_the_mini_batch_size_allows() -> None:
 
 
 def test_policies_of_eight_samples_by_hand() -> None:
-    """Two steps of four, signal in 0, 1, 2; 7 is the shortest."""
+    """Each policy gives eight samples the plan that is written out by hand.
+
+    There are two steps of four, signal in 0, 1, 2; 7 is the shortest.
+    """
     mini_batches, lengths = split_mini_batches(np.arange(8), 4), np.array([5, 6, 7, 8, 9, 9, 9, 3])
     signal = np.isin(np.arange(8), [0, 1, 2])
     found = {name: policy(mini_batches, lengths, signal, PlanRules()) for name, policy in plans.POLICIES.items()}
@@ -161,8 +165,11 @@ def facts_of(loss_tokens: list[int]) -> BatchFacts:
 
 
 def test_weights_are_each_samples_own_or_counted_over_what_the_step_runs() -> None:
-    """Two steps of two, 10 + 30 and 20 + 60 tokens, signal in 0 and 2, of one step in the end: 1/40 and 1/80, or 1/30
-    each."""
+    """A sample's weight is its own step's, or it is counted anew over the samples that the step runs.
+
+    Two steps of two, 10 + 30 and 20 + 60 tokens, signal in 0 and 2, become one step in the end: the weights are 1/40
+    and 1/80, or 1/30 each.
+    """
     batch = Batch(facts=facts_of([10, 30, 20, 60]), local=[])
     values = np.array([2.0, 0.0, -1.0, 0.0])
     rollout = run.Rollout(batch=batch, values=values, mini_batches=split_mini_batches(np.arange(4), 2))
@@ -205,8 +212,10 @@ def test_options_that_cannot_work_are_refused(
 
 
 def trajectories(rank: int, world: int, pipeline: int) -> dict[str, dict]:
-    """Errors of every policy after two rollouts of three steps; the first rollout's second step has no signal at
-    all."""
+    """Return the errors of every policy after two rollouts of three steps.
+
+    The first rollout's second step has no signal at all.
+    """
     extra = ("optimizer.epsilon=1e-3",)
     with open_rig("qwen2_tied", *sizes(1, pipeline), *extra, samples=24, total_steps=6, layers=2) as rig:
         backend = rig.backend
@@ -230,9 +239,12 @@ def trajectories(rank: int, world: int, pipeline: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_ours_ends_where_dense_ends_and_fewer_steps_do_not(pool: Pool, pipeline: int) -> None:
-    """1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that a gradient
-    which is rounding alone (an attention bias) makes no whole step. What moves samples to another step is off by a
-    share of the movement itself."""
+    """Policies that leave samples in their steps end where dense ends, and policies that move them do not.
+
+    The bound is 1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that a
+    gradient which is rounding alone (an attention bias) makes no whole step. A policy that moves samples to another
+    step is off by a share of the movement itself.
+    """
     for found in pool.run(2, trajectories, pipeline, timeout_s=90):
         error = {name: x["error_of_movement"] for name, x in found.items()}
         assert error["dense"] == 0.0
@@ -241,7 +253,7 @@ def test_ours_ends_where_dense_ends_and_fewer_steps_do_not(pool: Pool, pipeline:
 
 
 def measured(rank: int, world: int) -> str:
-    """One dead share as the tool measures it, as JSON."""
+    """Return one dead share as the tool measures it, as JSON."""
     sizes_of = [
         "--groups",
         "8",

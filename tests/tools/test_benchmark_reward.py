@@ -1,4 +1,4 @@
-"""tools/benchmarks/reward_pool.py: what it refuses, what it finds wrong, and the whole of it in small."""
+"""Checks the refusals of tools/benchmarks/reward_pool.py, the faults that it finds, and the whole of it in small."""
 
 from __future__ import annotations
 

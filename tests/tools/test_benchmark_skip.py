@@ -1,5 +1,4 @@
-"""tools/benchmarks/skip.py and benchmarks/planner.py: real runs at sizes of a test, whose figures follow from one
-another."""
+"""Checks tools/benchmarks/skip.py and planner.py by small real runs, whose figures follow from one another."""
 
 from __future__ import annotations
 
@@ -40,7 +39,10 @@ def run_tool(out: pathlib.Path, processes: int, *arguments: str) -> list[dict]:
 
 
 def test_shares_are_those_of_the_figures(tmp_path: pathlib.Path) -> None:
-    """Wall time on one process: one batch, so that medians are of repeats alone."""
+    """The reported shares are those of the reported times and tokens.
+
+    Wall time is taken on one process, of one batch, so that medians are of repeats alone.
+    """
     half, ghost = run_tool(tmp_path / "skip.json", 1, "--layers", "2", "--repeats", "2", "--dead-share", "0.5", "1.0")
     assert (
         half["ratio"] == half["dense_s"] / half["skip_s"]

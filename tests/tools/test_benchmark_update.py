@@ -1,5 +1,7 @@
-"""tools/benchmarks/update.py: arguments, settings, padding, the comparison and the tables; the whole of it where trl is
-installed."""
+"""Checks the arguments, settings, padding, comparison and tables of tools/benchmarks/update.py.
+
+The whole of it is run where trl is installed.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,10 @@ def test_missing_trl_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def make_samples(lengths: list[int]) -> list[Sample]:
-    """Sample i has a prompt of a quarter of its tokens; tokens are 100 · i + position, so that each is found again."""
+    """Make samples whose prompts are a quarter of their tokens.
+
+    Tokens of sample i are 100 · (i + 1) + position, so that each is found again.
+    """
     return [
         Sample(
             sample_id=f"s{i}",
@@ -176,7 +181,7 @@ def contender(family: str, name: str, gradient=gradients, update=lambda: None) -
 
 
 def compare(**wrong: dict) -> list[dict]:
-    """Of one contender in each family, all with the same gradient but for those given."""
+    """Compare one contender in each family, all with the same gradient but for those given."""
     names = {"trl_shipped": "x", "trl_helped": "y", "dense": "z", "skip": "w"}
     each = {family: wrong.get(family, gradients()) for family in names}
     return compare_gradients([contender(family, name, each[family].copy) for family, name in names.items()], BAR)
@@ -274,7 +279,7 @@ def test_tables_say_what_was_compared_and_what_trl_ran() -> None:
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess:
-    """In a process of its own: torch.distributed and accelerate's state are one per process."""
+    """Run the tool in a process of its own: torch.distributed and accelerate's state are one per process."""
     command = [sys.executable, str(ROOT / "tools" / "benchmarks" / "update.py"), *SMALL, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(600))

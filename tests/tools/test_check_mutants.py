@@ -1,5 +1,7 @@
-"""Checks tools/check_mutants.py: its table fits this tree, and on a small one kills, survivors and errors are told
-apart."""
+"""Checks that the table of tools/check_mutants.py fits this tree, and that it tells kills, survivors and errors apart.
+
+It tells them apart on a small tree.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,10 @@ def fault(name: str, becomes: str, *tests: str) -> Mutant:
 
 @pytest.fixture
 def tree(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Makes a git repository of SMALL with nothing committed; pytest starts without plugins there, in half the time."""
+    """Make a git repository of SMALL with nothing committed.
+
+    Pytest starts without plugins there, in half the time.
+    """
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     root = tmp_path / "tree"
     for name, text in SMALL.items():
@@ -122,8 +127,11 @@ def test_the_whole_suite_is_asked_about_a_survivor(tree: pathlib.Path, capsys) -
 
 
 def test_what_cannot_be_judged_is_said(tree: pathlib.Path, capsys) -> None:
-    """Ends with 2 for a test that fails without a fault, a test that is not there and an unknown name; with 1 for a
-    line that is gone."""
+    """The tool names what it cannot judge, and does not end with 0.
+
+    It ends with 2 for a test that fails without a fault, a test that does not exist and an unknown name; with 1 for a
+    line that is gone.
+    """
     for mutant, only, code, words in (
         (
             fault("by a broken test", "y = 3 * x", "::test_broken"),

@@ -1,5 +1,7 @@
-"""Our tables against NVIDIA megatron-bridge's, where it is installed: ``pip install --no-deps megatron-bridge einops
-triton``."""
+"""Our tables equal those of NVIDIA megatron-bridge, where it is installed.
+
+To install it: ``pip install --no-deps megatron-bridge einops triton``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A family without a table goes through megatron-bridge, by the same command. That needs a GPU: a stand-in is
-called."""
+"""A family without a table goes through megatron-bridge, by the same command.
+
+That needs a GPU, so a stand-in is called.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import convert_checkpoint
 
 
 class StandIn:
-    """Of ``megatron.bridge.AutoBridge`` 0.3.1: notes what it is called with."""
+    """Stands in for ``megatron.bridge.AutoBridge`` 0.3.1, and notes the calls that it gets."""
 
     calls: list[tuple] = []
 

@@ -1,5 +1,7 @@
-"""tools/convert_checkpoint.py on one process: every family comes back to the bit and computes what transformers
-computes; refusals."""
+"""Checks tools/convert_checkpoint.py on one process, and its refusals.
+
+Every family comes back to the bit and computes what transformers computes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ LOGPROB_TOLERANCE = 1e-5
 def write_model(
     folder: pathlib.Path, family: str = "qwen2_tied", *, dtype: torch.dtype = torch.float32, shards: str = "100KB"
 ):
-    """A Hugging Face directory with side files that are no weights."""
+    """Write a Hugging Face directory with side files that are no weights; return its model."""
     _, model = tiny_model(family, layers=4)
     model.to(dtype).save_pretrained(folder, max_shard_size=shards)
     (folder / "tokenizer.json").write_text('{"of": "nothing"}')
@@ -58,8 +60,11 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_a_round_trip_is_bitwise_and_log_probs_are_those_of_transformers(tmp_path: pathlib.Path, family: str) -> None:
-    """The Megatron side's weights come out of the checkpoint by Megatron-Core's own load; llama3_rope runs past its
-    original length."""
+    """Every family comes back to the bit, and its log-probs are those of transformers.
+
+    The Megatron side's weights come out of the checkpoint by Megatron-Core's own load; llama3_rope runs past its
+    original length.
+    """
     write_model(tmp_path / "hf", family)
     experts = ("--ep", 2) if family in MIXTURES else ()
     arguments = (
@@ -111,7 +116,7 @@ def test_a_wrong_rotary_frequency_shows_in_the_log_probs(tmp_path: pathlib.Path,
 
 
 def test_import_and_export_by_the_command_line(tmp_path: pathlib.Path, capsys) -> None:
-    """Several iterations in one folder, another dtype on the way out, one file or shards."""
+    """A folder holds several iterations; each is exported in its own dtype or another, as one file or in shards."""
     write_model(tmp_path / "hf", "llama")
     wanted, megatron = tensors_of(tmp_path / "hf"), tmp_path / "megatron"
     assert run("import", tmp_path / "hf", megatron, "--iteration", 7) == 0
@@ -206,9 +211,12 @@ print("GROWTH", big, (after - before) * 1024)
 
 @pytest.mark.long
 def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib.Path) -> None:
-    """630 MB of weights, 31 MB a layer, both ways: the peak may grow by a layer of mapped files, the largest Megatron
+    """Both ways, memory grows by a layer and a tensor, and not by the model.
+
+    The model has 630 MB of weights, 31 MB a layer. The peak may grow by a layer of mapped files, the largest Megatron
     tensor (gate and up, 13 MB), half of it as a chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the
-    number of layers."""
+    number of layers.
+    """
     command = [sys.executable, "-c", GROWTH, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert done.returncode == 0, done.stderr
@@ -369,7 +377,10 @@ def test_chunks_that_leave_a_hole_are_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_shards_hold_what_safetensors_reads(tmp_path: pathlib.Path) -> None:
-    """Scalars aside: every dtype that is written, a tensor larger than a shard, and an empty last line of the plan."""
+    """Safetensors reads from the shards the tensors that were written.
+
+    They have every dtype that is written, and one is larger than a shard; another dtype is refused.
+    """
     tensors = {
         f"t{i}": torch.randn(3, i + 1).to(kind)
         for i, kind in enumerate((torch.float32, torch.bfloat16, torch.float16) * 2)

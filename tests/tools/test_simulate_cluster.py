@@ -1,5 +1,4 @@
-"""simulate/: memory against built models, plans against the backend's, the clock's arithmetic, and the two command
-lines."""
+"""Checks the simulator's memory against built models, its plans against the backend's, and its clock's arithmetic."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from tests.patience import patient
 from tests.reference import tiny_config
 from tests.tools.simulated_job import equal_samples, job_of, per_token, tiny_job
 
-# ---- against what is really built
-# --------------------------------------------------------------------------------------
+# ---- against what is really built -----------------------------------------------------------------------------------
 
 SPLITS = {
     "TP2": ("qwen2_untied", "parallel.tensor=2", "parallel.sequence_parallel=true"),
@@ -51,7 +49,7 @@ SPLITS = {
 
 
 def built(rank: int, world: int, family: str, *overrides: str) -> dict:
-    """What a rank of a real backend holds and plans."""
+    """Return the memory that a rank of a real backend holds, and the plan that it makes."""
     values = ragged_advantages(24)
     with open_rig(family, *overrides, samples=24) as rig:
         plan = rig.plan(values, drops=True)
@@ -81,8 +79,11 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
-    """Bytes of weights, a second model's too, and gradients exactly, on every rank; moments over all ranks; rules and
-    plan by value."""
+    """The simulator's memory and plan equal those of the backend.
+
+    Bytes of weights, of a second model too, and of gradients are equal on every rank, those of moments over all ranks;
+    rules and plan are equal by value.
+    """
     family, *overrides = SPLITS[split]
     config = load_config(None, [*DEFAULTS, *overrides])
     degrees = degrees_of(config, 2)
@@ -109,7 +110,7 @@ def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
 
 
 def saved_bytes(rank: int, world: int, family: str, layers: int) -> tuple[int, int]:
-    """(bytes that autograd saves in one micro-batch's forward, weights not counted; its tokens)."""
+    """Return the bytes that autograd saves in one micro-batch's forward, weights not counted, and its tokens."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,8 +130,11 @@ def saved_bytes(rank: int, world: int, family: str, layers: int) -> tuple[int, i
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
 def test_activations_are_what_autograd_saves(pool, family: str) -> None:
-    """Per layer, in float32, by the difference between four layers and two. Within 5 %: the attention here pads
-    sequences to the longest of a few, and norms keep a number per token."""
+    """The activations of a layer are within 5 % of the bytes that autograd saves for it.
+
+    They are found in float32, by the difference between four layers and two. The 5 %: the attention here pads sequences
+    to the longest of a few, and norms keep a number per token.
+    """
     (deep, tokens), (shallow, _) = (pool.run(1, saved_bytes, family, layers, timeout_s=60)[0] for layers in (4, 2))
     config = load_config(None, list(DEFAULTS))
     degrees = degrees_of(config, 1)
@@ -138,13 +142,15 @@ def test_activations_are_what_autograd_saves(pool, family: str) -> None:
     assert 4 * tokens * kept_elements(shape, config, degrees) == pytest.approx((deep - shallow) / 2, rel=0.05)
 
 
-# ---- the clock
-# ---------------------------------------------------------------------------------------------------------
+# ---- the clock ------------------------------------------------------------------------------------------------------
 
 
 def test_equal_samples_take_what_the_pipeline_takes() -> None:
-    """16 samples of 40 tokens, one in each micro-batch, on PP4 x DP2: (8 + 4 - 1) slots of 40 s; half dead: (4 + 3)
-    slots."""
+    """Equal samples take as many slots of time as the pipeline has, full or half dead.
+
+    16 samples of 40 tokens, one in each micro-batch, on PP4 x DP2 take (8 + 4 - 1) slots of 40 s; half dead (4 + 3)
+    slots.
+    """
     found = forecast(tiny_job(equal_samples(16, 40, dead=4), 8, "parallel.pipeline=4", costs=per_token(4)))
     assert found.dense.update_s == pytest.approx(11 * 40 + 7, rel=1e-12) and found.skip.update_s == pytest.approx(
         7 * 40 + 7, rel=1e-12
@@ -180,8 +186,11 @@ def test_nothing_dead_gains_nothing_and_all_dead_is_a_ghost() -> None:
 
 
 def test_what_binds_is_named() -> None:
-    """Experts over two replicas, one long sample each: the lockstep costs what the longer one takes beyond the
-    shorter."""
+    """The forecast names the constraints that bind, the costliest first.
+
+    With experts over two replicas and one long sample, the lockstep costs what the longer replica takes beyond the
+    shorter.
+    """
     workload = dataclasses.replace(equal_samples(4, 20), response_tokens=np.array([15, 15, 15, 95]))
     found = forecast(tiny_job(workload, 2, "parallel.expert=2", family="mixtral", costs=per_token(1)))
     names = {x.name for x in found.constraints}
@@ -197,8 +206,11 @@ def test_what_binds_is_named() -> None:
 
 
 def test_replicas_that_share_experts_wait_for_each_other() -> None:
-    """Micro-batches of one sample: replica 0 runs 10 and 40 tokens, replica 1 runs 30 and 25. Together 30 + 40, apart
-    the longer 55."""
+    """Replicas that share experts wait for each other in every micro-batch.
+
+    Micro-batches are of one sample: replica 0 runs 10 and 40 tokens, replica 1 runs 30 and 25. Together they take 30 +
+    40, apart the longer 55.
+    """
     workload = dataclasses.replace(
         equal_samples(4, 20), prompt_tokens=np.full(4, 5), response_tokens=np.array([5, 25, 35, 20])
     )
@@ -217,7 +229,10 @@ def test_replicas_that_share_experts_wait_for_each_other() -> None:
 
 
 def test_thousands_of_gpus_take_seconds() -> None:
-    """4,096 GPUs, 16,384 samples, four mini-batches: planned and put on the clock several times over."""
+    """A forecast for 4,096 GPUs, 16,384 samples and four mini-batches takes seconds.
+
+    It is planned and put on the clock several times over.
+    """
     config = load_config(
         None,
         [
@@ -239,11 +254,3 @@ def test_thousands_of_gpus_take_seconds() -> None:
     found = forecast(job_of(config, shape, degrees, workload))
     assert time.perf_counter() - started < patient(300)  # 8 s on a loaded host
     assert found.dense.update_s >= found.skip.update_s > 0 and 1 <= found.gain <= found.ideal * 1.2
-
-
-# ---- workloads, coefficients
-# -------------------------------------------------------------------------------------------
-
-
-# ---- command lines
-# -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
-"""tools/benchmarks/simulate_cluster_check.py without measuring: its fit finds the rates that made the times, and each
-launch is left out in turn."""
+"""Checks tools/benchmarks/simulate_cluster_check.py without measuring.
+
+Its fit finds the rates that made the times, and each launch is left out in turn.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def planned(settings: dict) -> dict:
 
 
 def records(monkeypatch) -> list[dict]:
-    """What six launches would measure under THETA, to the last digit."""
+    """Return the records that six launches would measure under THETA, to the last digit."""
     made = []
     for launch in (checked.LAUNCHES[i] for i in (0, 1, 4, 5, 8, 10)):
         monkeypatch.setenv("WORLD_SIZE", str(launch["dp"] * launch["pp"]))
@@ -44,8 +46,11 @@ def records(monkeypatch) -> list[dict]:
 
 
 def test_times_are_predicted_by_launches_that_were_left_out(monkeypatch) -> None:
-    """1e-3: the fit's slopes are differences. A launch that were in its own fit would hide the half of a doubled
-    time."""
+    """The times of a launch are predicted by a fit to the other launches alone.
+
+    The bound is 1e-3, as the fit's slopes are differences. A launch in its own fit would hide the half of a doubled
+    time.
+    """
     given = records(monkeypatch)
     found = checked.check(given)
     assert found["median_error"] < 1e-3 and len(found["rows"]) == 12

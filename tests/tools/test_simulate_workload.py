@@ -1,4 +1,4 @@
-"""Workloads, coefficients and command lines of the simulator."""
+"""Checks workloads, coefficients and command lines of the simulator."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_trace_by_samples_equals_one_by_rollouts(tmp_path: pathlib.Path, caplog) -> None:
-    """Tokens with loss default to the response's; a line that was cut off while it was written is left out, and
-    said."""
+    """A trace by samples gives the same workload as one by rollouts.
+
+    Tokens with loss default to the response's; a line that was cut off while it was written is left out, and that is
+    said.
+    """
     wanted = equal_samples(4, 20)
     rows = zip(
         wanted.prompt_tokens.tolist(),
@@ -78,7 +81,7 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path: pathlib.Path, again: dict,
 
 
 def test_gdpo_reads_each_functions_rewards(tmp_path: pathlib.Path) -> None:
-    """Two functions that disagree and whose weighted sum is the same: signal under gdpo alone."""
+    """Two functions that disagree and whose weighted sum is the same give signal under gdpo alone."""
     by_function = {"a:f": np.array([1.0, 0.0]), "b:g": np.array([0.0, 2.0])}
     append_trace(
         tmp_path / "trace.jsonl",
@@ -96,7 +99,7 @@ def test_gdpo_reads_each_functions_rewards(tmp_path: pathlib.Path) -> None:
 
 
 def test_draws_have_the_stated_means() -> None:
-    """Of 40,000 lengths and 10,000 prompts: within 2 %, four standard errors."""
+    """The means of 40,000 lengths and 10,000 prompts are within 2 % of those stated: four standard errors."""
     config = load_config(
         None, ["train.prompts_per_rollout=10000", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=100000"]
     )
@@ -217,7 +220,10 @@ def test_what_cannot_work_is_said_as_training_says_it(arguments, more, message, 
 
 
 def test_a_trace_forecasts_as_its_samples_do(arguments, tmp_path: pathlib.Path, capsys) -> None:
-    """The rollout of median update time, and an error for a line that is no sample, and for two sources at once."""
+    """A trace forecasts its rollout of median update time.
+
+    A line that is no sample is an error, and so are two sources at once.
+    """
     config = load_config(None, arguments)
     trace, written = tmp_path / "trace.jsonl", tmp_path / "figures.json"
     for rollout, mean in enumerate((40, 80, 60)):

@@ -1,7 +1,7 @@
-"""The SLURM templates without SLURM: what a stand-in srun is called with, when a job requeues itself, and how a signal
-reaches the ranks.
+"""Checks the SLURM templates without SLURM, by stand-ins.
 
-The real thing, two nodes and all, is ``make test-slurm`` (tests/slurm/check.py).
+Checked are the command lines that a stand-in srun is called with, the requeueing of a job by itself, and the way of a
+signal to the ranks. The real thing, two nodes and all, is ``make test-slurm`` (tests/slurm/check.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TEMPLATES = sorted(SLURM.glob("*.sbatch"))
 SCRIPTS = sorted([*SLURM.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
 BOUND_S = patient(HANG_S)
 
-# Says how it was called; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names
-# one; vLLM's runs on.
+# Prints its arguments; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names one;
+# a step of vLLM runs on.
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >>"$CALLS"
 [[ "$*" == *api_server* ]] && exec sleep 600
@@ -71,8 +71,7 @@ def _program(folder: pathlib.Path, name: str, text: str) -> None:
 def submit(
     tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = "a1 a2", **variables: str
 ) -> tuple[int, list[str], str]:
-    """The template as SLURM's slurmd would run it, with stand-ins: its exit code, what they were called with, and its
-    output."""
+    """Run the template as SLURM's slurmd would, with stand-ins; return its exit code, their calls, and its output."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
         _program(tmp_path / "bin", name, text)
     (tmp_path / "bin" / "activate").touch()
@@ -211,11 +210,8 @@ def test_node_ends_with_torchruns_exit_code(tmp_path, code):
 
 
 @pytest.mark.parametrize(
-    (
-        "number",
-        "code",
-        "whole_step",
-    ),  # SIGTERM to every process would end the stand-in; the real torchrun then ends its ranks by it
+    # SIGTERM to every process would end the stand-in; the real torchrun then ends its ranks by it
+    ("number", "code", "whole_step"),
     [(signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)],
 )
 def test_signal_reaches_the_ranks_and_not_torchrun(tmp_path, number, code, whole_step):

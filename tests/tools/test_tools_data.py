@@ -1,4 +1,4 @@
-"""tools/make_tokenizer.py, tools/make_model.py and the examples' prepare.py: what they write loads, and round-trips."""
+"""Checks that what make_tokenizer.py, make_model.py and the examples' prepare.py write loads and round-trips."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def load_script(path: str):
-    """A script as a module of its own name: both examples are called prepare.py."""
+    """Load a script as a module of its own name: both examples are called prepare.py."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), ROOT / path)

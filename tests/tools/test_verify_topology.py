@@ -1,5 +1,7 @@
-"""tools/verify_topology.py on several ranks: topologies that are right pass, planted faults are caught, named and end
-in exit code 1."""
+"""Checks tools/verify_topology.py on several ranks: right topologies pass, planted faults are caught and named.
+
+A fault ends the tool with exit code 1.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ BOUND_S = patient(600.0)
 
 
 def launch(nursery: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
-    """(largest exit code of the ranks, what --json wrote, output) of the tool; nothing of it is left running."""
+    """Run the tool on ``world`` ranks, of which nothing is left running.
+
+    Returns the largest exit code of the ranks, what --json wrote, and the output.
+    """
     given = prepare(family, folder, *arguments)
     with nursery.ranks(world, given, folder / "ranks", function=FILE, given=[str(TOOL)]) as ranks:
         codes = ranks.wait(BOUND_S)
@@ -46,7 +51,7 @@ def prepare(family: str, folder: pathlib.Path, *arguments: str) -> list[str]:
 
 
 def answer(folder: pathlib.Path) -> dict:
-    """Read what --json wrote; {} where it wrote nothing."""
+    """Read the file that --json wrote; return {} where there is none."""
     out = folder / "out.json"
     return json.loads(out.read_text()) if out.exists() else {}
 
@@ -54,7 +59,7 @@ def answer(folder: pathlib.Path) -> dict:
 def launch_by_torchrun(
     _: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str
 ) -> tuple[int, dict, str]:
-    """The same by the command that docs/verify-topology.md gives."""
+    """Run the tool by the command that docs/verify-topology.md gives; return what ``launch`` returns."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), str(TOOL)]
     command += prepare(family, folder, *arguments)
     with open(folder / "log.txt", "w") as log:
@@ -69,7 +74,7 @@ def launch_by_torchrun(
 
 
 def end(process: subprocess.Popen) -> None:
-    """The launcher and all its descendants: its workers lead sessions of their own."""
+    """Kill the launcher and all its descendants: its workers lead sessions of their own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -79,8 +84,7 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-# ---- on several ranks
-# --------------------------------------------------------------------------------------------------
+# ---- on several ranks -----------------------------------------------------------------------------------------------
 
 OVERLAPS = (
     "megatron.ddp.overlap_grad_reduce=true",
@@ -121,7 +125,7 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
         "gradient norm of optim_step",
     }
     assert set(checks) == wanted | {"weights after 3 AdamW steps", "skip against dense"}
-    # float32 sums in another order somewhere, and bitwise equality of everything would mean that one thing was compared
+    # float32 sums have another order somewhere; bitwise equality of everything would mean that one thing was compared
     # with itself
     assert checks["gradient: attention qkv"]["error"] > 0 and checks["weights after 3 AdamW steps"]["error"] > 0
     assert "16 samples dropped" in checks["skip against dense"]["note"]

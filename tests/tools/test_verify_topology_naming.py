@@ -1,5 +1,7 @@
-"""tools/verify_topology.py without a process group: what compares and names, the thin model, its samples, its
-configurations."""
+"""Checks tools/verify_topology.py without a process group.
+
+Checked are its comparing and naming, the thin model, its samples, and its configurations.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ NAMES = (
 
 
 def gradients(**scaled: float) -> dict[str, torch.Tensor]:
-    """Fixed tensors; a keyword scales those whose name contains it."""
+    """Return fixed tensors; a keyword scales those whose name contains it."""
     generator = torch.Generator().manual_seed(0)
     found = {name: torch.randn(8, generator=generator) for name in NAMES}
     found["model.layers.0.self_attn.k_proj.bias"] *= 1e-9  # what is left of a gradient that cancels
@@ -234,8 +236,7 @@ def test_equal_measurements_pass_and_a_skip_that_is_not_compared_says_why():
     assert verdict_line(verdict, 1e-5).startswith("verdict: PASSED, 9 checks within 1e-05")
 
 
-# ---- the thin model, its samples, its configurations
-# -----------------------------------------------------------------------
+# ---- the thin model, its samples, its configurations ----------------------------------------------------------------
 
 
 def test_parts_of_an_activation_are_joined_as_ranks_hold_them():

@@ -1,4 +1,4 @@
-"""The laws of the house (CONTRIBUTING.md) that a parser can check."""
+"""Checks the laws of the house (CONTRIBUTING.md) that a parser can check."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GETATTR_DEFAULTS: dict[tuple[str, str], str] = {}  # (file, attribute): the reas
 
 
 def name_of(path: pathlib.Path) -> str:
-    """The path from the repository's root; from the package for a file in it."""
+    """Return the path from the repository's root; from the package for a file in it."""
     parent = ROOT / "megatron_rl" if path.is_relative_to(ROOT / "megatron_rl") else ROOT
     return path.relative_to(parent).as_posix()
 
@@ -67,7 +67,7 @@ def tree_of(path: pathlib.Path) -> ast.Module:
 
 
 def imports_of(path: pathlib.Path) -> set[str]:
-    """Dotted names, a `from a import b` as a.b; imports inside functions too."""
+    """Return the dotted names that a file imports, inside functions too; a `from a import b` is a.b."""
     found = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def places(found: list[str]) -> str:
 
 
 def room_of(path: pathlib.Path) -> str:
-    """The room that a module of the package lies in, or its own name where it lies flat."""
+    """Return the room that a module of the package lies in, or its own name where it lies flat."""
     return path.relative_to(ROOT / "megatron_rl").with_suffix("").parts[0]
 
 
@@ -99,7 +99,7 @@ def test_the_package_holds_its_rooms_and_nothing_else() -> None:
 
 
 def test_imports_go_down_only() -> None:
-    """Lazy imports and those for types alone too; so no room can import itself in a circle."""
+    """Imports go down only, lazy ones and those for types alone too; so no room can import itself in a circle."""
     found = []
     for path in PACKAGE:
         room = room_of(path)
@@ -182,7 +182,7 @@ def test_functions_stay_under_60_lines() -> None:
 
 
 def test_no_blind_except() -> None:
-    """No bare `except:`, and no handler of Exception that does nothing."""
+    """There is no bare `except:`, and no handler of Exception that does nothing."""
     found = []
     for path in CHECKED:
         for node in ast.walk(tree_of(path)):
@@ -196,7 +196,7 @@ def test_no_blind_except() -> None:
 
 
 def getattr_defaults(path: pathlib.Path) -> set[tuple[str, str]]:
-    """(file, attribute) of every three-argument getattr."""
+    """Return (file, attribute) of every three-argument getattr."""
     calls = [
         n
         for n in ast.walk(tree_of(path))
@@ -223,7 +223,7 @@ def test_pure_stages_import_numbers_only() -> None:
 
 
 def test_pure_stages_run_without_torch() -> None:
-    """Nothing that they import brings torch or Megatron-Core along: a plan is simulated on a laptop."""
+    """The pure stages bring neither torch nor Megatron-Core along: a plan is simulated on a laptop."""
     modules = ", ".join(f"megatron_rl.{stage}" for stage in PURE_STAGES)
     code = f"import sys, {modules}; print([m for m in ('torch', 'megatron') if m in sys.modules])"
     done = subprocess.run(
@@ -234,7 +234,10 @@ def test_pure_stages_run_without_torch() -> None:
 
 @pytest.mark.parametrize("stage", [stage for stage in PURE_STAGES if stage != "algorithm.estimators"])
 def test_pure_stages_number_their_invariants(stage: str) -> None:
-    """In their docstring, counted from 1; the tests' ``assert_invariants`` carries a mark for each."""
+    """A pure stage's docstring counts its invariants from 1, and its tests carry a mark for each.
+
+    The marks stand in the tests' ``assert_invariants``.
+    """
     docstring = ast.get_docstring(tree_of(module_path(stage)))
     numbers = [int(n) for n in re.findall(r"^(\d+)\. ", docstring, flags=re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1)) and numbers
@@ -249,7 +252,7 @@ def test_pure_stages_number_their_invariants(stage: str) -> None:
 
 
 def module_path(stage: str) -> pathlib.Path:
-    """``planning.plan`` → its file."""
+    """Return the file of a stage such as ``planning.plan``."""
     return ROOT / "megatron_rl" / f"{stage.replace('.', '/')}.py"
 
 

@@ -1,4 +1,4 @@
-"""The doctor: each known breakage is planted, named and mended; a healthy host passes."""
+"""Checks the doctor: each known breakage is planted, named and mended; a healthy host passes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def of(thing: str, host: Host) -> Finding:
     return found
 
 
-# ------------------------------------------------------------------------------------------- checks on facts made up
-# here
+# ---- checks on facts made up here -----------------------------------------------------------------------------------
 
 
 def test_healthy_facts_have_no_error() -> None:
@@ -162,13 +161,15 @@ def test_only_the_standard_library_is_imported_at_module_level(file: str) -> Non
     )
 
 
-# ------------------------------------------------------------- the real command, on breakage planted ahead of
-# site-packages
+# ---- the real command, on breakage planted ahead of site-packages ---------------------------------------------------
 
 
 def plant(folder: pathlib.Path, *, packages: dict[str, str], metadata: dict[str, str]) -> pathlib.Path:
-    """``packages``: module → source of its __init__.py, or "" for a folder without one. ``metadata``: distribution →
-    version."""
+    """Write packages and their metadata into a folder; return it.
+
+    ``packages``: module → source of its __init__.py, or "" for a folder without one. ``metadata``: distribution →
+    version.
+    """
     for module, source in packages.items():
         (folder / module).mkdir(parents=True)
         if source:
@@ -181,7 +182,7 @@ def plant(folder: pathlib.Path, *, packages: dict[str, str], metadata: dict[str,
 
 
 def run_doctor(tmp_path: pathlib.Path, planted: pathlib.Path | None, *flags: str) -> tuple[int, str, dict]:
-    """Exit code, what was printed, the findings of its JSON by thing."""
+    """Run the doctor; return its exit code, its output, and the findings of its JSON by thing."""
     report = tmp_path / "report.json"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(planted), str(ROOT)] if planted else [str(ROOT)])}
     command = [sys.executable, *flags, "-m", "megatron_rl.doctor", "--json", str(report)]
@@ -254,8 +255,10 @@ def test_failed_import_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_path):
-    """A half-installed Transformer Engine makes ``import megatron.core`` fail with FileNotFoundError, not
-    ImportError."""
+    """The trainer points to the doctor where ``import megatron.core`` fails, though not with ImportError.
+
+    A half-installed Transformer Engine makes it fail with FileNotFoundError.
+    """
     broken = tmp_path / "packages" / "megatron" / "core"
     broken.mkdir(parents=True)
     (broken.parent / "__init__.py").write_text("")
@@ -279,7 +282,10 @@ def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_
 def test_a_release_of_megatron_core_outside_the_range_stops_the_start(
     tmp_path: pathlib.Path, entry: str, version: str
 ) -> None:
-    """Its metadata says another version; the code behind it is the installed one and would run."""
+    """A release of Megatron-Core outside the range stops the start.
+
+    Its metadata says another version; the code behind it is the installed one and would run.
+    """
     planted = plant(tmp_path / "planted", packages={}, metadata={"megatron-core": version})
     (tmp_path / "config.json").write_text("{}")
     trainer = ["-m", "megatron_rl.train", f"model.hf_path={tmp_path}", "reward.functions=[arithmetic]"]

@@ -1,5 +1,4 @@
-"""tests/pairwise.py: the rows that `make test` keeps of a product hold every pair, and nothing of the product is
-lost."""
+"""Checks tests/pairwise.py: the rows that `make test` keeps hold every pair, and nothing of the product is lost."""
 
 from __future__ import annotations
 

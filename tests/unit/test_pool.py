@@ -1,4 +1,4 @@
-"""The pool of gloo workers: order, failures that name their ranks, bounds in time, nothing leaked."""
+"""Checks the pool of gloo workers: order, failures that name their ranks, bounds in time, nothing leaked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[Pool]:
-    """A pool to break, so that the session's keeps its imports."""
+    """Start a pool to break, so that the session's keeps its imports."""
     with Pool(max_world=2, grace_s=1.0) as workers:
         yield workers
 
@@ -72,7 +72,7 @@ def unpicklable(rank: int, world: int) -> object:
 
 
 def initialise_megatron(rank: int, world: int) -> tuple[int, int]:
-    """Returns open file descriptors and threads with Megatron's groups up."""
+    """Return the numbers of open file descriptors and threads with Megatron's groups up."""
     import torch
     import torch.distributed as dist
 
@@ -116,7 +116,7 @@ def test_exception_carries_rank_traceback_and_output(pool: Pool) -> None:
 
 
 def test_raise_while_the_other_waits(fragile: Pool) -> None:
-    """The grace ends rank 0's wait, and not its task's hour."""
+    """After rank 1 raised, rank 0's wait is ended by the grace, and not by its task's hour."""
     with pytest.raises(PoolError, match="rank 1 raised ValueError: planted on 1") as caught:
         fragile.run(2, raise_on, (1,), timeout_s=3600)
     assert caught.value.failed == (1,) and caught.value.hung == (0,)
@@ -124,7 +124,10 @@ def test_raise_while_the_other_waits(fragile: Pool) -> None:
 
 
 def test_hang_ends_in_its_bound_and_the_pool_works_again(fragile: Pool) -> None:
-    """Rank 0 has returned long before; rank 1 would take an hour."""
+    """A hang ends in its bound, and the pool works again.
+
+    Rank 0 has returned long before; rank 1 would take an hour.
+    """
     fragile.run(2, describe)
     with pytest.raises(PoolError, match=f"rank 1 did not finish in {patient(LOADED):g} s") as caught:
         fragile.run(2, hang, timeout_s=1)

@@ -9,8 +9,10 @@ from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 
 
 def worker_environment() -> dict[str, str]:
-    """Return this process's variables without a launcher's and without a GPU: these workers are a gloo world on the
-    CPU."""
+    """Return this process's variables without a launcher's and without a GPU.
+
+    The workers that get them are a gloo world on the CPU.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -31,8 +31,10 @@ def prepare_inputs(folder: pathlib.Path, *, hidden: int, layers: int, heads: int
 
 
 def prepare_mixture(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Write the data and tokenizer of ``arithmetic`` and a Qwen3-MoE of four experts, as Hugging Face saves it; return
-    ``folder``."""
+    """Write the data and tokenizer of ``arithmetic`` and a Qwen3-MoE of four experts; return ``folder``.
+
+    The model is saved as Hugging Face saves it.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
     shutil.copytree(arithmetic, folder, dirs_exist_ok=True)

@@ -1,5 +1,4 @@
-"""A process that has imported everything and is forked from: a worker, or a rank of a run, starts in milliseconds, not
-in seconds.
+"""Forks workers, or ranks of a run, from a process that has imported everything, in milliseconds and not in seconds.
 
     with Nursery() as nursery:
         with nursery.ranks(2, ["--config", …], folder) as ranks:      # megatron_rl.train, as a launcher would start it
@@ -7,13 +6,11 @@ in seconds.
         code, output = nursery.run_script(path, "--help")             # a tool, as python would
 
 Importing torch, Megatron-Core and transformers takes longer than most runs of the tests. A fork has what was imported
-and nothing
-else: no thread, no process group, no random state of another test; it leads a session of its own.
+and nothing else: no thread, no process group, no random state of another test; it leads a session of its own.
 
 Protocol, one stream socket, strictly in turn: a request is a line of JSON (``start`` with up to three descriptors) and
-its answer
-another: {"start": …} → {"pid"}; {"poll": pid} → {"code": null while it runs, else as ``subprocess`` counts it}. When
-the socket closes, every fork that is left is killed and the nursery ends.
+its answer another: {"start": …} → {"pid"}; {"poll": pid} → {"code": null while it runs, else as ``subprocess`` counts
+it}. When the socket closes, every fork that is left is killed and the nursery ends.
 """
 
 from __future__ import annotations
@@ -56,19 +53,19 @@ RANK_OF_A_RUN = "megatron_rl.train:command_line"
 
 
 class Fork:
-    """A process that a nursery has forked, by the names that ``subprocess.Popen`` has for it."""
+    """Stands for a process that a nursery has forked, with the names that ``subprocess.Popen`` has."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.nursery, self.pid, self.returncode = nursery, pid, None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return its exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
             self.returncode = self.nursery.ask({"poll": self.pid})["code"]
         return self.returncode
 
     def wait(self, timeout: float = 10.0) -> int:
-        """The exit code; raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Return its exit code; raise subprocess.TimeoutExpired after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > until:
@@ -81,7 +78,7 @@ class Fork:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kills it and what it started: it leads a session of its own."""
+        """Kill it and what it started: it leads a session of its own."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # so short a time after its start that it leads none yet
                 os.killpg(self.pid, signal.SIGKILL)
@@ -90,7 +87,10 @@ class Fork:
 
 
 class Nursery:
-    """The client's side. ``imported``: the modules that every fork finds imported."""
+    """The client's side of a nursery.
+
+    imported: the modules that every fork finds imported.
+    """
 
     def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
         ours, theirs = socket.socketpair()
@@ -112,7 +112,7 @@ class Nursery:
         self.close()
 
     def close(self) -> None:
-        """Ends the nursery and every fork of it."""
+        """End the nursery and every fork of it."""
         self._answers.close()
         self._socket.close()
         try:
@@ -122,7 +122,10 @@ class Nursery:
             self.process.wait()
 
     def ask(self, request: dict, descriptors: Sequence[int] = ()) -> dict:
-        """Sends a request and returns its answer. Raises RuntimeError where the nursery is gone."""
+        """Send a request and return its answer.
+
+        Raises RuntimeError where the nursery is gone.
+        """
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], list(descriptors))
             line = self._answers.readline()
@@ -144,7 +147,7 @@ class Nursery:
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = (),
     ) -> Fork:
-        """Forks a process that calls ``module:function`` with JSON arguments and ends when it returns.
+        """Fork a process that calls ``module:function`` with JSON arguments and ends when it returns.
 
         printed: file, or descriptor, of its stdout and stderr. stdin: a descriptor; none reads nothing. pipe: a
         descriptor that the function gets as its first argument. environment: added to the nursery's. program: its
@@ -165,7 +168,7 @@ class Nursery:
             return Fork(self, self.ask({"start": request}, given)["pid"])
 
     def run_script(self, path: pathlib.Path, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
-        """(exit code, what it printed) of a Python file that is run as ``python FILE ARGUMENT…`` would run it."""
+        """Run a Python file as ``python FILE ARGUMENT…`` would; return (exit code, what it printed)."""
         with tempfile.NamedTemporaryFile() as printed:
             fork = self.start(
                 "tests.workers.nursery:run_file", [str(path)], printed=printed.fileno(), program=arguments
@@ -185,8 +188,9 @@ class Nursery:
         function: str = RANK_OF_A_RUN,
         given: Sequence[object] = (),
     ) -> Iterator[Ranks]:
-        """The ranks of one start of ``python -m megatron_rl.train ARGUMENT…``, which end with the context. function:
-        called in their place, with ``given``. folder: of the files that they print to.
+        """Start the ranks of one ``python -m megatron_rl.train ARGUMENT…``, which end with the context.
+
+        function: called in their place, with ``given``. folder: of the files that they print to.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -217,8 +221,10 @@ class Ranks:
         self.forks, self.printed = list(forks), list(printed)
 
     def wait(self, timeout_s: float, but: Collection[int] = ()) -> list[int | None]:
-        """Every rank's exit code; None of one that had not ended within ``timeout_s``. but: ranks that are not waited
-        for."""
+        """Return every rank's exit code, None for one that had not ended within ``timeout_s``.
+
+        but: ranks that are not waited for.
+        """
         until = time.monotonic() + timeout_s
         for fork in (fork for rank, fork in enumerate(self.forks) if rank not in but):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -226,7 +232,7 @@ class Ranks:
         return [fork.poll() for fork in self.forks]
 
     def run(self) -> bool:
-        """Whether every rank still runs."""
+        """Return whether every rank still runs."""
         return all(fork.poll() is None for fork in self.forks)
 
     def said(self) -> str:
@@ -234,14 +240,14 @@ class Ranks:
 
 
 def run_file(path: str) -> None:
-    """Runs a file as the main module, its folder first on the search path."""
+    """Run a file as the main module, its folder first on the search path."""
     sys.path.insert(0, os.path.dirname(path))
     sys.argv[0] = path
     runpy.run_path(path, run_name="__main__")
 
 
 def run_fork(request: dict, descriptors: Sequence[int]) -> None:
-    """Becomes what the request asks for; never returns."""
+    """Become what the request asks for; never return."""
     code = 1
     try:
         os.setsid()

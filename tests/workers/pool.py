@@ -1,12 +1,11 @@
-"""Gloo worker processes that live as long as the test session, forked from a process that has imported torch and
-Megatron.
+"""Runs tasks on gloo worker processes that live as long as the test session.
 
-    results = pool.run(2, my_function, "argument", timeout_s=30, option=3)     # my_function(rank, world, "argument",
-    option=3)
+    results = pool.run(2, my_function, "argument", timeout_s=30, option=3)
+    # on each rank: my_function(rank, world, "argument", option=3)
 
-A task is a module-level function of an importable module; arguments and results are pickled (tensors on the CPU, or
-numpy). For each task the first ``world`` workers form a new gloo world; afterwards they leave every process group,
-Megatron's too.
+The workers are forked from a process that has imported torch and Megatron. A task is a module-level function of an
+importable module; arguments and results are pickled (tensors on the CPU, or numpy). For each task the first ``world``
+workers form a new gloo world; afterwards they leave every process group, Megatron's too.
 
 What is NOT fresh: a worker keeps what it imported, and with it module globals, patches of torch.cuda, entered
 TorchFunctionModes, default dtypes and RNG state. A task that needs a seed sets it; a task that must start in a pristine
@@ -41,21 +40,21 @@ from tests.workers.nursery import ONLY_TORCH, Nursery
 START_S = 300.0  # a worker is forked in milliseconds, from a nursery that imports for some seconds first
 # tests say what a task takes at most on two free cores; with as many others on each core it has taken four times that
 LOADED = 5.0
-GRACE_S = (
-    30.0  # after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
-)
+# after a rank failed, the others have this long to fail too (a lockstep check does) before they count as hung
+GRACE_S = 30.0
 LEAVE_S = 120.0
 STACKS_S = 10.0  # until a hung rank has written where it stands; one that is stopped never does
-MOST_THREADS = (
-    400  # of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps two threads of each
-)
+# of a worker between tasks: what Megatron-Core's modules keep of destroyed groups keeps two threads of each
+MOST_THREADS = 400
 STACK_ENDS = "in <module>"  # of the main thread, which faulthandler writes last
 SHOWN_CHARS = 6000  # of each rank's output, from its end
 
 
 class PoolError(AssertionError):
-    """A task did not return on every rank. ``failed`` are the ranks that raised or died, ``hung`` those that did not
-    finish."""
+    """A task did not return on every rank.
+
+    ``failed`` are the ranks that raised or died, ``hung`` those that did not finish.
+    """
 
     def __init__(self, message: str, failed: tuple[int, ...], hung: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -82,12 +81,12 @@ class Worker:
         theirs.close()
 
     def send(self, *message: Any) -> None:
-        """A worker that is already dead is found by ``receive``, which every send is followed by."""
+        """Send a message; a worker that is already dead is found by ``receive``, which follows every send."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(pickle.dumps(message))
 
     def receive(self) -> tuple[Any, ...]:
-        """The next message; ("died", how) where there will be none."""
+        """Return the next message; ("died", how) where there will be none."""
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -101,7 +100,7 @@ class Worker:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def num_threads(self) -> int:
-        """0 where the system does not say."""
+        """Return the worker's number of threads, 0 where the system does not say."""
         folder = pathlib.Path(f"/proc/{self.process.pid}/task")
         return len(list(folder.iterdir())) if folder.is_dir() else 0
 
@@ -110,8 +109,10 @@ class Worker:
         return os.fstat(self.log.fileno()).st_size
 
     def printed(self, since: int = 0) -> str:
-        """Return the end of what the current task wrote, from byte ``since`` on. pread, as the worker shares this
-        file's offset."""
+        """Return the end of what the current task wrote, from byte ``since`` on.
+
+        It is read by pread, as the worker shares this file's offset.
+        """
         size = self.num_printed()
         start = max(since, size - SHOWN_CHARS)
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace").strip()
@@ -130,11 +131,13 @@ class Worker:
 
 
 class Pool:
-    """Up to ``max_world`` workers, started when a task first needs them. Worker i is rank i of every task that reaches
-    it."""
+    """Up to ``max_world`` workers, started when a task first needs them.
+
+    Worker i is rank i of every task that reaches it.
+    """
 
     def __init__(self, max_world: int = 4, grace_s: float = GRACE_S, nursery: Nursery | None = None) -> None:
-        """nursery: which forks the workers; None for one of its own, which imports torch only."""
+        """nursery: the one that forks the workers; None for one of its own, which imports torch only."""
         self.max_world, self.grace_s = max_world, patient(grace_s)
         self._workers: dict[int, Worker] = {}
         self._num_tasks = 0
@@ -156,7 +159,7 @@ class Pool:
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any
     ) -> list[Any]:
-        """``function(rank, world, *args, **kwargs)`` on ``world`` ranks; its results in rank order.
+        """Run ``function(rank, world, *args, **kwargs)`` on ``world`` ranks; return its results in rank order.
 
         Raises PoolError, naming ranks, with their tracebacks and output, when any rank raises, dies or outlives LOADED
         · ``timeout_s``.
@@ -217,7 +220,7 @@ class Pool:
             raise RuntimeError(f"workers {late} of the pool were not ready in {START_S} s; they printed:\n{printed}")
 
     def _collect(self, ranks: list[int], timeout_s: float, grace_s: float) -> dict[int, tuple[Any, ...]]:
-        """One message from each rank, or none from those that send none in time."""
+        """Collect one message from each rank, or none from those that send none in time."""
         outcomes: dict[int, tuple[Any, ...]] = {}
         deadline = time.monotonic() + timeout_s
         while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
-"""One process of the pool: waits for a task, joins a fresh gloo world, runs the task, reports, leaves every group
-again.
+"""One process of the pool: it runs each task in a fresh gloo world.
 
-Forked from a nursery, which calls ``serve``; the protocol stands in pool.py.
+It waits for a task, joins the world, runs the task, reports, and leaves every group again. It is forked from a nursery,
+which calls ``serve``; the protocol stands in pool.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ import torch.distributed as dist
 
 
 def exit_with_parent() -> None:
-    """stdin is a pipe that the pool holds open and never writes to: its end means that the pool's process is gone."""
+    """End this process when the pool's process is gone.
+
+    stdin is a pipe that the pool holds open and never writes to: its end means that the pool's process is gone.
+    """
     while os.read(0, 1):
         continue
     os._exit(0)
@@ -55,7 +58,7 @@ def leave_every_group() -> None:
 
 
 def run_task(payload: bytes, rank: int, store: dist.Store) -> tuple[str, ...]:
-    """Run one task; returns ("returned", pickled result) or ("raised", "Type: message", traceback)."""
+    """Run one task; return ("returned", pickled result) or ("raised", "Type: message", traceback)."""
     try:
         number, world, module, qualname, args, kwargs, timeout_s = pickle.loads(payload)
         dist.init_process_group(
@@ -71,7 +74,7 @@ def run_task(payload: bytes, rank: int, store: dist.Store) -> tuple[str, ...]:
 
 
 def serve(pipe_fd: int, store_port: int, rank: int) -> None:
-    """Tasks until the pool closes the pipe."""
+    """Run tasks until the pool closes the pipe."""
     os.set_inheritable(pipe_fd, False)
     pipe = Connection(pipe_fd)
     faulthandler.enable()

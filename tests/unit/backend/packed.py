@@ -1,4 +1,4 @@
-"""Packing as a test calls it."""
+"""Packs samples as the tests do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def facts_of(samples: list[Sample]) -> BatchFacts:
 
 
 def inputs_of(samples: list[Sample]) -> LossInputs:
-    """Numbers that name their place: flat arrays count response tokens of the batch, per-sample ones count samples."""
+    """Return loss inputs whose numbers name their place.
+
+    Flat arrays count response tokens of the batch, per-sample ones count samples.
+    """
     total = sum(len(s.loss_mask) for s in samples)
     return LossInputs(
         advantages=np.arange(len(samples)) + 0.5,

@@ -1,5 +1,7 @@
-"""Checks backend/batch_exchange.py without a world: which ranks need which rows, and that a row comes off the wire as
-it was put on it."""
+"""Checks backend/batch_exchange.py without a world.
+
+Checked are the rows that each rank needs, and that a row comes off the wire as it was put on it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ ONE = {
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 def test_rows_go_to_the_ends_of_each_replicas_pipeline_alone(tensor: int, pipeline: int) -> None:
-    """The first stage reads tokens and the last one masks; the order of ranks is tensor, data, pipeline."""
+    """The first and last stages of a replica's pipeline need the rows that it runs, and no other stage needs any.
+
+    The first stage reads tokens and the last one masks; the order of ranks is tensor, data, pipeline.
+    """
     data = 2
     topology = Topology(
         **{
@@ -52,7 +57,10 @@ def test_rows_go_to_the_ends_of_each_replicas_pipeline_alone(tensor: int, pipeli
 
 @pytest.mark.parametrize("routed", [None, (2, 3), (3, 1)])
 def test_a_row_comes_back_as_it_was_sent(routed: tuple[int, int] | None) -> None:
-    """Every field of it, the weight version too, bit by bit; an odd number of experts is padded on the way."""
+    """Every field of a row comes back bit by bit, the weight version too.
+
+    An odd number of experts is padded on the way.
+    """
     random, tokens, prompt = np.random.default_rng(1), 7, 3
     sample = Sample(
         sample_id="7@0#1",

@@ -13,8 +13,10 @@ LR, MIN_LR, WARMUP, STEPS = 0.01, 0.001, 3, 12
 
 
 def wanted_rate(schedule: str, step: int, decay_steps: int) -> float:
-    """Computes the rate of a step, counted from 0: up in WARMUP equal parts from LR / (WARMUP + 1) on, then down to
-    MIN_LR."""
+    """Compute the rate of a step, counted from 0, by the formula.
+
+    It goes up in WARMUP equal parts from LR / (WARMUP + 1) on, then down to MIN_LR.
+    """
     if step <= WARMUP:
         first = LR / (WARMUP + 1)
         return first + (LR - first) * step / WARMUP

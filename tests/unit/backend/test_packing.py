@@ -1,5 +1,7 @@
-"""backend/packing.py and model/attention.py: sequences laid end to end see nothing of another, and each loss token is
-where it says."""
+"""Checks backend/packing.py and model/attention.py.
+
+Sequences laid end to end see nothing of another, and each loss token is in the place that is said.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=N
 @SETTINGS
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_pack_equals_naive(lengths: list[int]) -> None:
-    """Bounds by adding up; each sequence gathered once, in order, pads repeating its own last; scatter undoes it."""
+    """A pack's bounds are those of adding up; scatter undoes the gathering of its rows.
+
+    Each sequence is gathered once, in order; pads repeat its own last token.
+    """
     packed = pack(tuple(lengths), CPU, for_transformer_engine=True)
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert (
@@ -70,8 +75,10 @@ def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float
 def test_packed_attention_equals_each_sequence_alone(
     lengths: tuple[int, ...], groups: int, scale: float | None
 ) -> None:
-    """Output and gradients, grouped queries too, in double: what differs is the order of additions in SDPA's
-    kernels."""
+    """Output and gradients equal those of each sequence alone, with grouped queries too.
+
+    In double, they differ by the order of additions in SDPA's kernels alone.
+    """
     qkv = make_qkv(sum(lengths), torch.float64, groups=groups)
     coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = attend(qkv, lengths, scale)
@@ -95,7 +102,10 @@ def test_packed_attention_equals_sdpa_bit_by_bit_where_nothing_is_padded() -> No
 
 
 def attend_split(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], size: int) -> torch.Tensor:
-    """What ``size`` context ranks compute of the same tokens, put back in order; the gather is a concatenation."""
+    """Return the output of ``size`` context ranks for the same tokens, put back in order.
+
+    The gather is a concatenation.
+    """
     held = [context_positions(lengths, rank, size) for rank in range(size)]
     assert sorted(np.concatenate(held).tolist()) == list(range(sum(lengths)))
     query, key, value = qkv
@@ -111,8 +121,7 @@ def attend_split(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], size: 
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_a_neighbour_changes_nothing(context: int) -> None:
-    """Other numbers in one sequence, NaN among them: output and gradient of every other sequence are bit by bit the
-    same."""
+    """Other numbers in one sequence, NaN among them, change no bit of any other sequence's output and gradient."""
     lengths = (8, 4, 8, 4)
     place = torch.arange(24)
     outside = (place < 8) | (place >= 12)  # all but the second sequence
@@ -135,7 +144,7 @@ def test_a_neighbour_changes_nothing(context: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("lengths", [(8,), (16, 8), (8, 24, 16, 24, 40)])
 def test_context_split_attention_equals_whole(lengths: tuple[int, ...], size: int) -> None:
-    """Zig-zag chunks against gathered keys, output and gradients, in double."""
+    """Attention of zig-zag chunks against gathered keys equals that of the whole, output and gradients, in double."""
     qkv = make_qkv(sum(lengths), torch.float64)
     coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, wanted = attend_split(qkv, lengths, size), attend(qkv, lengths)
@@ -194,7 +203,10 @@ def test_attention_refuses_what_is_not_packed() -> None:
 @SETTINGS
 @given(seed=st.integers(0, 50), pad_multiple=st.sampled_from([1, 2, 4, 8]), count=st.integers(1, 6))
 def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> None:
-    """Every field, token by token, over ragged samples with a masked token in mid-response, in any order."""
+    """Every field equals the naive loop's, token by token, with samples in any order.
+
+    The samples are ragged, with a masked token in mid-response.
+    """
     samples = make_samples(8, seed=seed)
     chosen = np.random.default_rng(seed).permutation(8)[:count].tolist()
     found = run_pack(samples, chosen, pad_multiple=pad_multiple, pad_token=98)
@@ -247,8 +259,10 @@ def test_pads_carry_no_loss() -> None:
 
 
 def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
-    """A tool's token: it stands in the input, the next token is predicted from it, and nothing is predicted at its
-    place."""
+    """A tool's token stands in the input and is never predicted.
+
+    The next token is predicted from it.
+    """
     sample = Sample(
         sample_id="s",
         prompt_tokens=2,
@@ -283,7 +297,10 @@ def test_sample_without_loss_token_packs() -> None:
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
-    """A middle stage holds no rows at all, and its positions and bounds are those of the others."""
+    """Tokens go to the first stage and loss rows to the last.
+
+    A middle stage holds no rows at all, and its positions and bounds are those of the others.
+    """
     samples = make_samples(4, seed=3)
     whole, found = (
         run_pack(samples, [2, 0], pad_multiple=4, needs_tokens=f, needs_loss=x)
@@ -329,8 +346,10 @@ def test_logprob_pass_has_no_loss_inputs() -> None:
 
 
 def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
-    """While micro-batch k runs, k + 1 is packed and k + 2 is not; a second pass (another chunk of the pipeline) gets
-    the same objects."""
+    """While micro-batch k runs, k + 1 is packed and k + 2 is not.
+
+    A second pass (another chunk of the pipeline) gets the same objects.
+    """
     asked: list[int] = []
     plans = [MicroBatch(samples=np.array([i]), filler=False) for i in range(4)]
     with ThreadPoolExecutor(max_workers=1) as packer:

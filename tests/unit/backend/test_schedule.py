@@ -12,7 +12,7 @@ from megatron_rl.planning.cost import NUM_SUMS
 
 
 def microbatch(*lengths: int) -> PackedMicroBatch:
-    """Makes a micro-batch of such sequences; nothing but their lengths is read."""
+    """Make a micro-batch of sequences of these lengths; nothing else of them is read."""
     total = sum(lengths)
     return PackedMicroBatch(
         packed=SimpleNamespace(lengths=lengths), positions=np.arange(total), num_sequences=len(lengths), tokens=None
@@ -20,7 +20,7 @@ def microbatch(*lengths: int) -> PackedMicroBatch:
 
 
 def test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences() -> None:
-    """Σ l², not (Σ l)²: attention does not look across sequences."""
+    """The squares of a micro-batch are Σ l², not (Σ l)²: attention does not look across sequences."""
     ragged = [(3, 5, 2), (7,), (4, 4)]
     packed = [microbatch(*lengths) for lengths in ragged]
     run = _Run(forwarded=[(0, x) for x in packed], forward=[(0.0, 1.0)] * 3, backward=[(1.0, 3.0)] * 3)

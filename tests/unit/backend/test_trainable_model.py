@@ -1,5 +1,7 @@
-"""Checks backend/trainable_model.py without a model: which plans merge, and which measurements reach the fitted
-costs."""
+"""Checks backend/trainable_model.py without a model.
+
+Checked are the plans that merge, and the measurements that reach the fitted costs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.unit.algorithm.facts import make_facts
 
 
 def model_of(*overrides: str, **fields: object) -> TrainableModel:
-    """Makes a model with its configuration and the fields given, and with neither chunks nor a world."""
+    """Make a model with its configuration and the fields given, and with neither chunks nor a world."""
     model = object.__new__(TrainableModel)
     model.config, model.rules = load_config(None, overrides), PlanRules()
     for name, value in fields.items():
@@ -60,7 +62,7 @@ def test_a_gradient_that_is_thrown_away_is_measured_nowhere() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Makes a world of this process."""
+    """Make a world of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

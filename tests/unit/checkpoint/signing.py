@@ -1,4 +1,4 @@
-"""A manifest that is signed again after its files were changed."""
+"""Signs a manifest again after its files were changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.checkpoint import folder as folder_module
 
 
 def sign_again(manifest: pathlib.Path, **changed) -> None:
-    """Changes a manifest as another release would have written it: with a SHA-256 of its own."""
+    """Change a manifest as another release would have written it: with a SHA-256 of its own."""
     content = {**json.loads(manifest.read_text()), **changed}
     content.pop("sha256")
     manifest.write_text(json.dumps({**content, "sha256": folder_module._own_digest(content)}))

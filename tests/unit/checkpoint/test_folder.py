@@ -1,5 +1,7 @@
-"""checkpoint/folder.py: a checkpoint is whole or invisible, damage of any file is found and named, pruning spares the
-newest."""
+"""Checks checkpoint/folder.py: a checkpoint is whole or invisible, and damage of any file is found and named.
+
+Pruning spares the newest.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ FILES = {
 
 
 def write_checkpoint(root: pathlib.Path, iteration: int = 4) -> pathlib.Path:
-    """A whole one; of one file the writer gives the digest, as the ranks' threads do."""
+    """Write a whole checkpoint; of one file the writer gives the digest, as the ranks' threads do."""
     partial = begin(root, iteration)
     for name, content in FILES.items():
         (partial / name).write_bytes(content)
@@ -48,7 +50,7 @@ class Killed(BaseException):
 
 
 def killed_at(number: int, monkeypatch, root: pathlib.Path) -> bool:
-    """Whether a save that is killed at its ``number``-th call that touches the disk came to that."""
+    """Return whether a save reached its ``number``-th call that touches the disk, at which it is killed."""
     calls: list[str] = []
 
     def counted(name: str):
@@ -74,7 +76,10 @@ def killed_at(number: int, monkeypatch, root: pathlib.Path) -> bool:
 
 
 def test_1_a_kill_anywhere_in_complete_leaves_no_checkpoint_or_a_whole_one(tmp_path, monkeypatch):
-    """The one of iteration 2 stays good wherever that of 4 was killed, and the next start cleans up."""
+    """A killed save leaves no checkpoint or a whole one.
+
+    That of iteration 2 stays good wherever that of 4 was killed, and the next start cleans up.
+    """
     for number in range(100):
         root = tmp_path / str(number)
         write_checkpoint(root, 2)
@@ -129,7 +134,10 @@ def test_2_a_file_cut_short_is_named(tmp_path, name):
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 def test_2_any_flipped_bit_is_found_and_its_file_named(tmp_path, name):
-    """Of the manifest too. Every bit of a short file, 60 of a long one."""
+    """A flipped bit is found in every file, the manifest too, and the file is named.
+
+    Tried are every bit of a short file, 60 of a long one, and 600 of the manifest.
+    """
     checkpoint = write_checkpoint(tmp_path)
     path = checkpoint / name
     content = path.read_bytes()

@@ -1,5 +1,7 @@
-"""checkpoint/pickled.py: nothing runs that a checkpoint or another rank names; the lists hold what is met, and no
-more."""
+"""Checks checkpoint/pickled.py: nothing runs that a checkpoint or another rank names.
+
+The lists of allowed names hold what is met, and no more.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,14 @@ from megatron_rl.checkpoint.pickled import (
     guarded,
 )
 
-OBJECTS = {
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
-}  # 0.19.2's common_state; 0.16.1 has common.pt
-LOADS = {
-    ("torch.distributed.checkpoint.planner", name) for name in ("LoadPlan", "ReadItem", "LoadItemType")
-}  # sent by 0.16.1 alone
+# Megatron-Core 0.19.2's common_state; 0.16.1 has common.pt
+OBJECTS = {("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")}
+# sent by 0.16.1 alone
+LOADS = {("torch.distributed.checkpoint.planner", name) for name in ("LoadPlan", "ReadItem", "LoadItemType")}
 
 
 class Planted:
-    """Pickled, it is a call that leaves a file."""
+    """Pickles as a call that leaves a file."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class Planted:
 
 
 class Recording:
-    """In place of an unpickler's ``allows``: what it is asked for."""
+    """Takes the place of an unpickler's ``allows``, and records the names that it is asked for."""
 
     def __init__(self, of: type[MetadataUnpickler]) -> None:
         self.names: set[tuple[str, str]] = set()
@@ -61,7 +61,7 @@ class Recording:
 
 
 def save_and_load(rank: int, world: int, root: str, family: str, *given: str) -> tuple[list, list]:
-    """What ``.metadata`` and the other ranks' plans name, in a save after a step and a load."""
+    """Return the names in ``.metadata`` and in the other ranks' plans, in a save after a step and a load."""
     from megatron_rl.checkpoint import model_state
     from tests.equality.rig import sizes
     from tests.equality.saved_steps import SHARDED, open_like, take_steps
@@ -85,7 +85,7 @@ def without_dtypes(names) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def met(pool, tmp_path_factory) -> tuple[pathlib.Path, set, set]:
-    """A real checkpoint's folder, and the names met on disk and between ranks."""
+    """Return a real checkpoint's folder, and the names met on disk and between ranks."""
     on_disk, between = set(), set()
     for family, given in (("qwen2_tied", ()), ("qwen3_moe", ("parallel.expert=2", "model.dtype=bfloat16"))):
         root = tmp_path_factory.mktemp(family)
@@ -150,9 +150,11 @@ def test_what_is_no_pickle_is_refused(tmp_path, content):
 
 
 def load_poisoned(rank: int, world: int, root: str, ran: str) -> str:
-    """A checkpoint whose metadata, of allowed classes alone, says that a weight is an object, and whose object is a
-    call. The object's entry has the weight's size, which Megatron-Core compares first. Without ``guarded`` the call
-    runs (0.16.1)."""
+    """Load a checkpoint with a call in the place of a weight; return the error.
+
+    Its metadata, of allowed classes alone, says that the weight is an object, and the object is the call. The object's
+    entry has the weight's size, which Megatron-Core compares first. Without ``guarded`` the call runs (0.16.1).
+    """
     from megatron_rl.checkpoint import model_state
     from tests.equality.rig import sizes
     from tests.equality.saved_steps import PLAIN, open_like

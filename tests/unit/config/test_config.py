@@ -1,4 +1,4 @@
-"""Configuration: what is merged, what is refused and in which words, and that its documentation lists every key."""
+"""Checks the configuration: its merging, its refusals and their words, and that its documentation lists every key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def keys_of(section: type) -> list[str]:
 
 
 def leaves_of(section: type) -> list[str]:
-    """Dotted keys of a section, those of the sections within it too."""
+    """Return the dotted keys of a section, those of the sections within it too."""
     found = []
     for each in dataclasses.fields(section):
         within = dataclasses.is_dataclass(each.default_factory)
@@ -108,9 +108,8 @@ def test_evaluation_sets_stand_next_to_the_short_form(tmp_path):
     }
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
-    assert load_config(None, ["eval.sets.test=b.jsonl"]).eval.named_sets == {
-        "test": "b.jsonl"
-    }  # eval.name alone names nothing
+    # eval.name alone names nothing
+    assert load_config(None, ["eval.sets.test=b.jsonl"]).eval.named_sets == {"test": "b.jsonl"}
 
 
 def test_a_config_is_frozen():

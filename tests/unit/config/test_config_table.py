@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md: written from the lines below the fields, of which every key has exactly one."""
+"""The tables of docs/configuration.md are written from the lines below the fields; every key has exactly one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields for Megatron-Core's config classes: all of the installed version's are accepted, typed as it wants them."""
+"""All fields of the installed Megatron-Core's config classes are accepted, typed as these want them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def test_what_means_nothing_is_named(cls, given, words):
     "cls,refused", [(TransformerConfig, REFUSED_TRANSFORMER_FIELDS), (OptimizerConfig, REFUSED_OPTIMIZER_FIELDS)]
 )
 def test_refused_fields_exist_and_say_why(cls, refused):
-    """A refusal of a field that the installed version does not have would guard nothing."""
+    """Every refused field is one of the installed version, and its refusal says why.
+
+    A refusal of a field that the installed version does not have would guard nothing.
+    """
     known = {field.name for field in dataclasses.fields(cls)}
     assert set(refused) <= known, set(refused) - known
     for name, reason in refused.items():

@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers of the tests."""
+"""Holds the chat templates of the tests, and makes their tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRICT = (
 
 
 def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
-    """A token per byte, and ChatML's two; either may end a turn."""
+    """Make a tokenizer with a token per byte, and ChatML's two, either of which may end a turn."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: index + 3 for index, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer, core.decoder = (

@@ -1,5 +1,7 @@
-"""Observations: what a chat template writes behind a turn, less what the policy sampled itself, for templates of
-several families."""
+"""An observation holds what a chat template writes behind a turn, less what the policy sampled itself.
+
+That is checked for templates of several families.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def text_between(template: str, observation, *, stop: str = "<|im_end|>", role: 
 @pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS], ids=["chatml", "thinking", "headers"])
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_prompt_turn_and_observation_equal_the_whole_conversations_rendering(template: str, role: str) -> None:
-    """Token for token, where the turn ended as the template ends one."""
+    """Prompt, turn and observation equal the whole conversation's rendering, token for token.
+
+    That holds where the turn ended as the template ends one.
+    """
     tokenizer = tokenizer_of(template)
     observations = Observations(tokenizer, "chat", role)
     messages = [{"role": "user", "content": "12*34?"}]

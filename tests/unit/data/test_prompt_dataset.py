@@ -1,5 +1,7 @@
-"""data/prompt_dataset.py: what a bad dataset says, and that the order is a function of (seed, epoch) that can be
-resumed."""
+"""Checks data/prompt_dataset.py: its words on a bad dataset, and its order.
+
+The order is a function of (seed, epoch) that can be resumed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames between a rank and its engine's process: what goes in comes out, and what is no frame is refused."""
+"""Frames between a rank and its engine's process come out as they went in, and what is no frame is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ARRAYS = st.dictionaries(
 @settings(deadline=None, max_examples=60)
 @given(messages=st.lists(st.tuples(HEADERS, ARRAYS), min_size=1, max_size=3))
 def test_what_is_received_equals_what_was_sent(messages):
-    """Bitwise, NaN too; frames one after the other stay apart."""
+    """Messages come out as they went in, bit by bit, NaN too; frames one after the other stay apart."""
     left, right = socket.socketpair()
     with left, right:
         left.settimeout(BOUND_S)
@@ -118,7 +118,7 @@ def raw(header: bytes, body: bytes = b"") -> bytes:
     ],
 )
 def test_what_is_no_frame_is_refused(ends, sent, told):
-    """And nothing of the length that it claims is waited for or allocated."""
+    """Bytes that are no frame are refused, and nothing of the length that they claim is waited for or allocated."""
     left, right = ends
     left.sendall(sent)
     with pytest.raises(ValueError, match=told):

@@ -1,4 +1,4 @@
-"""The calculator: Python's own arithmetic for what it reads, nothing else evaluated, and what its episodes say."""
+"""Checks the calculator: it computes as Python does, evaluates nothing else, and says so in its episodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expression_of(generator: random.Random, depth: int, operators: list[str], nu
     ("operators", "number"), [(["+", "-", "*", "//", "%", " * "], "0"), (["+", "-", "*", "/", "%"], "F(0)")]
 )
 def test_values_equal_pythons(operators: list[str], number: str) -> None:
-    """Of whole numbers, and of fractions, which Python writes as F(3)."""
+    """Values equal Python's, of whole numbers and of fractions, which Python writes as F(3)."""
     generator, compared = random.Random(0), 0
     for _ in range(500):
         expression = expression_of(generator, 3, operators, number)

@@ -1,4 +1,4 @@
-"""The environments' threads: order, deadlines, and calls that hang without taking the others with them."""
+"""Checks the environments' threads: order, deadlines, and calls that hang without taking the others with them."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_calls_that_hang_cost_their_deadline_and_nothing_else() -> None:
 
 
 def test_an_environment_that_is_down_costs_a_few_deadlines_and_not_one_per_sample() -> None:
-    """Forty calls that hang, two threads: four are waited for, or five, where the fourth began later; none of the rest
-    has begun.
+    """An environment that is down costs a few deadlines, and not one per sample.
 
-    What comes back later is tried again.
+    Of forty calls that hang, on two threads, four are waited for, or five, where the fourth began later; none of the
+    rest has begun. A sample that comes back later is tried again.
     """
     pool, held, begun = StepPool(2, SHORT_S), threading.Event(), []
     tickets = [pool.submit(lambda k=k: begun.append(k) or held.wait()) for k in range(40)]

@@ -1,4 +1,4 @@
-"""Logits of the tests, and log-probs and entropies as torch has them."""
+"""Makes the tests' reference of log-probs and entropies, as torch has them, and the gradients of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SINGLE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocab_size: int):
-    """Log-probs and entropies by torch.log_softmax in float64, over the true vocabulary."""
+    """Return log-probs and entropies by torch.log_softmax in float64, over the true vocabulary."""
     distribution = (logits.double()[:, :vocab_size] / temperature).log_softmax(-1)
     return distribution.gather(1, targets[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
 
@@ -17,8 +17,10 @@ def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float, v
 def gradients(
     function, logits: torch.Tensor, *coefficients: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(outputs, gradient of Σ coefficient · output). A float64 leaf for the reference, the given dtype for what is
-    tested."""
+    """Return the outputs and the gradient of Σ coefficient · output.
+
+    The leaf is float64 for the reference, and has the given dtype for what is tested.
+    """
     leaf = logits.clone().requires_grad_()
     outputs = function(leaf)
     total = sum((c * x).sum() for c, x in zip(coefficients, outputs, strict=False))

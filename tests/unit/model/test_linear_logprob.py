@@ -1,4 +1,4 @@
-"""model/logprob.py's path from hidden states and the head's weight, against the path over logits."""
+"""Checks model/logprob.py's path from hidden states and the head's weight against the path over logits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ TOKENS, WIDTH, VOCAB, PADDED = 11, 12, 37, 40
 # ‖found − wanted‖ / ‖wanted‖: sums of float32 products over H = 12 or V = 37, every term rounded to 6e-8
 CLOSE = 1e-6
 # bfloat16 logits of some 4 are rounded to 2^-8 relative, a target's log-prob is such a number; the reference does the
-# same, and
-# where its matrix product adds in another order a logit falls on the next bfloat16
+# same, and where its matrix product adds in another order a logit falls on the next bfloat16
 CLOSE_BFLOAT16 = 2**-7
 
 
 def make_head(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """hidden [tokens, H], weight [PADDED, H], targets [tokens], coefficients [2, tokens] of log-probs and entropies."""
+    """Return hidden [tokens, H], weight [PADDED, H], targets [tokens] and coefficients [2, tokens].
+
+    The coefficients are of log-probs and entropies.
+    """
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(tokens, WIDTH, generator=random).to(dtype)
     weight = torch.randn(PADDED, WIDTH, generator=random).to(dtype)
@@ -35,7 +37,7 @@ def make_head(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def head_gradients(function, hidden, weight, coefficients, train_entropy: bool) -> tuple[torch.Tensor, ...]:
-    """(log-probs, entropies, gradient of hidden, gradient of weight) of Σ coefficient · output."""
+    """Return (log-probs, entropies, gradient of hidden, gradient of weight) of Σ coefficient · output."""
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     outputs = function(*leaves)
     total = sum(
@@ -128,7 +130,7 @@ def test_linear_entropy_carries_gradient_only_where_it_is_trained() -> None:
 
 
 def test_linear_gives_only_the_gradients_asked_for() -> None:
-    """A frozen output layer, or hidden states from a frozen trunk: the other gradient is unchanged, bit by bit."""
+    """With a frozen output layer, or hidden states from a frozen trunk, the other gradient is unchanged, bit by bit."""
     hidden, weight, targets, coefficients = make_head()
     wanted = head_gradients(
         lambda h, w: linear_logprob(h, w, targets, vocab_size=VOCAB), hidden, weight, coefficients, False
@@ -155,8 +157,10 @@ def test_linear_of_no_rows_gives_no_outputs_and_zero_gradients() -> None:
 
 @pytest.mark.parametrize("train_entropy", [False, True])
 def test_masked_logits_take_no_probability_and_no_nan(train_entropy: bool) -> None:
-    """Rows of weight that send a logit to −inf equal a vocabulary without them, here its last rows, in both
-    functions."""
+    """Rows of weight that send a logit to −inf equal a vocabulary without them, in both functions.
+
+    Here they are its last rows.
+    """
     hidden, weight, targets, coefficients = make_head()
     hidden, targets, kept = hidden.abs(), targets % 30, 30
     masked = torch.cat([weight[:kept], torch.full((VOCAB - kept, WIDTH), float("-inf"))])
@@ -184,7 +188,7 @@ def test_masked_logits_take_no_probability_and_no_nan(train_entropy: bool) -> No
 
 
 class LargestResult(TorchDispatchMode):
-    """The most elements any operation gave back, in backward too."""
+    """Records the most elements that any operation gave back, in backward too."""
 
     elements = 0
 
@@ -196,8 +200,11 @@ class LargestResult(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_never_holds_more_than_a_chunk_of_logits(dtype: torch.dtype) -> None:
-    """The logits' path meets all 400 x 40 of them, so the measure sees what it should; hidden and weight are smaller
-    than a chunk."""
+    """The largest tensor of the linear path is one chunk of logits.
+
+    The logits' path meets all 400 x 40 of them, so the measure sees what it should; hidden and weight are smaller than
+    a chunk.
+    """
     hidden, weight, targets, coefficients = make_head(400, dtype)
     with LargestResult() as lean:
         head_gradients(
@@ -221,8 +228,10 @@ def test_linear_refuses_a_chunk_of_no_tokens() -> None:
 def shard_of_linear(
     rank: int, world: int, tokens: int, masked: bool, options: dict
 ) -> tuple[tuple[torch.Tensor, ...], int]:
-    """This tensor rank's outputs and gradients, and the number of all-reduces; where ``masked``, all of rank 1's logits
-    are −inf."""
+    """Return this tensor rank's outputs and gradients, and the number of all-reduces.
+
+    Where ``masked``, all of rank 1's logits are −inf.
+    """
     hidden, weight, targets, coefficients = make_head(tokens)
     width, calls, all_reduce = PADDED // world, [], dist.all_reduce
     if masked:
@@ -247,7 +256,10 @@ def shard_of_linear(
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 64])
 @pytest.mark.parametrize("train_entropy", [False, True])
 def test_linear_tp2_equals_tp1(pool, chunk_tokens: int, train_entropy: bool) -> None:
-    """Two true ranks; the second holds the pads. Three all-reduces, however many chunks."""
+    """Two true ranks give the results of one, by three all-reduces, however many chunks there are.
+
+    The second rank holds the pads.
+    """
     hidden, weight, targets, coefficients = make_head()
     wanted = plain_path(hidden, weight, targets, coefficients, temperature=0.7, train_entropy=train_entropy)
     options = dict(temperature=0.7, train_entropy=train_entropy, chunk_tokens=chunk_tokens)
@@ -260,8 +272,10 @@ def test_linear_tp2_equals_tp1(pool, chunk_tokens: int, train_entropy: bool) -> 
 
 
 def test_linear_tp2_leaves_the_sum_of_hiddens_gradient_to_the_caller(pool) -> None:
-    """Under sequence parallelism the gather's backward reduces and scatters: this rank's part, no all-reduce in
-    backward."""
+    """Where asked to, a rank returns its part of hidden's gradient, and the parts add up to the whole.
+
+    Under sequence parallelism the gather's backward reduces and scatters, so there is no all-reduce in backward.
+    """
     hidden, weight, targets, coefficients = make_head()
     wanted = plain_path(hidden, weight, targets, coefficients, temperature=1.0, train_entropy=False)
     ranks = pool.run(

@@ -1,7 +1,7 @@
-"""model/logprob.py against torch.log_softmax in double precision; linear_logprob also against the logits' path, on two
-tensor ranks.
+"""Checks vocab_parallel_logprob, the reference of the tests, against torch.log_softmax in double precision.
 
-vocab_parallel_logprob on several tensor ranks: tests/equality/test_gradient.py and the matrix, through the whole model.
+On several tensor ranks: tests/equality/test_gradient.py and the matrix, through the whole model. linear_logprob:
+test_linear_logprob.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from tests.unit.model.logits import SINGLE, gradients, reference
 from tests.vocab_parallel import vocab_parallel_logprob
 
 # log p = x − log Z of numbers near 30 is rounded to 2e-6, and the entropy, a difference of such numbers, to some 5e-6;
-# a gradient
-# is a probability times that, over the temperature.
+# a gradient is a probability times that, over the temperature.
 GRADIENT = {"rtol": 1e-5, "atol": 1e-5}
 # A gradient in bfloat16 is the float32 one rounded to 8 bits.
 BFLOAT16 = {"rtol": 2**-8, "atol": 1e-5}
@@ -58,7 +57,7 @@ def test_equals_log_softmax(
 
 
 def test_padded_columns_take_no_probability() -> None:
-    """Whatever stands in them: the outputs are bit by bit those without them."""
+    """Padded columns take no probability: whatever stands in them, the outputs are bit by bit those without them."""
     logits, targets = make_logits(9, 30)
     without = vocab_parallel_logprob(logits, targets, vocab_size=30)
     for pad in (0.0, 1e4, float("inf"), float("nan")):
@@ -88,8 +87,10 @@ def test_entropy_alone_has_the_gradient_of_its_definition() -> None:
 
 
 def test_gradient_equals_central_differences() -> None:
-    """Against the function itself, not another formula. Float32 outputs of size 10 over a step of 2^-5 differ by some
-    1e-4."""
+    """The gradient equals central differences of the function itself, not of another formula.
+
+    Float32 outputs of size 10 over a step of 2^-5 differ by some 1e-4.
+    """
     logits, targets = make_logits(2, 7)
     _, gradient = gradients(
         lambda x: vocab_parallel_logprob(x, targets, temperature=1.3, vocab_size=7), logits, torch.ones(2)
@@ -107,7 +108,7 @@ def test_gradient_equals_central_differences() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 8, 19])
 def test_chunks_equal_one_chunk(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's arithmetic does not depend on which chunk it falls in: equal bits, last chunk short or not."""
+    """A row has equal bits in whichever chunk it falls, last chunk short or not."""
     logits, targets = make_logits(tokens, 11)
 
     def run():
@@ -146,8 +147,10 @@ def test_no_rows_give_no_outputs_and_a_gradient_of_no_rows() -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    """The peak is taken off before the exponential; rounding of logits near 1e4 is 1e-3, over the sum of the row's two
-    peaks."""
+    """Logits near 1e4 do not overflow, as the peak is taken off before the exponential.
+
+    Their rounding is 1e-3, over the sum of the row's two peaks.
+    """
     logits = torch.tensor([[1e4, 1e4 - 1, -1e4], [-1e4, -1e4, -1e4]])
     targets = torch.tensor([1, 2])
     logprobs, entropy = vocab_parallel_logprob(logits, targets, vocab_size=3)
@@ -159,7 +162,3 @@ def test_large_logits_do_not_overflow() -> None:
 def test_a_rank_without_true_columns_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor rank 3 .* vocab_size=12; lower parallel.tensor"):
         vocab_parallel_logprob(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), vocab_size=12, tensor_rank=3)
-
-
-# ---- linear_logprob: the same from hidden and weight
-# -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a Hugging Face config becomes, and what of it is refused, without a model being built."""
+"""Checks the shape that a Hugging Face config becomes, and its refusals, without a model being built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
 
 
 def shape_of(hf_config, **parallel: int | bool):
-    """The shape under ``parallel.*``; sizes as topology.initialize would report them."""
+    """Return the shape under ``parallel.*``, with sizes as topology.initialize would report them."""
     config = load_config(None, [f"parallel.{name}={value}" for name, value in parallel.items()])
     degrees = config.parallel
     place = SimpleNamespace(
@@ -89,7 +89,10 @@ def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
-    """6 per element of every matrix but the embedding, an expert's by its share of the choices: 2 of 4."""
+    """A token takes 6 flops per element of every matrix but the embedding.
+
+    An expert's count by its share of the choices: 2 of 4.
+    """
     config, model = tiny_model(family)
     passed = model.lm_head.weight.numel()
     for name, parameter in model.model.layers.named_parameters():
@@ -104,7 +107,7 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
 
 
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:
-    """4 per element of a frozen matrix, 6 per element of A and B."""
+    """A token takes 4 flops per element of a frozen matrix, and 6 per element of A and B."""
     config, model = tiny_model("qwen3")
     frozen = model.lm_head.weight.numel() + sum(
         p.numel() for _, p in model.model.layers.named_parameters() if p.dim() > 1

@@ -1,5 +1,7 @@
-"""observability/metrics.py: sums are divided last, rows survive the file and back, nothing of an earlier run is
-lost."""
+"""Checks observability/metrics.py: sums are divided last, and rows survive the file and back.
+
+Nothing of an earlier run is lost.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def row(step: int, **metrics: object) -> dict[str, object]:
 
 
 def test_sums_are_divided_last():
-    """Two ranks of 100 and 900 tokens: the token loop's mean, never the mean of the ranks' means."""
+    """Two ranks of 100 and 900 tokens give the token loop's mean, never the mean of the ranks' means."""
     random = np.random.default_rng(0)
     entropy_D = [random.gamma(2.0, 0.5, size=100), random.gamma(2.0, 0.1, size=900)]
     ranks = [{"tokens": len(x), "entropy": float(x.sum()), "logprob_gap_max": float(x.max())} for x in entropy_D]
@@ -50,7 +52,10 @@ def test_sums_are_divided_last():
 
 
 def test_loss_is_not_divided():
-    """Its weights are inside: 100 tokens at 0.5 and 900 at 0.3 under token_mean add up to 0.32."""
+    """The loss is not divided, as its weights are inside.
+
+    100 tokens at 0.5 and 900 at 0.3 under token_mean add up to 0.32.
+    """
     ranks = [{"loss": 100 * 0.5 / 1000, "tokens": 100}, {"loss": 900 * 0.3 / 1000, "tokens": 900}]
     assert divide(add_sums(*ranks))["train/loss"] == pytest.approx(0.32, rel=1e-12)
 
@@ -92,7 +97,7 @@ def test_step_metrics_add_norm_and_rate():
 
 
 def facts() -> BatchFacts:
-    """Six samples of 10, 20, ... 60 tokens."""
+    """Return the facts of six samples of 10, 20, ... 60 tokens."""
     sixes = np.zeros(6, dtype=np.int64)
     response = 10 * np.arange(1, 7) - 4
     return BatchFacts(
@@ -107,7 +112,7 @@ def facts() -> BatchFacts:
 
 
 def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: list[int]) -> StepPlan:
-    """All of ``order`` in one micro-batch of rank 0; rank 1 is silent."""
+    """Plan all of ``order`` in one micro-batch of rank 0; rank 1 is silent."""
     return StepPlan(
         kind=kind,
         members=np.asarray(members),
@@ -159,7 +164,10 @@ def test_signal_of_another_batch_is_refused():
 
 
 def test_rows_survive_the_file(tmp_path):
-    """Full precision, numpy scalars, non-finite values; strict JSON in between; ghost steps counted."""
+    """Rows come back from the file in full precision, numpy scalars and non-finite values too.
+
+    The file holds strict JSON; ghost steps are counted.
+    """
     with MetricsWriter(tmp_path, OFF, 3, True) as writer:
         written = [
             writer.write(row(0, train__loss=0.1 + 0.2, train__lr=np.float32(0.5), skip__samples_dropped=np.int64(3))),

@@ -1,4 +1,4 @@
-"""observability/progress_bar.py: plain and sparse in a log, live on a terminal, silent where it is off."""
+"""Checks observability/progress_bar.py: plain and sparse in a log, live on a terminal, silent where it is off."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(step: int) -> dict[str, object]:
 
 
 def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
-    """A run of ``num_steps`` steps of 2 s; what it printed."""
+    """Run ``num_steps`` steps of 2 s; return what was printed."""
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
     with ProgressBar(num_steps, enabled, console=console, clock=clock) as progress:

@@ -1,5 +1,7 @@
-"""observability/report.py and observability/svg.py: one self-contained page, well-formed, every series that the run
-has, a word on those it lacks."""
+"""Checks observability/report.py and svg.py: a page is self-contained and well-formed, and has every series of its run.
+
+It has a word on the series that the run lacks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Balanced(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        """``<path/>`` opens nothing."""
+        """Leave the open tags as they are: ``<path/>`` opens nothing."""
 
     def handle_endtag(self, tag):
         assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
@@ -110,7 +112,7 @@ def test_page_fetches_nothing(tmp_path):
 
 
 def test_every_ghost_step_has_a_mark(tmp_path):
-    """Steps 14, 21, ... 56: seven, in every plot, and in the tile."""
+    """The seven ghost steps (14, 21, ... 56) have a mark in every plot, and the tile counts them."""
     write_run(tmp_path)
     page = report(tmp_path)
     for title in TITLES:
@@ -146,7 +148,10 @@ def test_one_evaluation_is_a_tile_and_no_plot(tmp_path):
 
 
 def add_evaluation(run_dir, name: str, values: dict[str, list[float]]) -> None:
-    """values: of each kind, one per evaluation, after the steps 20, 40, 60."""
+    """Write evaluations into the run's rows.
+
+    values: of each kind, one per evaluation, after the steps 20, 40, 60.
+    """
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for number, row in enumerate(lines[19::20]):
         row |= {f"eval/{name}/{kind}": each[number] for kind, each in values.items()}
@@ -167,7 +172,7 @@ def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     (legend,) = re.findall(r"<b>Evaluation: hard</b>.*?<div class=\"legend\">(.*?)</div>", page)
     assert re.findall(r"</i>([^<]+)</span>", legend)[:4] == ["mean@16", "pass@1", "pass@2", "pass@16"]
     assert "step 39\nmean@16: 0.3\npass@1: 0.1\npass@2: 0.3\npass@16: 0.6" in svg_of(page, "Evaluation: hard")
-    # a run of old beside it
+    # beside it the set "test", evaluated greedily
     assert "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page
     assert re.search(
         r'Evaluation: hard</div><div class="value"><span>0.300 → </span>0.300</div><div class="note">.*?mean@16', page

@@ -1,5 +1,7 @@
-"""Evaluation without engines: pass@k against enumeration, a set's metrics against the naive loop, and the names of its
-prompts."""
+"""Checks evaluation without engines: pass@k against enumeration, and a set's metrics against the naive loop.
+
+The names of a set's prompts are checked too.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def counts(draw, most: int = 9) -> tuple[int, int, int]:
 
 @given(counts())
 def test_pass_at_k_equals_enumeration(drawn):
-    """Every choice of k of the samples, as likely as any other: the share of those with one that passed."""
+    """Where every choice of k samples is as likely as any other, pass@k is the share of those with one that passed."""
     num_samples, num_passed, k = drawn
     choices = list(itertools.combinations([True] * num_passed + [False] * (num_samples - num_passed), k))
     assert pass_at_k(num_samples, num_passed, k) == float(
@@ -42,7 +44,7 @@ def test_pass_at_k_equals_enumeration(drawn):
 
 @given(counts(most=500))
 def test_pass_at_k_is_bounded_and_rises(drawn):
-    """Numbers whose binomials no float holds."""
+    """Even of numbers whose binomials no float holds, pass@k is bounded by 0 and 1 and rises with k."""
     num_samples, num_passed, k = drawn
     found = pass_at_k(num_samples, num_passed, k)
     assert 0.0 <= found <= 1.0 and (found == 0.0) == (num_passed == 0)
@@ -135,8 +137,10 @@ def write_rows(path, texts) -> str:
 
 
 def test_sets_share_rows_and_no_names(tmp_path):
-    """The same row in two sets, and in the training data, is three prompts: three seeds. None of them is a place in the
-    data."""
+    """The same row in two sets, and in the training data, is three prompts with three seeds.
+
+    No set's prompt has a place in the training data.
+    """
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3=", "4-2="])
     config = load_config(
         None, [f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2", "data.max_prompt_tokens=8"]
@@ -169,14 +173,14 @@ def test_a_bad_row_names_its_set(tmp_path):
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of this process."""
+    """Make a world of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class FakeGeneration:
-    """Prompt p's sample s has p + s + 1 tokens, and the total p + s / 4."""
+    """Gives prompt p's sample s its p + s + 1 tokens, and the total p + s / 4."""
 
     def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float) -> RolloutJob:
         self.asked = ([prompt.prompt_id for prompt in prompts.values()], samples_per_prompt, temperature)
@@ -201,7 +205,7 @@ class FakeGeneration:
 
 @pytest.mark.parametrize("suffix", ["", "_before"])
 def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
-    """Two prompts in one set and one in the other, in one call."""
+    """Two prompts in one set and one in the other, in one call, give each set its own numbers."""
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3="]), write_rows(tmp_path / "row.jsonl", ["1+1="])
     overrides = (
         "eval.samples_per_prompt=2",

@@ -1,5 +1,7 @@
-"""The reference policy's rules without a model: what a KL in the reward is, what goes together, and how the coefficient
-moves."""
+"""Checks the reference policy's rules without a model.
+
+Checked are a KL in the reward, settings that do or do not go together, and the moves of the coefficient.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,10 @@ def test_what_goes_together_is_accepted() -> None:
 
 
 def test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing() -> None:
-    """Dropping by advantage stays exact; but those advantages are made of log-probs."""
+    """A KL in the reward couples nothing, and its log-prob passes drop nothing.
+
+    Dropping by advantage stays exact; but those advantages are made of log-probs.
+    """
     in_reward = Config(loss=LossConfig(kl_coefficient=0.1), reference=ReferenceConfig(kl_in="reward"))
     rule = signal_rule(in_reward)
     assert coupling_terms(in_reward) == () and rule.drops and rule.kl_in_reward and not rule.drops_logprob_passes
@@ -109,7 +114,10 @@ def test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing() -> None:
 
 
 def test_the_inputs_coefficient_replaces_the_configurations() -> None:
-    """Where it is 0 the KL is measured and trains nothing, not even where it is infinite."""
+    """The inputs' coefficient replaces the configuration's.
+
+    Where it is 0 the KL is measured and trains nothing, not even where it is infinite.
+    """
     logprobs, reference = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.5])
     tokens = SimpleNamespace(
         num_sequences=1,
@@ -136,7 +144,7 @@ def test_the_inputs_coefficient_replaces_the_configurations() -> None:
 
 
 class Weights:
-    """A backend as far as Reference knows it: how often its weights were kept."""
+    """Stands for a backend as far as Reference knows it: counts how often its weights were kept."""
 
     def __init__(self, *, kept: int = 0) -> None:
         self.kept = kept
@@ -164,8 +172,10 @@ def open_reference(*overrides: str, kept: int = 1) -> ReferencePolicy:
 
 
 def test_adaptive_coefficient_follows_the_recurrence_over_rollouts_of_several_steps() -> None:
-    """One coefficient per rollout, of the sums over its applied steps; ghosts and steps that were not applied count
-    nothing."""
+    """The adaptive coefficient follows its recurrence, once per rollout, by the sums over the rollout's applied steps.
+
+    Ghosts and steps that were not applied count nothing.
+    """
     reference, wanted = open_reference(*ADAPTIVE), 0.2
     random = np.random.default_rng(1)
     for index in range(6):

@@ -1,4 +1,7 @@
-"""weights/checksum.py: equal bytes give equal checksums, however they lie in memory, and anything else another one."""
+"""Checks weights/checksum.py: equal bytes give equal checksums, however they lie in memory.
+
+Anything else gives another checksum.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ LENGTHS = (0, 1, 3, 7, 8, 9, 4095, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 1, 2 * 
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows a slab, so that small tensors have several."""
+    """Set a slab to two rows, so that small tensors have several."""
     monkeypatch.setattr(stage, "SLAB_BYTES", {"cpu": 2 * ROW_BYTES, "cuda": 2 * ROW_BYTES})
 
 
@@ -29,7 +32,7 @@ def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def naive_checksum(data: bytes) -> int:
-    """The docstring, in Python's integers."""
+    """Compute the checksum by its docstring, in Python's integers."""
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     columns = [sum(words[c::ROW_WORDS]) for c in range(ROW_WORDS)]
     rows = [sum(words[r : r + ROW_WORDS]) for r in range(0, len(words), ROW_WORDS)]
@@ -59,7 +62,10 @@ def test_checksum_does_not_depend_on_slabs(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_checksum_of_any_dtype_equals_that_of_its_bytes(dtype: torch.dtype) -> None:
-    """Views at every offset, so that words begin at addresses that are no multiple of eight."""
+    """A tensor of any dtype has the checksum of its bytes.
+
+    Views start at every offset, so that words begin at addresses that are no multiple of eight.
+    """
     data = random_bytes(8 * 40_001)
     typed = (data % 2).bool() if dtype is torch.bool else data.view(dtype)
     for start in range(5):
@@ -104,7 +110,10 @@ def test_every_flipped_bit_shows() -> None:
 
 
 def test_swapped_elements_rows_and_signs_show() -> None:
-    """Also such that differ in the top bit of a word alone, which weights modulo 2⁶⁴ lose."""
+    """Swapped elements, rows and signs change the checksum.
+
+    So do those that differ in the top bit of a word alone, which weights modulo 2⁶⁴ lose.
+    """
     tensor = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     seen = {checksum(tensor)}
     pairs = [((0, 0), (0, 1)), ((0, 3), (0, 7)), ((0, 0), (17, 0)), ((2, 5), (33, 801)), ((0, 0), (63, 1023))]
@@ -124,7 +133,10 @@ def test_swapped_elements_rows_and_signs_show() -> None:
 
 
 def test_lengths_of_zeros_differ() -> None:
-    """Zeros add nothing to a sum, and the last word is filled with them."""
+    """Zeros of another length have another checksum.
+
+    Zeros add nothing to a sum, and the last word is filled with them.
+    """
     assert len({checksum(torch.zeros(n, dtype=torch.uint8)) for n in LENGTHS}) == len(LENGTHS)
     assert checksum(torch.empty(0, 5)) == checksum(torch.empty(0, dtype=torch.int8)) == naive_checksum(b"")
     assert checksum(torch.tensor(1.5)) == checksum(torch.tensor([1.5])) != checksum(torch.tensor(-1.5))
