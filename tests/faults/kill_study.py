@@ -41,13 +41,13 @@ from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
 from megatron_rl.checkpoint.manager import own_file
 from tests.equality.saved_steps import tensors_of
 from tests.faults import phased_rank
+from tests.faults.kill_table import WORLD, Kill, Outcome, row_of, table
 from tests.faults.phased_rank import STAGES, Note, read_note
 from tests.patience import patient
 from tests.runs.command import ADAPTIVE, ROOT, rows_of, timeless, weights_of_last
 from tests.workers.nursery import Nursery, Ranks
 
 BOUND_S = patient(600.0)  # of one attempt, its imports included
-WORLD = 2
 NOTED_RANK = "tests.faults.kill_study:noted_rank"
 EPOCH = 40  # prompts
 GROUP_S = 0.5  # at most, before each group of a rollout that a thread generates
@@ -78,35 +78,6 @@ LAYOUTS = {
         "reroll.start_fraction=0.25",
     ),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """A kill of the study.
-
-    seconds: since the run began. ranks: whose process gets SIGKILL.
-    """
-
-    seconds: float
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The outcome of one kill.
-
-    phase, ahead, writing: what the killed rank noted last (the lowest, where all were); ahead: a thread was generating.
-    resumed: the checkpoint that the second start found. codes: the exit codes of the killed run. differs: what is not
-    as in the uninterrupted run.
-    """
-
-    kill: Kill
-    phase: str
-    ahead: bool
-    writing: bool
-    resumed: int | None
-    codes: tuple[int, ...]
-    differs: tuple[str, ...]
 
 
 def attempt(
@@ -344,43 +315,6 @@ def study(
         if len(outcomes) == kills:
             break
     return whole, outcomes
-
-
-def row_of(number: int, outcome: Outcome) -> str:
-    killed = "all" if len(outcome.kill.ranks) == WORLD else f"rank {outcome.kill.ranks[0]}"
-    resumed = "from the start" if outcome.resumed is None else f"rollout {outcome.resumed}"
-    codes = ", ".join(str(code) for code in outcome.codes)
-    result = f"DIFFERS: {', '.join(outcome.differs)}" if outcome.differs else "the same bits"
-    ahead, written = ("yes" if noted else "" for noted in (outcome.ahead, outcome.writing))
-    return (
-        f"| {number} | {outcome.kill.seconds:.2f} | {killed} | {outcome.phase} | {ahead} | {written} | {codes} | "
-        f"{resumed} | {result} |"
-    )
-
-
-def table(seconds: float, outcomes: Sequence[Outcome]) -> str:
-    """Return a table of kills by phase, then of every kill."""
-    phases = Counter(outcome.phase for outcome in outcomes)
-    ahead, writing = sum(outcome.ahead for outcome in outcomes), sum(outcome.writing for outcome in outcomes)
-    same = sum(not outcome.differs for outcome in outcomes)
-    columns = [
-        *STAGES,
-        "other",
-        "(any of them, a thread generating)",
-        "(any of them, a checkpoint's files being written)",
-    ]
-    lines = [
-        f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended "
-        "with the same bits.",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|---" * len(columns) + "|",
-        "| " + " | ".join(str(phases[name]) for name in (*STAGES, "other")) + f" | {ahead} | {writing} |",
-        "",
-        "| # | at s | killed | phase | generating | files being written | exit codes | went on from | end |",
-        "|---" * 9 + "|",
-    ]
-    return "\n".join([*lines, *(row_of(number, x) for number, x in enumerate(outcomes, start=1))]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,4 @@
-"""A real engine that is killed, hangs, runs out of memory or does not start.
-
-Nothing is lost and nothing doubled, or an error says why.
-"""
+"""No sample is lost or doubled, or an error says why, where a real engine is killed, hangs, or does not start."""
 
 from __future__ import annotations
 
