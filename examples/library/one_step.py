@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.algorithm.advantage import GroupRewards, advantages, reduction_weights
 from megatron_rl.algorithm.signal import has_signal
-from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.types import LossInputs, Sample
 

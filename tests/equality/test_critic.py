@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.advantage import loss_inputs
-from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic

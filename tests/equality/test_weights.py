@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.distributed import topology
 from megatron_rl.weights.export import HuggingFaceReader, load_weights

@@ -188,18 +188,20 @@ def until_a_tie(one: Rollout, other: Rollout) -> bool:
 
 
 def test_the_same_weights_in_flight_equal_an_undisturbed_run(either):
+    """Weights that arrive after the last token prove nothing: then the call is made again, five times at most."""
     either.load(4)
     quiet = either.engine.generate(prompts_of(either, 2), 1, temperature=0.0)
-    call = Call(either, 2, samples=1, temperature=0.0)
-    call.wait_for_the_middle()
-    version = either.load(4)
-    disturbed = call.result()
-    tied = [until_a_tie(x, y) for x, y in zip(disturbed, quiet, strict=True)]
-    assert sum(tied) <= 2, f"{sum(tied)} of {len(tied)} rollouts differ from where two tokens were equally likely"
-    assert (
-        any(len(x.weight_versions) == 2 for x in disturbed)
-        and max(v for x in disturbed for v, _ in x.weight_versions) == version
-    )
+    for _ in range(5):
+        call = Call(either, 2, samples=1, temperature=0.0)
+        call.wait_for_the_middle()
+        version = either.load(4)
+        disturbed = call.result()
+        tied = [until_a_tie(x, y) for x, y in zip(disturbed, quiet, strict=True)]
+        assert sum(tied) <= 2, f"{sum(tied)} of {len(tied)} rollouts differ from where two tokens were equally likely"
+        if any(len(x.weight_versions) == 2 for x in disturbed):
+            break
+    assert any(len(x.weight_versions) == 2 for x in disturbed)
+    assert max(v for x in disturbed for v, _ in x.weight_versions) == version
 
 
 def test_a_call_that_begins_in_mid_update_waits_for_it(either, monkeypatch):

@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # tests/re
 
 from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.signal import has_signal
-from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.config import load_config
 from megatron_rl.distributed import topology

@@ -18,7 +18,7 @@ from policies_plans import POLICIES
 
 from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.signal import has_signal
-from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.planning.cost import plan_seconds

@@ -91,7 +91,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def build_backend(given: argparse.Namespace):
     from transformers import AutoConfig, Qwen2Config
 
-    from megatron_rl.backend.backend import MegatronBackend
+    from megatron_rl.backend import MegatronBackend
     from megatron_rl.config import load_config
 
     hf_config = (

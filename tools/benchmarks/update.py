@@ -136,7 +136,7 @@ def build_backend(model, given: argparse.Namespace):
     """Build MegatronBackend over copies of the model's weights; --fault weight doubles one weight of its first norm."""
     import copy
 
-    from megatron_rl.backend.backend import MegatronBackend
+    from megatron_rl.backend import MegatronBackend
     from megatron_rl.config import load_config
     from megatron_rl.weights.fused import file_tensors
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.rotary import PackedRotary
 

@@ -18,7 +18,7 @@ from topology_check.thin import Work
 
 from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.signal import has_signal
-from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.config import Config
 from megatron_rl.distributed import topology

@@ -186,7 +186,7 @@ def test_the_library_refuses_uncounted_losses_too() -> None:
 
     A user of MegatronBackend alone passes no ``signal_rule``.
     """
-    from megatron_rl.backend.backend import MegatronBackend
+    from megatron_rl.backend import MegatronBackend
 
     with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01 is refused in every skip.mode"):
         MegatronBackend(make_config("off", transformer={"moe_aux_loss_coeff": 0.01}))
