@@ -150,11 +150,11 @@ def _other_plan(backend: MegatronBackend, layer: int) -> Iterator[None]:
         )
     plan = backend.plan
 
-    def its_own(purpose, batch, signal: np.ndarray, *, drops: bool, samples=None):
+    def its_own(purpose, batch, signal: np.ndarray, *, drops: bool):
         if purpose == "train":
             signal = signal & (np.arange(len(signal)) != np.flatnonzero(signal)[0])
             drops = True
-        return plan(purpose, batch, signal, drops=drops, samples=samples)
+        return plan(purpose, batch, signal, drops=drops)
 
     if backend.topology.rank == backend.topology.world_size - 1:
         backend.plan = its_own
