@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import torch
 from safetensors.torch import load_file
@@ -60,6 +63,25 @@ def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> l
         "reward.functions=[tests.reward_functions:parity]",
         *overrides,
     ]
+
+
+def run_example(name: str, run_dir: pathlib.Path, *overrides: str, timeout_s: float) -> list[dict]:
+    """Run ``bash examples/NAME/run.sh`` as a user does and return its metrics, a row per optimizer step."""
+    environment = os.environ | {
+        "RUN_DIR": str(run_dir),
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        ["bash", f"examples/{name}/run.sh", *overrides],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return rows_of(run_dir)
 
 
 def rows_of(run_dir: pathlib.Path) -> list[dict]:

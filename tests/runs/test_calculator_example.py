@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from megatron_rl.environment.calculator import Calculator
 from megatron_rl.types import Prompt
 from tests.patience import patient
+from tests.runs.command import run_example
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHORT_S, WHOLE_S = patient(600), patient(3000)  # some 25 s and 150 s on two free cores
-
-
-def launch(run_dir: pathlib.Path, *overrides: str, timeout_s: float) -> list[dict]:
-    """Run run.sh and return its metrics, a row per optimizer step."""
-    environment = os.environ | {
-        "RUN_DIR": str(run_dir),
-        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        ["bash", "examples/calculator/run.sh", "metrics.progress=false", *overrides],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def prepare_module():
@@ -61,8 +39,10 @@ def test_every_solution_is_an_episode_that_the_calculator_agrees_with() -> None:
 
 @pytest.mark.long
 def test_a_few_steps(tmp_path) -> None:
-    rows = launch(
+    rows = run_example(
+        "calculator",
         tmp_path,
+        "metrics.progress=false",
         "sft.steps=12",
         "train.num_rollouts=2",
         "train.prompts_per_rollout=4",
@@ -82,7 +62,7 @@ def test_a_few_steps(tmp_path) -> None:
 
 @pytest.mark.long(seconds=150)
 def test_the_model_learns_to_call_the_calculator(tmp_path) -> None:
-    rows = launch(tmp_path, timeout_s=WHOLE_S)
+    rows = run_example("calculator", tmp_path, "metrics.progress=false", timeout_s=WHOLE_S)
     rl = [row for row in rows if row["phase"] == "rl" and "reward/mean" in row]
     reward, turns = [row["reward/mean"] for row in rl], [row["rollout/turns_mean"] for row in rl]
     evaluated = [row["eval/products/mean@1"] for row in rows if "eval/products/mean@1" in row]

@@ -12,11 +12,12 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+
+from short_run import prepare, short_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -81,40 +82,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return given
 
 
-def prepare(given: argparse.Namespace, folder: pathlib.Path) -> None:
-    """Make data, tokenizer and model by examples/quickstart/prepare.py."""
-    sizes = {
-        "hidden": given.hidden,
-        "layers": given.layers,
-        "heads": given.hidden // 64,
-        "kv-heads": given.hidden // 64,
-        "intermediate": 3 * given.hidden,
-        "max-position": 512,
-    }
-    command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(folder)]
-    command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def short_run(
+def short_rows(
     given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str
 ) -> list[dict]:
-    """Run one process and one thread on the quickstart's data; return its rows of metrics.jsonl.
+    """Return the rows of metrics.jsonl of a short run of the given sizes.
 
     variables: variables for the run's environment.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_rl.train",
-        "--config",
-        str(ROOT / "examples/quickstart/quickstart.yaml"),
-        "--run-dir",
-        str(run_dir),
-        f"model.hf_path={inputs / 'model'}",
-        f"data.train={inputs / 'train.jsonl'}",
-        "parallel.pipeline=1",
-        "sft.steps=0",
+    sizes = (
         f"train.num_rollouts={given.steps}",
         f"train.prompts_per_rollout={given.prompts}",
         f"rollout.samples_per_prompt={given.samples}",
@@ -123,20 +98,9 @@ def short_run(
         f"rollout.max_response_tokens={given.response_tokens}",
         "eval.path=null",
         "eval.every_rollouts=null",
-        "metrics.progress=false",
-        "train.export_last=false",
-        *overrides,
-    ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tools' / 'benchmarks'}",
-        **variables,
-    }
-    done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the run in {run_dir.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    )
+    rows, _ = short_run(inputs, run_dir, *sizes, *overrides, **variables)
+    return rows
 
 
 def in_turn(given: argparse.Namespace, modes: Iterable[str], run: Callable[..., list[dict]]) -> dict[str, list[dict]]:
@@ -144,7 +108,7 @@ def in_turn(given: argparse.Namespace, modes: Iterable[str], run: Callable[..., 
     measured: dict[str, list[dict]] = {mode: [] for mode in modes}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        prepare(given, folder / "inputs")
+        prepare(folder / "inputs", hidden=given.hidden, layers=given.layers, max_position=512)
         for turn in range(given.rounds):
             for mode, rows in measured.items():
                 rows += run(given, folder / "inputs", folder / f"{mode.replace(' ', '_')}_{turn}", mode)
@@ -162,7 +126,7 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
         *MODES[mode],
     )
     rollouts: dict[int, dict] = {}
-    for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_REWARD_MS=str(given.reward_ms)):
+    for row in short_rows(given, inputs, run_dir, *overrides, BENCHMARK_REWARD_MS=str(given.reward_ms)):
         rollout = rollouts.setdefault(row["rollout"], {"seconds": 0.0, "production": 0.0, "staleness": 0.0})
         rollout["seconds"] += row["time/step_s"]
         rollout["production"] += row.get("perf/rollout_generation_s", 0.0) + row.get("time/reward_s", 0.0)

@@ -69,7 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, mode: str) -> list[dict[str, float]]:
     """Return one short run's rollouts without the first, in which the engine starts."""
-    from async_modes import short_run
+    from async_modes import short_rows
 
     overrides = (
         "reward.functions=[refill:partly_dead]",
@@ -78,7 +78,7 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
         *MODES[mode],
     )
     rollouts = []
-    for row in short_run(given, inputs, run_dir, *overrides, BENCHMARK_DEAD=str(given.dead)):
+    for row in short_rows(given, inputs, run_dir, *overrides, BENCHMARK_DEAD=str(given.dead)):
         live = (1.0 - row["skip/zero_advantage_ratio"]) * given.prompts
         rollouts.append(
             {

@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+
+from short_run import prepare, short_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -60,22 +60,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if vars(given)[name] < 1:
             parser.error(f"--{name.replace('_', '-')} {vars(given)[name]} must be at least 1")
     return given
-
-
-def prepare(given: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
-    """Make a folder with data, tokenizer and model by examples/quickstart/prepare.py."""
-    sizes = {
-        "hidden": given.hidden,
-        "layers": given.layers,
-        "heads": given.hidden // 64,
-        "kv-heads": given.hidden // 64,
-        "intermediate": 3 * given.hidden,
-        "max-position": 4096,
-    }
-    command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(folder)]
-    command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return given.model or folder / "model"
 
 
 def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path, kind: str):
@@ -202,34 +186,11 @@ def measure_run(given: argparse.Namespace, inputs: pathlib.Path, folder: pathlib
     """Measure short runs with the quickstart's data and settings on one process."""
     rows = []
     for kind in ("vllm", "transformers"):
-        run_dir = folder / f"run_{kind}"
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_rl.train",
-            "--config",
-            str(ROOT / "examples/quickstart/quickstart.yaml"),
-            "--run-dir",
-            str(run_dir),
-            f"model.hf_path={inputs / 'model'}",
-            f"data.train={inputs / 'train.jsonl'}",
-            "parallel.pipeline=1",
-            "sft.steps=0",
-            f"train.num_rollouts={given.steps}",
-            f"rollout.engine={kind}",
-            "metrics.progress=false",
-            "train.export_last=false",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(
-                f"the run with rollout.engine={kind} ended with {done.returncode}:\n{done.stderr[-2000:]}"
-            )
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        overrides = (f"train.num_rollouts={given.steps}", f"rollout.engine={kind}")
+        lines, logged = short_run(inputs, folder / f"run_{kind}", *overrides)
         name = "perf/rollout_wait_share"
         shares = [line[name] for line in lines if name in line][1:]  # the first waits for the start
-        rows.append({"engine": kind, "wait_share": statistics.median(shares), "said": _said(done.stderr)})
+        rows.append({"engine": kind, "wait_share": statistics.median(shares), "said": _said(logged)})
     return rows
 
 
@@ -258,7 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        model = prepare(given, folder / "inputs")
+        prepare(folder / "inputs", hidden=given.hidden, layers=given.layers, max_position=4096)
+        model = given.model or folder / "inputs" / "model"
         parts: dict[str, list[dict]] = {}
         if "sync" not in given.skip:
             parts["sync"] = measure_sync(given, model, folder)

@@ -28,7 +28,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import sample_seed
 from megatron_rl.rollout.transformers_engine import TransformersEngine, _draw
 from megatron_rl.types import Prompt
-from tests.unit.rollout.tiny_model import EOS, TEMPERATURE, VOCAB, _model, _tokenizer
+from tests.unit.rollout.tiny_model import EOS, SIZES, TEMPERATURE, VOCAB, _model, _tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -250,19 +250,7 @@ def test_load_weights_errors(model, hf_path, change, message):
     assert engine.generate(PROMPTS, 1)[0].weight_version == 2
 
 
-MIXTURE_SIZES = dict(
-    vocab_size=len(VOCAB),
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_id=EOS,
-    initializer_range=0.15,
-    num_experts_per_tok=2,
-)
+MIXTURE_SIZES = SIZES | {"initializer_range": 0.15, "num_experts_per_tok": 2}
 MIXTURES = {
     "mixtral": (
         MixtralConfig(**MIXTURE_SIZES, num_local_experts=4),

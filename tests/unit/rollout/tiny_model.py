@@ -13,6 +13,17 @@ from transformers import (
 VOCAB = ["<eos>", "<pad>", *"0123456789+-=*/ abcd"]
 EOS = 0
 TEMPERATURE = 0.7
+SIZES = {
+    "vocab_size": len(VOCAB),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+}
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -22,19 +33,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _model(*, tied: bool = False, scale: float = 0.15) -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=len(VOCAB),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        initializer_range=scale,
-    )
+    config = Qwen2Config(**SIZES, tie_word_embeddings=tied, initializer_range=scale)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = Qwen2ForCausalLM(config)
