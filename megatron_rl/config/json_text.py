@@ -1,0 +1,179 @@
+"""Reads JSON that others wrote: every fault ends in one sentence with the file and the field, in bounded memory.
+
+Refused: text that is not UTF-8 or not JSON, NaN and infinity (``1e999`` too), numbers of more than MOST_DIGITS digits,
+a key that an object has twice, halves of surrogate pairs, and more than MOST_LEVELS levels of brackets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+
+from megatron_rl.errors import ConfigError
+
+MOST_BYTES = 256 * 2**20  # the largest tokenizer.json of a public model takes about 40 MB
+MOST_DIGITS = 400  # the largest float64 has 309 digits before its point
+MOST_LEVELS = 100  # of nested lists and objects
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def quoted(value: object, most: int = 60) -> str:
+    """Return a value for a message, cut behind ``most`` characters."""
+    text = repr(value) if not isinstance(value, str) or value.isascii() else ascii(value)
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def parse_json(text: str | bytes, where: str, *, error: type[Exception] = ConfigError) -> object:
+    """Return the value of a JSON text; bytes are UTF-8, with or without a byte order mark.
+
+    where: the file, and the line if the text is one line of it; every message begins with it.
+    error: the class to raise for a text that is refused (see the module).
+    """
+
+    def refuse(reason: str) -> None:
+        raise _Refused(reason)
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            double = next(name for name in found if names.count(name) > 1)
+            refuse(f"the key {quoted(double)} stands twice in one object; keep one of the two")
+        return found
+
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = json.loads(
+            text,
+            object_pairs_hook=once,
+            parse_constant=lambda name: refuse(f"{name} is no JSON number"),
+            parse_int=lambda digits: _number(digits, int, refuse),
+            parse_float=lambda digits: _number(digits, float, refuse),
+        )
+        if _SURROGATE.search(text) or text.count("[") + text.count("{") > MOST_LEVELS:
+            for place, part, depth in walk(value):
+                if depth >= MOST_LEVELS and isinstance(part, (dict, list)):
+                    refuse(f"brackets are nested deeper than {MOST_LEVELS} levels")
+                if isinstance(part, str) and re.search("[\ud800-\udfff]", part):
+                    refuse(f"{place or 'the text'} holds half a surrogate pair ({quoted(part)}), which is no character")
+        return value
+    except UnicodeDecodeError as fault:
+        reason = f"not UTF-8 (byte {fault.start + 1}); save it as UTF-8"
+    except json.JSONDecodeError as fault:
+        line = f"line {fault.lineno}, " if fault.lineno > 1 else ""
+        reason = f"not valid JSON: {fault.msg} ({line}column {fault.colno})"
+    except RecursionError:
+        reason = f"not read: brackets are nested deeper than {MOST_LEVELS} levels"
+    except _Refused as fault:
+        reason = str(fault)
+    raise error(f"{where}: {reason}")
+
+
+class _Refused(Exception):
+    """Carries the reason out of json's hooks."""
+
+
+def _number(digits: str, kind: type, refuse: Callable[[str], None]) -> int | float:
+    if len(digits) > MOST_DIGITS:
+        refuse(f"the number {digits[:20]}… has {len(digits)} characters; {MOST_DIGITS} is the most that is read")
+    value = kind(digits)
+    if kind is float and math.isinf(value):
+        refuse(f"the number {digits} is beyond float64")
+    return value
+
+
+def walk(value: object) -> Iterator[tuple[str, object, int]]:
+    """Yield (place, part, depth) of a value, of every part of it and of every key, without recursion.
+
+    Example: {"a": [1]} gives ("", {...}, 0), ("a", "a", 1), ("a", [1], 1) and ("a[0]", 1, 2), in some order.
+    """
+    waiting = [("", value, 0)]
+    while waiting:
+        place, part, depth = waiting.pop()
+        yield place, part, depth
+        if isinstance(part, dict):
+            for name, inner in part.items():
+                below = f"{place}.{quoted(name)[1:-1]}".lstrip(".")
+                yield below, name, depth + 1
+                waiting.append((below, inner, depth + 1))
+        elif isinstance(part, list):
+            waiting += [(f"{place}[{i}]", inner, depth + 1) for i, inner in enumerate(part)]
+
+
+def read_json(
+    path: str | pathlib.Path, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
+) -> object:
+    """Return the value of a JSON file.
+
+    most_bytes: the size of the largest file that is read.
+    error: the class to raise for a file that cannot be read or whose text is refused.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise error(f"{path} is no regular file; a JSON file is wanted")
+            content = file.read(most_bytes + 1)
+    except OSError as fault:
+        raise error(f"{path} cannot be read: {fault.strerror or fault}") from None
+    if len(content) > most_bytes:
+        raise error(f"{path} has {max(facts.st_size, len(content))} bytes; at most {most_bytes} are read")
+    return parse_json(content, str(path), error=error)
+
+
+def read_object(
+    path: str | pathlib.Path, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
+) -> dict[str, object]:
+    """Return the object of a JSON file, or raise ``error`` as ``read_json`` does and for any other value."""
+    value = read_json(path, most_bytes=most_bytes, error=error)
+    return check(value, str(path), dict, error=error)
+
+
+def check(
+    value: object,
+    where: str,
+    kind: type,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    error: type[Exception] = ConfigError,
+):
+    """Return ``value``, or raise ``error`` where it is of another kind or outside ``least`` to ``most``.
+
+    where: the file and the field, for the message.
+    kind: dict, list, str, bool, int or float; float takes an integer too, and neither takes true or false.
+    least, most: the bounds of a number, both allowed; None for no bound.
+    """
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (kind in (int, float) and isinstance(value, bool)):
+        raise error(f"{where} must be {_KINDS[kind]}, and it is {quoted(value)}")
+    if (least is not None and value < least) or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"at most {most}" if least is None else f"{least} to {most}"
+        raise error(f"{where} must be {bounds}, and it is {quoted(value)}")
+    return value
+
+
+def field(
+    values: Mapping[str, object],
+    name: str,
+    kind: type,
+    where: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    error: type[Exception] = ConfigError,
+):
+    """Return the field ``name`` of an object that was read from the file ``where``, checked as ``check`` does.
+
+    Raises ``error`` where the object lacks it.
+    """
+    if name not in values:
+        raise error(f"{where} lacks the field {name}")
+    return check(values[name], f"{where}: {name}", kind, least=least, most=most, error=error)
