@@ -34,7 +34,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-slurm bench acceptance golden docs lint clean
+.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-extras test-slurm bench acceptance golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -71,13 +71,13 @@ quickstart: $(STAMP)  ## train a tiny model on this machine, to the end
 	@bash examples/quickstart/run.sh
 
 test: $(STAMP)  ## all tests but the long ones
-	$(PYTEST) tests -m "not long and not vllm" $(PYTEST_ARGS)
+	$(PYTEST) tests -m "not long and not vllm and not network" $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## every test
-	$(PYTEST) tests -m "not vllm" $(PYTEST_ARGS)
+	$(PYTEST) tests -m "not vllm and not network" $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## in under a minute: tests that start no process
-	$(PYTEST) tests $(FAR) -m "not long and not process and not distributed and not vllm" $(PYTEST_ARGS)
+	$(PYTEST) tests $(FAR) -m "not long and not process and not distributed and not vllm and not network" $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)  ## only tests on several gloo processes
 	$(PYTEST) tests -m "distributed and not long and not vllm" $(PYTEST_ARGS)
@@ -119,6 +119,9 @@ $(ORACLES)/.installed: setup.py $(CONSTRAINTS)
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --no-deps verl
 	$(ORACLES)/bin/python -c 'import peft, trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
+
+test-extras: $(STAMP)  ## that each installation of docs/installation.md resolves, asked of the package index; installs nothing
+	$(VENV)/bin/python -m pytest tests/extras $(PYTEST_ARGS)
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
 	python -m tests.slurm.check

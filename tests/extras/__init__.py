@@ -1,0 +1,1 @@
+"""The extras of setup.py resolve; needs the package index."""

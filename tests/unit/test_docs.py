@@ -1,0 +1,229 @@
+"""The pages tell the truth: their links, files, tests, targets, keys, flags and commands exist."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import pathlib
+import re
+import shlex
+import typing
+from typing import Any
+
+import pytest
+
+from megatron_rl.config import Config, load_config
+from tools import config_table
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for pattern in ("*.md", "tests/README.md", "docs/*.md", "examples/*/README.md")
+    for path in sorted(ROOT.glob(pattern))
+}
+# The changelog names keys, files and commands of older trees; only its links are held.
+CURRENT = sorted(set(PAGES) - {"CHANGELOG.md"})
+SECTIONS = [key for key, _ in config_table.sections()]
+# The names that no file may have (CONTRIBUTING.md, law 1).
+FORBIDDEN = {"utils.py", "helpers.py", "common.py"}
+# A package, a function and a tensor, which begin like a section.
+NO_KEYS = {"megatron.core", "train.main", "model.layers.K"}
+# Endings of files, which a span such as `metrics.jsonl` has in common with a key of the section `metrics`.
+FILES = (".jsonl", ".json", ".yaml", ".safetensors", ".py", ".sh", ".1")
+
+
+@functools.cache
+def text_of(name: str) -> str:
+    return PAGES[name].read_text(encoding="utf-8")
+
+
+@functools.cache
+def blocks(name: str) -> list[tuple[str, str]]:
+    """Return the page's code blocks as (language, text); an indented block has no language."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text_of(name), re.S | re.M)
+    outside = re.sub(r"^```.*?^```", "", text_of(name), flags=re.S | re.M)
+    indented = "\n".join(line[4:] for line in outside.split("\n") if line.startswith("    "))
+    return [*fenced, ("", indented)]
+
+
+@functools.cache
+def spans(name: str) -> list[str]:
+    """Return the page's inline code, a span that goes over a line's end joined."""
+    outside = re.sub(r"^```.*?^```", "", text_of(name), flags=re.S | re.M)
+    return [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", outside)]
+
+
+@functools.cache
+def commands(name: str) -> list[list[str]]:
+    """Return the words of every command on the page, of its blocks and of its inline code.
+
+    The comment behind a command and its variables (``$A``) are left out.
+    """
+    lines = [line for _, block in blocks(name) for line in block.replace("\\\n", " ").split("\n")]
+    found = []
+    for line in lines + spans(name):
+        if not re.match(r"\s*(\S*python\b|torchrun|make|srun|sbatch|bash|\S*pip) ", line):
+            continue
+        words = shlex.split(re.sub(r"\s#\s.*|\s&$|…", "", line))
+        found.append([word for word in words if not word.startswith("$")])
+    return found
+
+
+@functools.cache
+def headings(path: pathlib.Path) -> set[str]:
+    """Return the anchors that GitHub gives the page's headings."""
+    lines = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M).split("\n")
+    titles = [
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line.lstrip("#").strip()) for line in lines if re.match("#+ ", line)
+    ]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_anchors_are_githubs(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# `metrics.jsonl`, 9. names\n```\n# no heading\n```\n## A [link](x.md) – more\n")
+    assert headings(page) == {"metricsjsonl-9-names", "a-link--more"}
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_every_link_leads_somewhere(name: str) -> None:
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text_of(name))):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (PAGES[name].parent / path).resolve() if path else PAGES[name]
+        if not file.exists() or (anchor and anchor not in headings(file)):
+            missing.append(target)
+    assert not missing
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_file_that_is_named_exists(name: str) -> None:
+    missing = []
+    for span in spans(name):
+        match = re.fullmatch(r"([\w./-]+\.(?:py|md|sh|sbatch))(?:::(\w+))?(?:\[.*\])?", span)
+        if not match or match[1] in FORBIDDEN:
+            continue
+        places = [base / match[1] for base in (ROOT, ROOT / "megatron_rl", ROOT / "tests", PAGES[name].parent)]
+        files = [place for place in places if place.is_file()]
+        if "/" not in match[1] and not files:
+            files = [
+                path for room in ("megatron_rl", "tests", "tools", "examples") for path in (ROOT / room).rglob(match[1])
+            ]
+        if not files or (match[2] and not any(f"def {match[2]}(" in path.read_text() for path in files)):
+            missing.append(span)
+    assert not missing
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_target_of_make_exists(name: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {
+        word for words in commands(name) if words[0] == "make" for word in words[1:] if re.fullmatch(r"[a-z-]+", word)
+    }
+    assert named <= targets
+
+
+def key_exists(key: str) -> bool:
+    """Say whether a dotted key names a section, a field, or any field of the free mappings `megatron.*`."""
+    section: object = Config
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(section):
+            return section == dict[str, Any]
+        hints = typing.get_type_hints(section)
+        if part not in hints:
+            return False
+        section = hints[part]
+    return True
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_configuration_key_exists(name: str) -> None:
+    roots = {key.partition(".")[0] for key in SECTIONS}
+    pattern = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(roots))})(?:\.[A-Za-z0-9_]+)+)(?=$|[=:,;)\s]|\.$)")
+    named = {key for span in spans(name) for key in pattern.findall(span)} - NO_KEYS
+    assert not {key for key in named if not key_exists(key) and not key.endswith(FILES)}
+
+
+def config_of(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the command's configuration file where it is one of ours, and its overrides."""
+    given = words[words.index("--config") + 1] if "--config" in words else ""
+    overrides = [word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
+    return (given if (ROOT / given).is_file() else None), overrides
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_command_with_settings_is_accepted(name: str) -> None:
+    for words in commands(name):
+        path, overrides = config_of(words)
+        if path or overrides:
+            assert load_config(ROOT / path if path else None, overrides) is not None
+
+
+# The files that read the arguments of `python -m megatron_rl.train`.
+TRAIN = [ROOT / "megatron_rl" / "cli.py", ROOT / "megatron_rl" / "simulator" / "command.py"]
+
+
+def sources_of(words: list[str]) -> list[pathlib.Path]:
+    """Return the files that read a command's flags: the script or module that it names, and the folder beside it."""
+    for position, word in enumerate(words):
+        if word == "-m" and words[position + 1].startswith(("megatron_rl", "tests")):
+            module = ROOT / (words[position + 1].replace(".", "/") + ".py")
+            assert module.is_file(), words
+            return [module, *(TRAIN if module.name == "train.py" else [])]
+        if word.endswith((".py", ".sh", ".sbatch")) and "/" in word:
+            script = ROOT / word
+            assert script.is_file(), words
+            if script.suffix != ".py":
+                return [*TRAIN, script]
+            return [script, ROOT / "megatron_rl/simulator/command.py", *script.parent.rglob("*.py")]
+    return []
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_flag_is_one_of_its_command(name: str) -> None:
+    unknown = []
+    for words in commands(name):
+        sources = sources_of(words)
+        text = "".join(path.read_text() for path in sources)
+        scripts = [
+            i
+            for i, word in enumerate(words)
+            if word.startswith("megatron_rl.") or word.endswith((".py", ".sh", ".sbatch"))
+        ]
+        for word in words[scripts[0] + 1 if scripts else len(words) :]:
+            flag = word.partition("=")[0]
+            if flag == "--":
+                break
+            if flag.startswith("--") and f'"{flag}"' not in text:
+                unknown.append((flag, words))
+    assert not unknown
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_python_of_a_page_parses_and_its_imports_exist(name: str) -> None:
+    for language, block in blocks(name):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_rl"):
+                module = importlib.import_module(node.module)
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_extra_of_an_installation_exists(name: str) -> None:
+    setup = (ROOT / "setup.py").read_text()
+    extras = set(re.findall(r'^        "([\w-]+)": \[', setup, re.M))
+    asked = [extra for words in commands(name) for word in words for extra in re.findall(r"^\.\[([\w,-]+)\]$", word)]
+    assert {extra for several in asked for extra in several.split(",")} <= extras
+
+
+def test_the_readers_see_what_they_should() -> None:
+    """Hold that the pages are read at all: a pattern that finds nothing would pass every test above."""
+    assert sum(len(commands(name)) for name in CURRENT) > 100
+    assert sum(bool(sources_of(words)) for name in CURRENT for words in commands(name)) > 30
+    assert sum(any(config_of(words)) for name in CURRENT for words in commands(name)) > 15
