@@ -54,6 +54,21 @@ def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
             _check_keys(value, section, f"{prefix}{key}.")
 
 
+def _with_lists(tree: dict, cls: type) -> dict:
+    """Return the settings with a bare text in place of a list as a list of one; an empty text is an empty list."""
+    sections = {f.name: f for f in dataclasses.fields(cls)}
+    lists = {}
+    for key, value in tree.items():
+        section = sections[key].default_factory
+        if dataclasses.is_dataclass(section):
+            lists[key] = _with_lists(value, section)
+        elif isinstance(value, str) and sections[key].type.startswith("tuple[str"):
+            lists[key] = [value] if value else []
+        else:
+            lists[key] = value
+    return lists
+
+
 def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Load the defaults, then the YAML file, then ``section.key=value`` overrides.
 
@@ -77,7 +92,7 @@ def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | t
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} must hold sections with keys, and it holds a {type(tree).__name__}")
         _check_keys(tree, Config)
-        return OmegaConf.to_object(OmegaConf.merge(_defaults(), settings))
+        return OmegaConf.to_object(OmegaConf.merge(_defaults(), _with_lists(tree, Config)))
     except OmegaConfBaseException as error:
         key = error.full_key or ""
         cause = error.__cause__

@@ -1,39 +1,52 @@
-"""Objects that the configuration names by ``module:attribute``, or by a built-in name."""
+"""Objects that the configuration names: by a built-in's name, ``module:attribute``, or ``path/to/file.py:attribute``."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import operator
+import pathlib
+import sys
 from collections.abc import Collection, Mapping
+from types import ModuleType
 
 from megatron_rl.errors import ConfigError
 
 
-def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, also: Collection[str] = ()) -> object:
-    """Return the object behind a name of ``built_in``, or behind ``module:attribute`` itself.
+def is_own(name: str) -> bool:
+    """Tell whether a name is written as a user's own part, with a colon in it, rather than as a built-in's."""
+    return ":" in name
 
-    name: a built-in's name, or ``module:attribute``.
+
+def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, also: Collection[str] = ()) -> object:
+    """Return the object behind a name of ``built_in``, or behind ``module:attribute`` or ``file.py:attribute`` itself.
+
+    name: a built-in's name, ``module:attribute``, or a Python file's path (from the working directory) in the module's
+        place, as in ``./rewards.py:score``.
     built_in: ``module:attribute`` by name.
     what: the setting and its value, for messages.
     form: how a user writes one of their own, for messages.
     also: further names that are known and mean something else.
     Raises ConfigError with the nearest way out; an error of the module's own import is named in it.
     """
-    module_name, separator, attribute = built_in.get(name, name).partition(":")
+    module_name, separator, attribute = built_in.get(name, name).rpartition(":")
     if not (separator and module_name and attribute):
         known = [*built_in, *also]
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(
-            f"{what} is not known; {hint}the built-ins are {', '.join(known)}; your own is written {form}"
-        )
+        listed = f"the built-ins are {', '.join(known)}; " if known else ""
+        raise ConfigError(f"{what} is not known; {hint}{listed}your own is written {form}")
+    is_file = module_name.endswith(".py") or "/" in module_name
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
+        module = _module_of_file(module_name, what) if is_file else importlib.import_module(module_name)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        mend = "mend the file" if is_file else "install it, or put the folder that holds it on PYTHONPATH"
         raise ConfigError(
-            f"{what}: importing {module_name!r} failed with {type(error).__name__}: {error}; install it, or put the "
-            "folder that holds it on PYTHONPATH"
+            f"{what}: importing {module_name!r} failed with {type(error).__name__}: {error}; {mend}"
         ) from error
     try:
         return operator.attrgetter(attribute)(module)
@@ -42,3 +55,27 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         nearest = difflib.get_close_matches(attribute, candidates, n=1, cutoff=0.0)
         hint = f"; the nearest it has is {nearest[0]!r}" if nearest else "; it defines nothing that can be called"
         raise ConfigError(f"{what}: module {module_name!r} has no {attribute!r}{hint}") from None
+
+
+def _module_of_file(path: str, what: str) -> ModuleType:
+    """Return the module of a Python file, which is run once per process."""
+    file = pathlib.Path(path).expanduser().resolve()
+    if not file.is_file() or file.suffix != ".py":
+        fault = "is not a Python file" if file.exists() else "does not exist"
+        raise ConfigError(
+            f"{what}: {str(file)!r} {fault}; write the path of a .py file from the working directory, or a module's "
+            "name with dots in place of slashes"
+        )
+    # A digest in the name: two files of one stem, or one that is called like a package, do not meet in sys.modules.
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
