@@ -19,6 +19,13 @@ class NonFiniteGradient(RunError):
     """Reports a global gradient norm that is not finite under ``optimizer.on_nonfinite=fail``; raised on every rank."""
 
 
+class NonFiniteAdvantage(RunError, ValueError):
+    """Reports a NaN, an infinity or an overflow between a reward and its advantage, by sample and setting.
+
+    Raised on every rank: all compute advantages from the same numbers.
+    """
+
+
 class RewardError(RunError):
     """Reports a reward function that failed on a sample; the message carries the sample's id and the traceback."""
 

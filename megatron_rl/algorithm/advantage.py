@@ -6,10 +6,12 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
    exactly 0.0, except under ``center_and_scale``.
 2. A sample that is not included has advantage 0.0 and changes no other sample's advantage.
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
-4. Advantages are finite; a non-finite reward is an error that names the sample.
+4. Advantages are finite in float32; a reward, a sum or an advantage that is not is an error that names the sample.
 5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's advantages are not 0.
 6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
    not on how they are cut into micro-batches or spread over ranks.
+7. A sample whose reward is its group's mean in exact arithmetic has an advantage of exactly 0.0, except under ``gdpo``
+   and ``center_and_scale``.
 """
 
 from __future__ import annotations
@@ -18,9 +20,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.algorithm.estimators import Rewards, batch_std, dr_grpo, gdpo, grpo, reinforce_plus_plus, rloo
+from megatron_rl.algorithm.estimators import (
+    Rewards,
+    batch_std,
+    dr_grpo,
+    gdpo,
+    grpo,
+    reinforce_plus_plus,
+    rloo,
+    whitened,
+)
+from megatron_rl.algorithm.finite import require_epsilon, require_finite
 from megatron_rl.config import Config
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
+
+_REWARD = (
+    "mend the reward function, or look at the settings that make its total: reward.weights, reward.overlong_penalty, a "
+    "KL in the reward"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,11 +69,24 @@ class GroupRewards:
 def advantages(rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale") -> np.ndarray:
     """Return [S] float64 advantages by the estimator (semantics §6); 0 for a sample that is taken out.
 
-    The estimators are the functions of algorithm/estimators.py. Raises ValueError for a non-finite reward, naming the
-    sample, and for an unknown estimator.
+    The estimators are the functions of algorithm/estimators.py. Raises NonFiniteAdvantage for a reward or an advantage
+    that is not finite or beyond float32, naming the sample, ConfigError for an ``epsilon`` that is not a finite number,
+    and ValueError for an unknown estimator.
     """
+    require_epsilon("advantage.epsilon", epsilon)
+    require_finite(rewards.totals, "the reward", rewards.sample_ids, _REWARD, included=rewards.included)
+    values = _estimate(rewards, estimator, epsilon, whiten)
+    require_finite(
+        values,
+        "the advantage",
+        rewards.sample_ids,
+        f"look at the rewards of its group, at advantage.estimator={estimator} and advantage.epsilon={epsilon:g}",
+    )
+    return values
+
+
+def _estimate(rewards: GroupRewards, estimator: str, epsilon: float, whiten: str) -> np.ndarray:
     included = rewards.included
-    _require_finite(rewards.totals, included, rewards.sample_ids)
     group = np.unique(rewards.groups, return_inverse=True)[1].reshape(-1)
     total_rewards = Rewards(values=rewards.totals, group=group, included=included)
     match estimator:
@@ -73,7 +103,10 @@ def advantages(rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, 
         case "gdpo":
             columns = _columns(total_rewards, rewards)
             weights = rewards.function_weights or (1.0,) * len(columns)
-            return gdpo(columns, weights, included, tokens=rewards.loss_tokens, whiten=whiten, epsilon=epsilon)
+            total = gdpo(columns, weights, included, tokens=None, whiten="none", epsilon=epsilon)
+            way_out = f"look at reward.weights={list(weights)} and reward.overlong_penalty"
+            require_finite(total, "the weighted sum of the standardised rewards", rewards.sample_ids, way_out)
+            return whitened(total, included, rewards.loss_tokens, whiten, epsilon)
     raise ValueError(f"advantage.estimator={estimator!r} is not known")
 
 
@@ -84,7 +117,7 @@ def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
     columns = []
     for values in rewards.by_function.T:
         applied = seen.included & ~np.isnan(values)
-        _require_finite(values, applied, rewards.sample_ids)
+        require_finite(values, "the reward", rewards.sample_ids, _REWARD, included=applied)
         columns.append(Rewards(values=values, group=seen.group, included=applied))
     return tuple(columns)
 
@@ -103,16 +136,6 @@ def may_have_advantage(
     if estimator == "gdpo":  # under another ε than the run's, its functions could cancel where the run's do not
         return advantages(rewards, estimator="gdpo", epsilon=epsilon, whiten="none") != 0
     return advantages(rewards, estimator="dr_grpo") != 0
-
-
-def _require_finite(rewards: np.ndarray, included: np.ndarray, sample_ids: tuple[str, ...]) -> None:
-    bad = np.flatnonzero(included & ~np.isfinite(rewards))
-    if len(bad):
-        name = sample_ids[bad[0]] if sample_ids else f"index {bad[0]}"
-        raise ValueError(
-            f"the reward of sample {name} is {rewards[bad[0]]} ({len(bad)} such in the batch), its group's advantages "
-            "would be NaN; mend the reward function, or take such samples out with reward.on_error=drop"
-        )
 
 
 def reduction_weights(

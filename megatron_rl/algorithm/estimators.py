@@ -2,13 +2,15 @@
 
 The estimator ``gae`` is in algorithm/gae.py. Notation: r_i is the reward of sample i and g its prompt's group; mean_g
 and std_g are over the group's included samples, and n_g is their number. Standard deviations are unbiased (n − 1), as
-in TRL and verl. Equal rewards of a group give exactly 0.0, whatever the rounding of their mean (invariant 1 of
-algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not included has 0.
+in TRL and verl. A reward that equals its group's mean in exact arithmetic gives exactly 0.0, whatever that mean rounds
+to (invariants 1 and 7 of algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not
+included has 0. Nothing else is 0: what is not finite stays so, for algorithm/advantage.py to name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -45,7 +47,7 @@ def grpo(rewards: Rewards, *, epsilon: float) -> np.ndarray:
     """
     centred = dr_grpo(rewards)
     spread = np.sqrt(rewards.per_group(centred**2) / np.maximum(rewards.counts - 1, 1))[rewards.group] + epsilon
-    return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 0)
+    return _divided(centred, spread)
 
 
 def dr_grpo(rewards: Rewards) -> np.ndarray:
@@ -53,7 +55,8 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
     Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
 
-    Example: one group, r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5); r = (1, 1, 1, 1) → exactly (0, 0, 0, 0).
+    Example: one group, r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5); r = (1, 1, 1, 1) → exactly (0, 0, 0, 0); r = (0,
+    0.3, 0.6) → (−0.3, 0, 0.3), though their mean rounds to 0.3 − 6e-17.
     """
     group, included = rewards.group, rewards.included
     values = np.where(included, rewards.values, 0.0)
@@ -61,7 +64,36 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
     high, low = np.full(len(mean), -np.inf), np.full(len(mean), np.inf)
     np.maximum.at(high, group[included], values[included])
     np.minimum.at(low, group[included], values[included])
-    return np.where(included & (high > low)[group], values - mean[group], 0.0)
+    centred = np.where(included & (high > low)[group], values - mean[group], 0.0)
+    # A mean of n numbers is off by at most n roundings of the largest of them.
+    largest = np.zeros(len(mean))
+    np.maximum.at(largest, group[included], np.abs(values[included]))
+    rounding = rewards.counts * np.finfo(np.float64).eps * largest
+    return _without_rounding(rewards, centred, (centred != 0) & (np.abs(centred) <= rounding[group]))
+
+
+def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarray) -> np.ndarray:
+    """Return ``centred`` [S] with 0.0 at those ``suspects`` whose n_g · r_i is Σ_j r_j in rational numbers.
+
+    A reward is read as the binary number that it is, and as the decimal that it prints as: with (0.2, 0.4, 0.6) the
+    reward function meant the mean 0.4, though none of the three is that decimal in binary.
+
+    suspects: bool [S], the samples whose distance to their group's mean may be its rounding.
+    """
+    for group in np.unique(rewards.group[suspects]).tolist():
+        members = np.flatnonzero(rewards.included & (rewards.group == group))
+        for exact in (Fraction, lambda value: Fraction(repr(value))):
+            numbers = [exact(value) for value in rewards.values[members].tolist()]
+            total = sum(numbers)
+            is_mean = np.array([len(numbers) * number == total for number in numbers])
+            centred[members[is_mean & suspects[members]]] = 0.0
+    return centred
+
+
+def _divided(values: np.ndarray, spread: np.ndarray | float) -> np.ndarray:
+    """Return values / spread, and 0 where a value is 0: 0 / 0 is no reward's difference, while 1 / 0 is an error."""
+    with np.errstate(divide="ignore"):
+        return np.divide(values, spread, out=np.zeros_like(values), where=values != 0)
 
 
 def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
@@ -75,7 +107,7 @@ def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
     centred = dr_grpo(rewards)
     values = centred[rewards.included]
     spread = (values.std(ddof=1) if len(values) > 1 else 0.0) + epsilon
-    return centred / spread if spread > 0 else centred
+    return _divided(centred, spread)
 
 
 def rloo(rewards: Rewards) -> np.ndarray:
@@ -146,4 +178,4 @@ def whitened(
     spread = np.sqrt((counted * (values - mean) ** 2).sum() / (total - 1)) + epsilon
     if mode == "center_and_scale":
         values = np.where(included, values - mean, 0.0)
-    return values / spread if spread > 0 else values
+    return values if spread == 0 else values / spread

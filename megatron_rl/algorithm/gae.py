@@ -14,7 +14,8 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_gae.py):
 4. returns − advantages = values at loss tokens, to rounding.
 5. ``gamma=lam=1``: returns are the sums of the rewards from the token on, whatever the values are.
 6. ``lam=0``: advantages are one-step errors r_t + γ·V_{t+1} − V_t.
-7. A reward or a value that is not finite at a loss token is an error that names the sample.
+7. A reward, a value, an advantage or a return that is not finite in float32 at a loss token is an error that names the
+   sample.
 8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither reads tokens without loss, which
    come out as 0.
 """
@@ -24,7 +25,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.algorithm.estimators import whitened
+from megatron_rl.algorithm.finite import not_finite, require_epsilon, sample_name
 from megatron_rl.algorithm.flat import token_owner
+from megatron_rl.errors import NonFiniteAdvantage
 
 
 def token_rewards(
@@ -78,8 +81,8 @@ def generalised_advantages(
     gamma, lam: γ and λ, in [0, 1].
     sample_ids: S names, for messages alone.
 
-    Raises ValueError for a reward or a value that is not finite at a loss token, naming the sample, and for lengths
-    that do not fit.
+    Raises NonFiniteAdvantage for a reward, a value or a result that is not finite or beyond float32 at a loss token,
+    naming the sample, and ValueError for lengths that do not fit.
 
     Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8, 0, 0.5), returns (1,
     0, 1).
@@ -93,7 +96,7 @@ def generalised_advantages(
         rewards,
         counts,
         "reward",
-        "mend the reward function or the KL in the reward, or use reward.on_error=drop",
+        "mend the reward function, or look at reward.weights, reward.overlong_penalty and the KL in the reward",
         sample_ids,
     )
     _require_finite(baseline, counts, "value", "look for non-finite weights or activations of the critic", sample_ids)
@@ -102,6 +105,9 @@ def generalised_advantages(
     following = np.append(baseline[1:], 0.0) if len(positions) else baseline
     following[last[counts > 0]] = 0.0
     compact = _discounted_sums(rewards + gamma * following - baseline, counts, gamma * lam)
+    discounts = f"look at advantage.gamma={gamma:g} and advantage.lam={lam:g}, at its reward and the critic's values"
+    for name, numbers in (("advantage", compact), ("return", compact + baseline)):
+        _require_finite(numbers, counts, name, discounts, sample_ids)
     # Back to the flat arrays over all response tokens.
     advantages, returns = np.zeros(len(loss_mask)), np.zeros(len(loss_mask))
     advantages[positions] = compact
@@ -119,6 +125,7 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
     Example: (1, −1, 7), mask (T, T, F), ``scale``, ε = 0 → (0.7071, −0.7071, 0).
     """
+    require_epsilon("advantage.epsilon", epsilon)
     return whitened(np.where(loss_mask, advantages, 0.0), loss_mask, None, mode, epsilon)
 
 
@@ -162,11 +169,11 @@ def _require_flat(response_tokens: np.ndarray, **arrays: np.ndarray) -> None:
 def _require_finite(
     numbers: np.ndarray, counts: np.ndarray, name: str, way_out: str, sample_ids: tuple[str, ...]
 ) -> None:
-    bad = np.flatnonzero(~np.isfinite(numbers))
+    bad = np.flatnonzero(not_finite(numbers))
     if len(bad):
         sample = int(np.searchsorted(np.cumsum(counts), bad[0], side="right"))
-        called = sample_ids[sample] if sample_ids else f"index {sample}"
-        raise ValueError(
-            f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample {called} is {numbers[bad[0]]} "
-            f"({len(bad)} such in the batch), its advantages would not be finite; {way_out}"
+        raise NonFiniteAdvantage(
+            f"the {name} of loss token {bad[0] - int(counts[:sample].sum())} of sample "
+            f"{sample_name(sample_ids, sample)} is {numbers[bad[0]]} ({len(bad)} such in the batch), and no loss can "
+            f"be made of it; {way_out}"
         )

@@ -20,12 +20,15 @@ its ratio itself). Pure numpy: the same arrays give the same weights, and no den
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.algorithm.finite import sample_name
 from megatron_rl.algorithm.flat import sum_per_sample, token_owner
 from megatron_rl.config import CorrectionConfig
+from megatron_rl.errors import NonFiniteAdvantage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +54,8 @@ def importance_weights(
     advantages: np.ndarray,
     decided: np.ndarray,
     config: CorrectionConfig,
+    *,
+    sample_ids: Sequence[str] = (),
 ) -> Correction:
     """Return the weights by ``correction.mode``, with the samples masked that are too far off-policy.
 
@@ -59,8 +64,9 @@ def importance_weights(
     response_tokens: int64 [S], each at least 1.
     advantages: [S], one for each sample.
     decided: bool [S], True where π_old is known; the other samples have weight 0, and must not be trained.
+    sample_ids: S names, for messages alone; empty: the index.
 
-    Raises ValueError, naming a sample, where d_t or its sum is NaN.
+    Raises NonFiniteAdvantage, naming a sample, where d_t or its sum is NaN.
     """
     # d_t of each loss token, its sum and its mean per sample.
     owner = token_owner(response_tokens)
@@ -71,9 +77,9 @@ def importance_weights(
     tokens, total = sum_per_sample(counted, response_tokens), sum_per_sample(gap, response_tokens)
     bad = np.flatnonzero(np.isnan(total))
     if len(bad):
-        raise ValueError(
-            f"Σ (log π_old − log μ) of sample {bad[0]} is NaN ({len(bad)} such samples in the batch), and so would "
-            "its weight be; look for non-finite log-probs of the engine or of the trainer"
+        raise NonFiniteAdvantage(
+            f"Σ (log π_old − log μ) of sample {sample_name(sample_ids, bad[0])} is NaN ({len(bad)} such samples in the "
+            "batch), and so would its weight be; look for non-finite log-probs of the engine or of the trainer"
         )
     mean = total / np.maximum(tokens, 1)
     # The raw weights' logarithms, bounded or masked.

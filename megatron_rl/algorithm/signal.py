@@ -8,6 +8,7 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
    token is signal.
 4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
 5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1 change nothing.
+6. An advantage that is not finite is an error, whether its sample has a loss token or not.
 
 Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would train on a number that
 the cut into micro-batches decides: those are refused in every mode (``refuse_uncounted_losses``).
@@ -15,10 +16,12 @@ the cut into micro-batches decides: those are refused in every mode (``refuse_un
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.algorithm.finite import require_epsilon, require_finite
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 
@@ -144,19 +147,27 @@ def signal_rule(config: Config) -> SignalRule:
     )
 
 
-def has_signal(advantages: np.ndarray, loss_tokens: np.ndarray, *, advantage_epsilon: float = 0.0) -> np.ndarray:
+def has_signal(
+    advantages: np.ndarray,
+    loss_tokens: np.ndarray,
+    *,
+    advantage_epsilon: float = 0.0,
+    sample_ids: Sequence[str] = (),
+    way_out: str = "look for non-finite rewards in its group",
+) -> np.ndarray:
     """Return [S] bool: whether some loss token of each sample has a non-zero coefficient.
 
     advantages: [S], of each sample, or the largest |importance weight · advantage| of its tokens
                 (``Advantages.largest``), so that any_t(weight_t · A_t ≠ 0) = (largest ≠ 0).
     loss_tokens: int64 [S], the number of loss tokens of each sample.
+    sample_ids: S names, for messages alone; empty: the index.
+    way_out: the cause to look for where an advantage is not finite, for messages.
+
+    Raises NonFiniteAdvantage for an advantage that is not finite or beyond float32, which is never "no signal", and
+    ConfigError for an ``advantage_epsilon`` that is not a finite number.
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """
-    nan = np.flatnonzero(np.isnan(advantages))
-    if len(nan):
-        raise ValueError(
-            f"the advantage of sample {nan[0]} is NaN ({len(nan)} such in the batch): it would be taken for a sample "
-            "without signal; look for non-finite rewards in its group"
-        )
+    require_epsilon("skip.advantage_epsilon", advantage_epsilon)
+    require_finite(advantages, "the advantage", sample_ids, way_out)
     return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import BatchFacts, BatchPlan, Sample, Score
 
 
@@ -169,22 +170,38 @@ def gather_flat(
     return flat.cpu().numpy()
 
 
-def gather_scores(scores: Sequence[Score], places: Sequence[int], num_functions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return every sample's score, sorted by place: (total [S], by_function [S, F]) float64, NaN where it has none."""
+def gather_scores(
+    scores: Sequence[Score], places: Sequence[int], num_functions: int, *, sample_ids: Sequence[str] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return every sample's score, sorted by place: (total [S], by_function [S, F]) float64, NaN where it has none.
 
-    def plain(value: float | None) -> float | str | None:
-        return value if value is None or np.isfinite(value) else str(value)  # strict JSON has no inf
+    places, sample_ids: of this rank's samples; without ids, messages give the place.
 
+    A collective. Raises NonFiniteAdvantage on every rank for a score that is a number and not finite: as NaN it would
+    be taken for a sample that has none.
+    """
+    called = sample_ids or [f"at place {place}" for place in places]
     local = [
-        [place, plain(s.total), [plain(x) for x in s.by_function]] for place, s in zip(places, scores, strict=True)
+        [place, fault] if (fault := _score_fault(score, name)) else [place, None, score.total, score.by_function]
+        for place, score, name in zip(places, scores, called, strict=True)
     ]
     rows = sorted((row for part in gather_json(local) for row in part), key=lambda row: row[0])
-
-    def number(value: float | str | None) -> float:
-        return np.nan if value is None else float(value)
-
-    totals = np.array([number(row[1]) for row in rows], dtype=np.float64)
-    by_function = np.array([[number(x) for x in row[2]] for row in rows], dtype=np.float64).reshape(
-        len(rows), num_functions
-    )
+    # every rank checks all rows, so that all raise together
+    faults = [row[1] for row in rows if row[1]]
+    if faults:
+        raise NonFiniteAdvantage(f"{faults[0]} ({len(faults)} such samples)")
+    totals = np.array([row[2] for row in rows], dtype=np.float64)  # None becomes NaN
+    by_function = np.array([row[3] for row in rows], dtype=np.float64).reshape(len(rows), num_functions)
     return totals, by_function
+
+
+def _score_fault(score: Score, name: str) -> str | None:
+    """Return the fault of a score that is a number and not finite; None where it has none."""
+    if all(value is None or math.isfinite(value) for value in (score.total, *score.by_function)):
+        return None
+    values = ", ".join("none" if value is None else f"{value:g}" for value in score.by_function)
+    total = "none" if score.total is None else f"{score.total:g}"
+    return (
+        f"the total reward of sample {name} is {total}, of reward.functions that gave ({values}): it must be finite; "
+        "mend the functions, or lower reward.weights"
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.advantage import advantages
+from megatron_rl.algorithm.finite import require_finite
 from megatron_rl.algorithm.flat import sum_per_sample
 from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whiten_tokens
 from megatron_rl.algorithm.kl import kl_penalty_per_token
@@ -22,6 +23,11 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import collectives
 from megatron_rl.rollout.training_batch import ScoredBatch
 from megatron_rl.types import Advantages
+
+_KL_IN_REWARD = (
+    "reference.kl_in=reward takes it off the total: look at loss.kl_coefficient, loss.kl_estimator and how far the "
+    "policy has gone from its reference"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,6 +112,7 @@ def group_advantages(
     rewards, options = scored.rewards, {"epsilon": settings.epsilon, "whiten": settings.whiten}
     if penalty is not None:
         penalty_S = sum_per_sample(np.where(loss_mask, penalty.penalties, 0.0), facts.response_tokens)
+        require_finite(penalty_S, "the KL in the reward", facts.sample_ids, _KL_IN_REWARD)
         rewards = dataclasses.replace(rewards, totals=rewards.totals - penalty_S)
         values = collectives.broadcast_from_rank0(advantages(rewards, estimator=settings.estimator, **options))
         return AdvantageResult(
@@ -114,8 +121,13 @@ def group_advantages(
     plain = advantages(rewards, estimator=settings.estimator, **options)
     if not settings.noise_std or rl_step >= settings.noise_steps:
         return AdvantageResult(advantages=Advantages(of_sample=plain), plain=plain)
-    signal = has_signal(plain, facts.loss_tokens, advantage_epsilon=config.skip.advantage_epsilon)
+    signal = has_signal(
+        plain, facts.loss_tokens, advantage_epsilon=config.skip.advantage_epsilon, sample_ids=facts.sample_ids
+    )
     noisy = with_noise(plain, signal, facts.sample_ids, std=settings.noise_std, seed=config.run.seed)
+    require_finite(
+        noisy, "the advantage", facts.sample_ids, f"look at advantage.noise_std={settings.noise_std}, its noise"
+    )
     return AdvantageResult(advantages=Advantages(of_sample=collectives.broadcast_from_rank0(noisy)), plain=plain)
 
 
@@ -141,6 +153,8 @@ def critic_advantages(
     )
     of_token = collectives.broadcast_from_rank0(whiten_tokens(plain, loss_mask, settings.whiten, settings.epsilon))
     of_sample = sum_per_sample(of_token, facts.response_tokens) / np.maximum(facts.loss_tokens, 1)
+    way_out = f"look at advantage.whiten={settings.whiten} and advantage.epsilon={settings.epsilon:g}"
+    require_finite(of_sample, "the mean advantage", facts.sample_ids, way_out)
     return AdvantageResult(
         advantages=Advantages(of_sample=of_sample, of_token=of_token),
         plain=np.zeros(facts.num_samples),

@@ -62,10 +62,16 @@ def apply_corrections(
         backend.gather_rollout_logprobs(batch),
         backend.gather_loss_mask(batch),
     )
-    importance = importance_weights(old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config)
+    importance = importance_weights(
+        old_logprobs, engine, mask, lengths, advantages.of_sample, passed, config, sample_ids=batch.facts.sample_ids
+    )
     weights = collectives.broadcast_from_rank0(importance.weights)
     left = signal & has_signal(
-        advantages.largest(lengths, weights), batch.facts.loss_tokens, advantage_epsilon=advantage_epsilon
+        advantages.largest(lengths, weights),
+        batch.facts.loss_tokens,
+        advantage_epsilon=advantage_epsilon,
+        sample_ids=batch.facts.sample_ids,
+        way_out=f"its importance weights are in it: look at correction.mode={config.mode}, correction.cap={config.cap}",
     )
     metrics = {
         **correction_metrics(importance, mask, lengths, signal),

@@ -155,7 +155,8 @@ class Evaluation:
         size, functions = job.samples_per_prompt, self.config.reward.functions
         places = [place * size + index for place in job.mine for index in range(size)]
         scores = [score for place in job.mine for score in job.scores[place]]
-        totals, by_function = batch_exchange.gather_scores(scores, places, len(functions))
+        names = [rollout.sample_id for place in job.mine for rollout in job.rollouts[place]]
+        totals, by_function = batch_exchange.gather_scores(scores, places, len(functions), sample_ids=names)
         ends = np.cumsum([len(members) for members in self.sets.values()])
         local = np.zeros(len(ends), dtype=np.int64)
         for place in job.mine:

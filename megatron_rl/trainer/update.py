@@ -85,6 +85,7 @@ class UpdatePlanner:
             result.advantages.largest(facts.response_tokens),
             facts.loss_tokens,
             advantage_epsilon=self.rule.advantage_epsilon,
+            sample_ids=facts.sample_ids,
         )
         trained = np.zeros_like(signal) if holds else signal
         with self.timer.measure("plan"):

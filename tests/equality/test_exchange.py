@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.backend import batch_exchange
 from megatron_rl.distributed import topology
+from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import Sample, Score
 from tests.reference import make_samples
 from tests.workers.pool import Pool
@@ -118,20 +119,46 @@ def test_every_rank_gets_exactly_the_rows_it_needs(
 
 
 def scores(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
-    """Score nine samples, dealt backwards; one is taken out, one function does not apply, one reward is infinite."""
+    """Score nine samples, dealt backwards; one is taken out, one function does not apply."""
     values = {i: Score(total=i / 3, by_function=(i / 3, None if i % 2 else -float(i))) for i in range(9)}
     values[4] = Score(total=None, by_function=(None, None))
-    values[7] = Score(total=float("inf"), by_function=(float("inf"), float("nan")))
+    return gather(rank, world, values)
+
+
+def gather(rank: int, world: int, values: dict[int, Score]) -> tuple[np.ndarray, np.ndarray]:
     mine = [i for i in reversed(range(9)) if owner_of(i, world) == rank]
-    return batch_exchange.gather_scores([values[i] for i in mine], mine, 2)
+    return batch_exchange.gather_scores([values[i] for i in mine], mine, 2, sample_ids=[f"s{i}" for i in mine])
+
+
+def scores_of_which_one_is_not_finite(rank: int, world: int, total: float, second: float) -> str:
+    values = {i: Score(total=0.0, by_function=(0.0, None)) for i in range(9)}
+    values[7] = Score(total=total, by_function=(1.0, second))
+    try:
+        gather(rank, world, values)
+    except NonFiniteAdvantage as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("total", "second", "said"),
+    [(float("inf"), 1e308, "inf, of reward.functions that gave (1, 1e+308)"), (float("nan"), float("nan"), "nan, of ")],
+    ids=["overflow", "nan"],
+)
+def test_a_score_that_is_not_finite_is_refused_on_every_rank(
+    pool: Pool, total: float, second: float, said: str
+) -> None:
+    """A NaN stands for "no score": as one, a total of NaN would have taken its sample out in silence."""
+    for found in pool.run(3, scores_of_which_one_is_not_finite, total, second, timeout_s=30):
+        assert f"the total reward of sample s7 is {said}" in found and "lower reward.weights" in found
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_scores_arrive_in_order_with_their_gaps(pool: Pool, world: int) -> None:
     totals = np.array([i / 3 for i in range(9)])
-    totals[4], totals[7] = np.nan, np.inf
+    totals[4] = np.nan
     second = np.array([np.nan if i % 2 else -float(i) for i in range(9)])
-    second[[4, 7]] = np.nan
+    second[4] = np.nan
     for found, by_function in pool.run(world, scores, timeout_s=30):
         np.testing.assert_array_equal(found, totals)  # exactly: JSON carries float64 by repr
         np.testing.assert_array_equal(by_function, np.stack([totals, second], axis=1))

@@ -50,7 +50,10 @@ PURE_STAGES = (
     "planning.timeline",
 )
 
-TESTED_BY = {"planning.plan": [ROOT / "tests/unit/planning" / name for name in ("test_plan.py", "lockstep.py")]}
+TESTED_BY = {
+    "planning.plan": [ROOT / "tests/unit/planning" / name for name in ("test_plan.py", "lockstep.py")],
+    "algorithm.advantage": [ROOT / "tests/unit/algorithm" / name for name in ("test_advantage.py", "test_finite.py")],
+}
 
 # Law 5. Each exception with its reason.
 GETATTR_DEFAULTS: dict[tuple[str, str], str] = {}  # (file, attribute): the reason

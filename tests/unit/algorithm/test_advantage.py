@@ -48,7 +48,8 @@ class Case:
 
     def run(self, estimator: str, **changed) -> np.ndarray:
         case = Case(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
-        rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan) if estimator == "gdpo" else case.rewards
+        applied = np.where(np.isnan(case.rewards), 0.0, case.rewards)
+        rewards = np.where(case.included, applied, np.nan) if estimator == "gdpo" else case.rewards
         given = GroupRewards(
             totals=rewards,
             groups=case.groups,

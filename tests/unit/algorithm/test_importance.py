@@ -154,7 +154,7 @@ def test_an_impossible_token_is_capped_and_nan_is_named() -> None:
     """
     for mode, wanted in (("token_truncate", 2.0), ("sequence_mask", 0.0)):
         assert run(CorrectionConfig(mode=mode), [1.0], [[math.inf]], [[True]]).weights.tolist() == [wanted]
-    with pytest.raises(ValueError, match="sample 1 is NaN"):
+    with pytest.raises(ValueError, match="sample index 1 is NaN"):
         run(CorrectionConfig(mode="token_mask"), [1.0, 1.0], [[0.0], [math.nan]], [[True], [True]])
 
 

@@ -21,7 +21,7 @@ from megatron_rl.algorithm.signal import (
     signal_rule,
 )
 from megatron_rl.config import Config, LossConfig, MegatronConfig, SkipConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, NonFiniteAdvantage
 from tests.unit.algorithm.facts import make_facts
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -86,6 +86,9 @@ def assert_invariants(values: np.ndarray, tokens: np.ndarray, epsilon: float) ->
         weighed = has_signal(values * weight, tokens, advantage_epsilon=epsilon)
         assert np.array_equal(weighed, has_signal(values * weight, tokens, advantage_epsilon=epsilon))  # 3
         assert not weighed.any() if weight == 0 else weight != 1 or np.array_equal(weighed, found)  # 5
+    for i, bad in enumerate([np.nan, np.inf, -1e39][: len(values)]):  # 6
+        with pytest.raises(NonFiniteAdvantage, match=f"sample index {i} is "):
+            has_signal(np.where(np.arange(len(values)) == i, bad, values), tokens)
 
 
 @SETTINGS
