@@ -52,10 +52,6 @@ def validate_config(config: Config) -> None:
             f"eval.every_rollouts={evaluation.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL "
             "file, or set eval.every_rollouts=null"
         )
-    if config.metrics.dense_every_rollouts < 0 or config.metrics.dense_samples < 0:
-        raise ConfigError(
-            "metrics.dense_every_rollouts and metrics.dense_samples must be at least 0 (0 turns them off)"
-        )
 
 
 def check_overlong(config: Config) -> None:

@@ -1,12 +1,14 @@
-"""Write the tables of docs/configuration.md from the configuration's dataclasses: each key, its default, its meaning.
+"""Write the tables of docs/configuration.md from the configuration's dataclasses.
+
+Each key has a row with its default, its range where it is a number, and its meaning.
 
 Examples:
   python tools/config_table.py            # writes the tables between the page's markers; `make docs` does this
   python tools/config_table.py --check    # writes nothing; exit code 1 where the page is out of date
 
-A key's meaning is the string literal on the line below its field in megatron_rl/config/; a section's introduction is
-the docstring of its class. Both are Markdown; a path as in docs/ppo.md#where-it-runs becomes a link. The text outside
-the markers does not change.
+A key's meaning is the string literal on the line below its field in megatron_rl/config/, and its range stands in the
+field's type; a section's introduction is the docstring of its class. Texts are Markdown; a path as in
+docs/ppo.md#where-it-runs becomes a link. The text outside the markers does not change.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ import yaml
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from megatron_rl.config import Config
+from megatron_rl.config.ranges import hints_of, range_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
-HEAD = ("| key | default | meaning |", "|---|---|---|")
+HEAD = ("| key | default | range | meaning |", "|---|---|---|---|")
 LINK = re.compile(r"(?P<path>(?:[\w-]+/)*[\w-]+\.md)(?P<anchor>#[\w-]+)?")
 
 
@@ -81,6 +84,12 @@ def default_text(field: dataclasses.Field) -> str:
     return re.sub(r"\.0e-0?", "e-", written.removesuffix("\n").removesuffix("\n..."))
 
 
+def range_text(section: type, field: dataclasses.Field) -> str:
+    """Return a field's range in words, empty where it holds no number."""
+    bounds = range_of(hints_of(section)[field.name])
+    return "" if bounds is None else bounds.cell
+
+
 def with_links(text: str) -> str:
     """Return Markdown for the page: paths from the repository's root become links from docs/.
 
@@ -106,7 +115,7 @@ def table_of(key: str, section: type) -> str:
                 f"{section.__module__}.{section.__name__}; write one, on the next line"
             )
         meaning = with_links(lines[field.name][0]).replace("|", r"\|")
-        rows.append(f"| `{key}.{field.name}` | `{default_text(field)}` | {meaning} |")
+        rows.append(f"| `{key}.{field.name}` | `{default_text(field)}` | {range_text(section, field)} | {meaning} |")
     heading = "#" * (2 + key.count("."))
     introduction = with_links(ast.get_docstring(class_node(section)))
     return "\n".join([f"{heading} {key}", "", introduction, "", *HEAD, *rows])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 CORRECTIONS = (
@@ -31,23 +33,16 @@ class CorrectionConfig:
     """`recompute`: by the trainer, over the survivors; `rollout`: the engine's own, one pass saved, no correction."""
     mode: str = "none"
     """`none`, or the weight and its bounding as above: `{token,sequence,geometric}_{truncate,mask}`."""
-    cap: float = 2.0
-    """Upper bound of the weight."""
-    floor: float | None = None
+    cap: Annotated[float, Range(1)] = 2.0
+    """Upper bound of the weight; 1 is that of a token on which engine and trainer agree."""
+    floor: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """Lower bound of the weight; null: none."""
-    off_policy_delta: float | None = None
+    off_policy_delta: Annotated[float, Range(0, 10**6)] | None = None
     """δ in nats: samples with A < 0, mean log μ − log π_old > δ are dropped (DeepSeek-V3.2, eq. 9); null: none."""
 
     def __post_init__(self) -> None:
         choose("correction.old_logprobs", self.old_logprobs, ("recompute", "rollout"))
         choose("correction.mode", self.mode, CORRECTIONS)
-        at_least("correction.cap", self.cap, 1.0)  # 1 is the weight of a token on which engine and trainer agree
-        at_least("correction.floor", self.floor, 0.0, exclusive=True)
-        if self.floor is not None and self.floor > 1.0:
-            raise ConfigError(
-                f"correction.floor={self.floor} is above 1, the weight of a token on which engine and trainer agree; "
-                "lower it, or null"
-            )
         if self.floor is not None and self.mode == "none":
             raise ConfigError(
                 f"correction.floor={self.floor} bounds the weights of correction.mode, which is none; choose one, or "

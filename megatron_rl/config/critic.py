@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 OWN_SECTIONS = ("parallel", "optimizer")
@@ -27,30 +28,24 @@ class CriticConfig:
     """Fields of `parallel` that differ from the policy's, as in `critic.parallel.tensor=1`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Fields of `optimizer` that differ from the policy's."""
-    lr: float = 1e-5
+    lr: Annotated[float, Range(0, 10)] = 1e-5
     """Learning rate of the critic."""
     placement: str = "shared"
     """`shared`: on the policy's ranks; `separate`: on the job's last `critic.ranks` ranks, which hold no policy."""
-    ranks: int | None = None
+    ranks: Annotated[int, Range(1, 10**5)] | None = None
     """Number of ranks of a separate critic; null: it is shared."""
-    value_clip: float | None = 0.2
+    value_clip: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.2
     """Distance that a value may move in a rollout; null: any."""
-    warmup_rollouts: int = 0
+    warmup_rollouts: Annotated[int, Range(0)] = 0
     """First rollouts, which train the critic alone."""
-    epochs_per_rollout: int = 1
+    epochs_per_rollout: Annotated[int, Range(1, 1000)] = 1
     """Number of times that the critic is trained on each rollout."""
-    samples_per_mini_batch: int | None = None
+    samples_per_mini_batch: Annotated[int, Range(1)] | None = None
     """Samples per optimizer step of the critic; null: as `train.samples_per_mini_batch`."""
 
     def __post_init__(self) -> None:
         choose("critic.init", self.init, ("pretrained", "policy"))
         choose("critic.placement", self.placement, ("shared", "separate"))
-        at_least("critic.ranks", self.ranks, 1)
-        at_least("critic.lr", self.lr, 0.0)
-        at_least("critic.value_clip", self.value_clip, 0.0, exclusive=True)
-        at_least("critic.warmup_rollouts", self.warmup_rollouts, 0)
-        at_least("critic.epochs_per_rollout", self.epochs_per_rollout, 1)
-        at_least("critic.samples_per_mini_batch", self.samples_per_mini_batch, 1)
         if (self.placement == "separate") != (self.ranks is not None):
             raise ConfigError(
                 f"critic.placement={self.placement} and critic.ranks={self.ranks}: a separate critic says on how many "

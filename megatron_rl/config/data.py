@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 
@@ -22,7 +24,7 @@ class DataConfig:
     """Column that supervised steps imitate: a text, or an episode as a list of messages."""
     template: str = "{prompt}"
     """Text around the prompt, with `{prompt}` in it; or `chat`: the tokenizer's chat template."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Annotated[int, Range(1, 10**8)] = 512
     """Tokens of a prompt at most."""
     on_long_prompt: str = "fail"
     """For a prompt of more tokens: `fail` ends the run with an error that names it; `drop` leaves it out."""
@@ -31,6 +33,5 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
-        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
         if self.template != "chat" and "{prompt}" not in self.template:
             raise ConfigError(f"data.template={self.template!r} has no {{prompt}} in it; add it, or use 'chat'")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 
@@ -22,24 +23,20 @@ class EvalConfig:
     """Name of the set of `eval.path`; metrics of a set are called `eval/<name>/...`."""
     sets: dict[str, str] = field(default_factory=dict)
     """Further evaluation sets, `{name: path}`."""
-    every_rollouts: int | None = None
+    every_rollouts: Annotated[int, Range(1)] | None = None
     """Rollouts between evaluations; null: none between the first and the last."""
     at_start: bool = True
     """Whether the sets are evaluated before RL's first step, after the supervised steps."""
-    max_prompts: int | None = None
+    max_prompts: Annotated[int, Range(1)] | None = None
     """Number of first prompts taken of each set; null: all."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: Annotated[int, Range(1, 10**5)] = 1
     """k: gives mean@k, and pass@1, pass@2, pass@4 ... up to k."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Range(0, 100)] = 0.0
     """Sampling temperature of evaluation alone; 0: greedy, with one sample per prompt."""
-    reward_threshold: float = 1.0
+    reward_threshold: Annotated[float, Range(-(10**9))] = 1.0
     """A sample has passed where its total reward is at least this."""
 
     def __post_init__(self) -> None:
-        at_least("eval.every_rollouts", self.every_rollouts, 1)
-        at_least("eval.max_prompts", self.max_prompts, 1)
-        at_least("eval.samples_per_prompt", self.samples_per_prompt, 1)
-        at_least("eval.temperature", self.temperature, 0.0)
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise ConfigError(
                 f"eval.samples_per_prompt={self.samples_per_prompt} at eval.temperature=0 asks for one greedy sample "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -20,16 +22,14 @@ class LoraConfig:
     two models.
     """
 
-    rank: int | None = None
+    rank: Annotated[int, Range(1, 10**5)] | None = None
     """Rows of A; null: no adapters, every weight is trained."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(0, 10**6, open_low=True)] = 32.0
     """The adapters' product B A x is multiplied by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
     """Linear layers that get an adapter."""
 
     def __post_init__(self) -> None:
-        at_least("lora.rank", self.rank, 1)
-        at_least("lora.alpha", self.alpha, 0.0, exclusive=True)
         for name in self.targets:
             choose("lora.targets", name, TARGETS)
         if len(set(self.targets)) != len(self.targets):

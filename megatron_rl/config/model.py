@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 
@@ -34,28 +35,22 @@ class ModelConfig:
 class ParallelConfig:
     """Sets the degrees of parallelism; the data-parallel one is the world size over tensor · pipeline · context."""
 
-    tensor: int = 1
+    tensor: Annotated[int, Range(1, 10**5)] = 1
     """Tensor-parallel degree: ranks that share each layer."""
-    pipeline: int = 1
+    pipeline: Annotated[int, Range(1, 10**5)] = 1
     """Pipeline-parallel degree: stages that the layers are divided into."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: Annotated[int, Range(1, 10**5)] = 1
     """Model chunks per stage: Megatron's interleaved schedule; above 1 it needs `parallel.pipeline` >= 2."""
-    context: int = 1
+    context: Annotated[int, Range(1, 10**5)] = 1
     """Ranks that share each sequence, two chunks each (zig-zag); a micro-batch's cap counts the tokens of them all."""
-    expert: int = 1
+    expert: Annotated[int, Range(1, 10**5)] = 1
     """Ranks that share a mixture's experts; elsewhere they are tensor, context or data parallel."""
-    expert_tensor: int | None = None
+    expert_tensor: Annotated[int, Range(1, 10**5)] | None = None
     """Ranks that share each expert; null: as `parallel.tensor`."""
     sequence_parallel: bool = False
     """Megatron's sequence parallelism; it needs `parallel.tensor` >= 2."""
 
     def __post_init__(self) -> None:
-        at_least("parallel.tensor", self.tensor, 1)
-        at_least("parallel.pipeline", self.pipeline, 1)
-        at_least("parallel.virtual_pipeline", self.virtual_pipeline, 1)
-        at_least("parallel.context", self.context, 1)
-        at_least("parallel.expert", self.expert, 1)
-        at_least("parallel.expert_tensor", self.expert_tensor, 1)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(
                 f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages and parallel.pipeline "

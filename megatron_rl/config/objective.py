@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
@@ -23,28 +25,22 @@ class AdvantageConfig:
 
     estimator: str = "grpo"
     """`grpo`, `dr_grpo`, `batch_std`, `rloo`, `reinforce_plus_plus`, `gdpo`, and with a critic `gae` (docs/ppo.md)."""
-    epsilon: float = 1e-6
+    epsilon: Annotated[float, Range(0, 1)] = 1e-6
     """ε, added to standard deviations (n − 1)."""
     whiten: str = "scale"
     """`scale`: zeros stay zero; `center_and_scale`: the published form, after which nothing is dead; `none`."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Range(0, 1)] = 1.0
     """`gae`: discount γ over loss tokens; 1: nothing is discounted."""
-    lam: float = 1.0
+    lam: Annotated[float, Range(0, 1)] = 1.0
     """`gae`: λ over loss tokens."""
-    noise_std: float = 0.0
+    noise_std: Annotated[float, Range(0, 10**6)] = 0.0
     """Standard deviation of the noise; 0: none."""
-    noise_steps: int = 0
+    noise_steps: Annotated[int, Range(0)] = 0
     """Number of RL's first steps; a rollout whose first step is one of them has the noise."""
 
     def __post_init__(self) -> None:
         choose("advantage.estimator", self.estimator, ESTIMATORS)
         choose("advantage.whiten", self.whiten, ("none", "scale", "center_and_scale"))
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"advantage.{name}={value} must be from 0 to 1 (1: nothing is discounted)")
-        at_least("advantage.epsilon", self.epsilon, 0.0)
-        at_least("advantage.noise_std", self.noise_std, 0.0)
-        at_least("advantage.noise_steps", self.noise_steps, 0)
         if self.noise_std and not self.noise_steps:
             raise ConfigError(
                 f"advantage.noise_std={self.noise_std} is added for the first advantage.noise_steps=0 steps, which is "
@@ -62,7 +58,7 @@ class SkipConfig:
     """`match`: as many optimizer steps as the dense run, each at its own position; `merge`: one over all survivors."""
     ghost: str = "dense"
     """For a step without signal: `dense` steps on a zero gradient, as the dense run does; `freeze` moves nothing."""
-    advantage_epsilon: float = 0.0
+    advantage_epsilon: Annotated[float, Range(0, 10**6)] = 0.0
     """`approximate`: an advantage up to this counts as zero."""
     logprob_passes: bool = True
     """Whether the log-prob passes drop the same samples."""
@@ -71,7 +67,6 @@ class SkipConfig:
         choose("skip.mode", self.mode, ("exact", "approximate", "off"))
         choose("skip.steps", self.steps, ("match", "merge"))
         choose("skip.ghost", self.ghost, ("dense", "freeze"))
-        at_least("skip.advantage_epsilon", self.advantage_epsilon, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +83,19 @@ class LossConfig:
     """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
     denominator: str = "original"
     """`original`: tokens, samples and prompts are counted before the drop; `kept`: over the survivors."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Range(0, 1000)] = 0.2
     """Distance of the ratio's lower bound from 1."""
-    clip_high: float = 0.2
+    clip_high: Annotated[float, Range(0, 1000)] = 0.2
     """Distance of the ratio's upper bound from 1."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Range(1, 1000, open_low=True)] | None = None
     """`ppo`: c > 1 (3 is usual), by which the loss is at most −cA where A < 0; null: no such bound."""
-    dro_beta: float = 0.1
+    dro_beta: Annotated[float, Range(0, 1000)] = 0.1
     """`dro`: β of the quadratic β/2 · (log π_θ − log μ)²."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: Annotated[float, Range(0, 1000)] = 0.0
     """β of the KL to the reference policy, the one at RL's start unless it is renewed (docs/reference.md); 0: none."""
     kl_estimator: str = "k3"
     """Estimator of the KL: `k1`, `k2`, `k3`, or `unbiased`, which carries π_θ/π_old itself."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: Annotated[float, Range(-100, 100)] = 0.0
     """Coefficient of the entropy bonus; 0: none."""
     mask_truncated: bool = False
     """Whether samples cut off by `rollout.max_response_tokens` have no loss token; their groups keep their rewards."""
@@ -110,13 +105,8 @@ class LossConfig:
         choose("loss.reduction", self.reduction, REDUCTIONS)
         choose("loss.denominator", self.denominator, ("original", "kept"))
         choose("loss.kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "unbiased"))
-        at_least("loss.clip_low", self.clip_low, 0.0)
-        at_least("loss.clip_high", self.clip_high, 0.0)
-        at_least("loss.kl_coefficient", self.kl_coefficient, 0.0)
         if self.dual_clip is not None and self.policy != "ppo":
             raise ConfigError(
                 f"loss.dual_clip={self.dual_clip} belongs to loss.policy=ppo and the policy is {self.policy}; set it "
                 "to null"
             )
-        if self.dual_clip is not None and self.dual_clip <= 1.0:
-            raise ConfigError(f"loss.dual_clip={self.dual_clip} must be above 1 (3 is usual), or null")

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
+
+Decay = Annotated[float, Range(0, 1, open_high=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Runs AdamW under a schedule: linear warm-up, then constant, or cosine or linear down to `optimizer.min_lr`."""
 
-    lr: float = 1e-6
+    lr: Annotated[float, Range(0, 10)] = 1e-6
     """Learning rate after the warm-up."""
-    min_lr: float = 0.0
+    min_lr: Annotated[float, Range(0, 10)] = 0.0
     """Learning rate at the end of the decay."""
     schedule: str = "constant"
     """`constant`, `cosine` or `linear`; the last two decay over `optimizer.decay_steps`."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Range(0)] = 0
     """Optimizer steps of linear warm-up, the first step already above 0."""
-    decay_steps: int | None = None
+    decay_steps: Annotated[int, Range(1)] | None = None
     """Optimizer steps at whose end the rate is `optimizer.min_lr`; null: those of the run."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay of the first and the second moment."""
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, Range(1e-20, 1)] = 1e-8
     """AdamW's ε, added to the root of the second moment."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """AdamW's decoupled weight decay; biases and norms are not decayed (Megatron's habit)."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Range(0)] = 1.0
     """Global norm that a larger gradient is scaled down to; 0: off."""
     kernel: str = "auto"
     """Adam of `transformer_engine`, `apex` or `torch`; `auto`: the first that can be imported; the choice is logged."""
@@ -40,5 +44,3 @@ class OptimizerConfig:
         choose("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
         choose("optimizer.kernel", self.kernel, ("auto", "transformer_engine", "apex", "torch"))
         choose("optimizer.on_nonfinite", self.on_nonfinite, ("fail", "skip"))
-        at_least("optimizer.lr", self.lr, 0.0)
-        at_least("optimizer.clip_grad", self.clip_grad, 0.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,13 +17,13 @@ class PlanConfig:
     measured times: two runs may then be cut differently, and agree to rounding, not to the bit.
     """
 
-    max_tokens_per_microbatch: int = 8192
+    max_tokens_per_microbatch: Annotated[int, Range(1)] = 8192
     """Tokens of a micro-batch at most, pads included."""
-    samples_per_microbatch: int | None = None
+    samples_per_microbatch: Annotated[int, Range(1)] | None = None
     """Fixed number of samples of a micro-batch instead of the token cap; null: the token cap."""
     repack: bool = True
     """true: cut after the drop; false: cut before it, remove whole micro-batches only, bitwise the dense gradient."""
-    microbatch_overhead_tokens: int = 256
+    microbatch_overhead_tokens: Annotated[int, Range(0)] = 256
     """A micro-batch's fixed cost in tokens, before anything was measured; it sets how many a pipeline gets."""
     on_long_sample: str = "own_microbatch"
     """For a sample above the token cap: `own_microbatch` gives it one to itself; `fail` is an error that names it."""
@@ -29,7 +31,4 @@ class PlanConfig:
     """Whether plans go by the time that micro-batches were measured to take (`cost/*` in the metrics)."""
 
     def __post_init__(self) -> None:
-        at_least("plan.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
-        at_least("plan.samples_per_microbatch", self.samples_per_microbatch, 1)
-        at_least("plan.microbatch_overhead_tokens", self.microbatch_overhead_tokens, 0)
         choose("plan.on_long_sample", self.on_long_sample, ("own_microbatch", "fail"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 
@@ -19,19 +21,19 @@ class RewardConfig:
 
     functions: tuple[str, ...] = ()
     """`arithmetic`, `math_verify`, `environment` (the number that the sample's environment gave), `module:function`."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"
     """For a sample whose reward raises: `fail` ends the run; `drop` takes it out of its group; `zero` gives it 0."""
-    num_workers: int = 0
+    num_workers: Annotated[int, Range(0, 1000)] = 0
     """Processes per rank that call the functions, a group at a time; 0: the rank's own, which nothing can interrupt."""
-    deadline_s: float = 30.0
+    deadline_s: Annotated[float, Range(0, 10**6, open_low=True)] = 30.0
     """Seconds of a sample in a worker, which is then killed and replaced; only that sample meets `reward.on_error`."""
     in_process: tuple[str, ...] = ()
     """Those of `reward.functions` that the rank's own process calls all the same: one that holds a model, say."""
-    overlong_buffer_tokens: int = 0
+    overlong_buffer_tokens: Annotated[int, Range(0, 10**8)] = 0
     """Tokens before `rollout.max_response_tokens` over which the total reward falls linearly; 0: it does not."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: Annotated[float, Range(0, 10**6)] = 1.0
     """Reward that a response of `rollout.max_response_tokens` tokens loses to the overlong buffer."""
 
     def __post_init__(self) -> None:
@@ -41,10 +43,6 @@ class RewardConfig:
                 f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; "
                 "give one weight each"
             )
-        at_least("reward.num_workers", self.num_workers, 0)
-        at_least("reward.deadline_s", self.deadline_s, 0.0, exclusive=True)
-        at_least("reward.overlong_buffer_tokens", self.overlong_buffer_tokens, 0)
-        at_least("reward.overlong_penalty", self.overlong_penalty, 0.0)
         for name in self.in_process:
             choose("reward.in_process", name, self.functions)
         if self.functions and self.num_workers and set(self.in_process) == set(self.functions):

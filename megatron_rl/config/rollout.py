@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 OWNED_ARGUMENTS = {
@@ -36,18 +37,15 @@ class ProducerConfig:
 
     mode: str = "sync"
     """`sync`: no rollout ahead; `prefetch`: generated ahead, during training; `streaming`: ahead, scored in parts."""
-    prefetch_rollouts: int = 1
+    prefetch_rollouts: Annotated[int, Range(0, 1000)] = 1
     """Rollouts that are generated ahead of the one that is trained."""
-    min_groups: int | None = None
+    min_groups: Annotated[int, Range(1, 10**6)] | None = None
     """Groups of a part, which is scored and passed for log-probs by itself; null: the whole rollout is one."""
-    max_staleness_steps: int | None = None
+    max_staleness_steps: Annotated[int, Range(0)] | None = None
     """Optimizer steps between a token's weights and its rollout's first step; null: set by `prefetch_rollouts`."""
 
     def __post_init__(self) -> None:
         choose("rollout.producer.mode", self.mode, ("sync", "prefetch", "streaming"))
-        at_least("rollout.producer.prefetch_rollouts", self.prefetch_rollouts, 0)
-        at_least("rollout.producer.min_groups", self.min_groups, 1)
-        at_least("rollout.producer.max_staleness_steps", self.max_staleness_steps, 0)
         if self.mode == "prefetch" and self.prefetch_rollouts == 0:
             raise ConfigError(
                 "rollout.producer.prefetch_rollouts=0 fetches nothing ahead; set it to 1 or more, or "
@@ -72,13 +70,12 @@ class DynamicSamplingConfig:
     The method is DAPO's (arXiv:2503.14476, section 3.2).
     """
 
-    max_rounds: int = 0
+    max_rounds: Annotated[int, Range(0, 1000)] = 0
     """Rounds of asking further prompts, per rollout; 0: never."""
     on_exhausted: str = "skip"
     """For groups without signal after the last round: `skip` drops them as ever; `fail` ends the run."""
 
     def __post_init__(self) -> None:
-        at_least("rollout.dynamic_sampling.max_rounds", self.max_rounds, 0)
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))
 
 
@@ -91,21 +88,21 @@ class RolloutConfig:
 
     engine: str = "transformers"
     """`transformers`: in the trainer's own processes, for small models; `vllm`: see docs/vllm.md."""
-    samples_per_prompt: int = 8
+    samples_per_prompt: Annotated[int, Range(1, 10**5)] = 8
     """Samples of each prompt, which are its group."""
-    max_response_tokens: int = 256
+    max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
     """Tokens of a response at most, over all turns, observations included."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; engine and trainer take log-probs at it everywhere."""
-    max_batch_samples: int = 256
+    max_batch_samples: Annotated[int, Range(1, 10**6)] = 256
     """`transformers`: rows decoded at once."""
     allow_large_embedded_model: bool = False
     """`transformers`: whether a model of more than 1B parameters is allowed."""
-    num_engines: int | None = None
+    num_engines: Annotated[int, Range(1, 10**5)] | None = None
     """`vllm`: engines of the run's own; null: one for every `rollout.tensor_parallel` ranks."""
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, Range(1, 10**4)] = 1
     """`vllm`: GPUs of the ranks that each engine takes."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, Range(0, 1, open_low=True)] = 0.5
     """`vllm`: share of each GPU's memory that an engine takes."""
     sleep: str = "auto"
     """`vllm`: `auto`: engine and trainer's optimizer state take turns on a GPU they share; or `always`, `never`."""
@@ -115,17 +112,17 @@ class RolloutConfig:
     """`vllm`: running servers in place of engines of the run's own, each `http://host:port`."""
     api_key_env: str = "VLLM_API_KEY"
     """`vllm`: environment variable that holds the servers' key."""
-    start_s: float = 600.0
+    start_s: Annotated[float, Range(1, 10**6)] = 600.0
     """`vllm`: seconds until an engine serves; below `run.deadline_s`."""
-    request_s: float = 900.0
+    request_s: Annotated[float, Range(1, 10**6)] = 900.0
     """`vllm`: seconds until all samples of a prompt are there; below `run.deadline_s`."""
-    max_requests: int = 256
+    max_requests: Annotated[int, Range(1, 10**6)] = 256
     """`vllm`: prompts under way at one engine, per rank."""
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Range(0, 10**6)] = 3
     """`vllm`: losses of an engine in a row before the run ends."""
-    warn_logprob_gap: float | None = None
+    warn_logprob_gap: Annotated[float, Range(0, 10**6)] | None = None
     """Log-prob gap, in nats, above which a rollout warns; null: 0.05 in bfloat16, 0.001 in float32."""
-    max_logprob_gap: float | None = 0.5
+    max_logprob_gap: Annotated[float, Range(0, 10**6)] | None = 0.5
     """Log-prob gap, in nats, above which a rollout ends the run; null: never."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
@@ -133,26 +130,6 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         choose("rollout.engine", self.engine, ("transformers", "vllm"))
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
-        for name in (
-            "samples_per_prompt",
-            "max_response_tokens",
-            "max_batch_samples",
-            "num_engines",
-            "tensor_parallel",
-            "max_requests",
-        ):
-            at_least(f"rollout.{name}", self.__getattribute__(name), 1)
-        at_least("rollout.temperature", self.temperature, 0.0, exclusive=True)
-        for name in ("start_s", "request_s"):
-            at_least(f"rollout.{name}", self.__getattribute__(name), 1.0)
-        at_least("rollout.max_restarts", self.max_restarts, 0)
-        at_least("rollout.warn_logprob_gap", self.warn_logprob_gap, 0.0)
-        at_least("rollout.max_logprob_gap", self.max_logprob_gap, 0.0)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"rollout.gpu_memory_utilization={self.gpu_memory_utilization} must be a share of the GPU, above 0 "
-                "and at most 1"
-            )
         self._check_servers()
         for name in self.vllm:
             if name in OWNED_ARGUMENTS:
@@ -185,23 +162,19 @@ class WeightSyncConfig:
 
     channel: str = "auto"
     """`auto`: `shared_memory` on one host, `broadcast` (NCCL, gloo) across hosts; or `cuda_ipc`, on a shared GPU."""
-    interval_steps: int = 1
+    interval_steps: Annotated[int, Range(1)] = 1
     """Optimizer steps that the engines' weights may lag behind before they are sent again."""
     in_flight: bool = False
     """Whether weights are sent while completions are under way, which go on with the new ones."""
-    bucket_mb: float = 512.0
+    bucket_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 512.0
     """Extra memory of gathering and sending weights, in MiB."""
-    deadline_s: float = 300.0
+    deadline_s: Annotated[float, Range(1, 10**6)] = 300.0
     """Seconds that each answer of an engine may take during a sync."""
-    attempts: int = 3
+    attempts: Annotated[int, Range(1, 1000)] = 3
     """Whole syncs that are tried before the run ends."""
 
     def __post_init__(self) -> None:
         choose("weight_sync.channel", self.channel, ("auto", "shared_memory", "broadcast", "cuda_ipc"))
-        at_least("weight_sync.bucket_mb", self.bucket_mb, 0.0, exclusive=True)
-        at_least("weight_sync.deadline_s", self.deadline_s, 1.0)
-        at_least("weight_sync.attempts", self.attempts, 1)
-        at_least("weight_sync.interval_steps", self.interval_steps, 1)
 
     @property
     def bucket_bytes(self) -> int:

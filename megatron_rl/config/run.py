@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron_rl.config.checks import at_least, choose
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +18,10 @@ class RunConfig:
     """Name of the run; its folder is `runs/<name>`, unless `run.dir` names one."""
     dir: str | None = None
     """Folder of the run; null: `runs/<name>`."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Seed of the data's order and of sampling; it is never combined with a rank."""
-    deadline_s: float = 1800.0
+    deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
     """Time-out of every collective and of every wait for an engine, in seconds."""
-
-    def __post_init__(self) -> None:
-        at_least("run.deadline_s", self.deadline_s, 1.0)
 
     @property
     def path(self) -> pathlib.Path:
@@ -37,9 +36,9 @@ class CheckpointConfig:
     SIGTERM or SIGUSR1 arrives.
     """
 
-    save_every_rollouts: int = 0
+    save_every_rollouts: Annotated[int, Range(0)] = 0
     """Rollouts between checkpoints; 0: no checkpoint is written, and SIGTERM and SIGUSR1 are not caught."""
-    keep_last: int | None = 2
+    keep_last: Annotated[int, Range(1)] | None = 2
     """Number of newest checkpoints that are kept; null: all."""
     asynchronous: bool = True
     """Whether files are written while the run goes on."""
@@ -51,8 +50,6 @@ class CheckpointConfig:
     """For a checkpoint that cannot be written: `fail` ends the run; `continue` goes on without it."""
 
     def __post_init__(self) -> None:
-        at_least("checkpoint.save_every_rollouts", self.save_every_rollouts, 0)
-        at_least("checkpoint.keep_last", self.keep_last, 1)
         choose("checkpoint.resume", self.resume, ("auto", "never"))
         choose("checkpoint.on_damage", self.on_damage, ("previous", "fail"))
         choose("checkpoint.on_error", self.on_error, ("fail", "continue"))
@@ -68,9 +65,9 @@ class MetricsConfig:
     """Weights & Biases project that metrics are sent to; null: none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
-    dense_every_rollouts: int = 20
+    dense_every_rollouts: Annotated[int, Range(0)] = 20
     """Every so many rollouts some dropped samples get log-prob passes, for the metrics alone; 0: never."""
-    dense_samples: int = 4
+    dense_samples: Annotated[int, Range(0, 10**6)] = 4
     """Dropped samples that such a rollout passes; 0: none."""
     save_plans: bool = False
     """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""

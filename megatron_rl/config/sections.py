@@ -18,6 +18,7 @@ from megatron_rl.config.model import MegatronConfig, ModelConfig, ParallelConfig
 from megatron_rl.config.objective import AdvantageConfig, LossConfig, SkipConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.plan import PlanConfig
+from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.reward import RewardConfig
@@ -55,6 +56,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     @property
     def has_critic(self) -> bool:

@@ -208,7 +208,7 @@ def test_packed_advantages_equal_weight_times_advantage_per_token() -> None:
         (["correction.mode=token"], ["correction.mode='token'", "token_mask"]),
         (["correction.cap=0.5"], ["correction.cap=0.5", "at least 1"]),
         (["correction.mode=token_mask", "correction.floor=0"], ["correction.floor=0", "above 0"]),
-        (["correction.mode=token_mask", "correction.floor=1.5"], ["correction.floor=1.5", "above 1", "null"]),
+        (["correction.mode=token_mask", "correction.floor=1.5"], ["correction.floor=1.5", "at most 1", "null"]),
         (["correction.floor=0.5"], ["correction.floor=0.5", "correction.mode", "none", "null"]),
         (
             ["correction.old_logprobs=rollout", "correction.mode=geometric_mask"],

@@ -69,7 +69,7 @@ def test_yaml_reads_a_bare_off_as_a_boolean_and_it_still_means_off(tmp_path, wri
         ("train=3", ["train=3", "section"]),
         ("train.num_rollouts=many", ["train.num_rollouts", "many"]),
         ("train.num_rollouts=-1", ["train.num_rollouts=-1", "at least 0"]),
-        ("rollout.temperature=0", ["rollout.temperature=0", "above 0"]),
+        ("rollout.temperature=0", ["rollout.temperature=0", "at least 0.01"]),
         ("loss.policy=ppoo", ["loss.policy='ppoo'", "ppo"]),
         ("loss.dual_clip=0.5", ["loss.dual_clip=0.5", "above 1"]),
         ("reward.weights=[1,2]", ["2 numbers", "0 names"]),

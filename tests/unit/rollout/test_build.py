@@ -172,7 +172,7 @@ def test_an_engines_arguments():
         (["rollout.tensor_parallel=0"], ["rollout.tensor_parallel=0", "at least 1"]),
         (["rollout.max_restarts=-1"], ["rollout.max_restarts=-1", "at least 0"]),
         (["rollout.request_s=0"], ["rollout.request_s=0", "at least 1"]),
-        (["rollout.temperature=0"], ["rollout.temperature=0", "above 0"]),
+        (["rollout.temperature=0"], ["rollout.temperature=0", "at least 0.01"]),
         (["rollout.max_logprob_gap=-1"], ["rollout.max_logprob_gap=-1", "at least 0"]),
         (["weight_sync.channel=carrier"], ["weight_sync.channel='carrier'", "shared_memory"]),
         (["weight_sync.bucket_mb=0"], ["weight_sync.bucket_mb=0", "above 0"]),
