@@ -16,6 +16,11 @@ def infinite(prompts, completions, completion_ids, **columns):
     return [float("inf")] * len(prompts)
 
 
+def huge(prompts, completions, completion_ids, **columns):
+    """Return ±1e308 by the parity of the length: finite numbers whose squares are not."""
+    return [1e308 * (2 * (len(ids) % 2) - 1) for ids in completion_ids]
+
+
 def parity(prompts, completions, completion_ids, **columns):
     """Return 1 for a completion with an odd number of tokens, else 0: groups are mixed under any policy."""
     return [float(len(ids) % 2) for ids in completion_ids]

@@ -71,3 +71,5 @@ class MetricsConfig:
     """Dropped samples that such a rollout passes; 0: none."""
     save_plans: bool = False
     """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
+    untrained_warning_steps: Annotated[int, Range(1)] | None = 20
+    """Optimizer steps in a row that train nothing, of which the log and the final table warn; null: never."""

@@ -15,6 +15,7 @@ from rich.progress import Progress as LiveBar
 from rich.table import Table
 
 from megatron_rl.observability.metrics import Row, RunSummary, duration, summarize
+from megatron_rl.observability.untrained import Untrained, untrained
 from megatron_rl.types import StepKind
 
 LINE_EVERY_S = 5.0
@@ -27,6 +28,7 @@ class ProgressBar:
     enabled: without it nothing is printed.
     console: target of the prints, stdout by default; a live bar if it is a terminal, else plain lines at most every 5
         s.
+    untrained_warning_steps: so many steps in a row that train nothing are named in the final table; None: none are.
     clock: seconds, monotonic.
     """
 
@@ -34,10 +36,12 @@ class ProgressBar:
         self,
         total_steps: int,
         enabled: bool,
+        untrained_warning_steps: int | None = None,
         *,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._untrained_warning_steps = untrained_warning_steps
         self._total_steps, self._enabled, self._clock = total_steps, enabled, clock
         self._console = console or Console()
         self._started_s = self._last_line_s = clock()
@@ -104,7 +108,9 @@ class ProgressBar:
         self.close()
         if not self._enabled:
             return
-        self._console.print(summary_table(summarize(rows), self._clock() - self._started_s))
+        counts = untrained(rows)
+        named = counts if counts.is_worth_saying(self._untrained_warning_steps) else None
+        self._console.print(summary_table(summarize(rows), self._clock() - self._started_s, named))
         if report_path is not None:
             self._console.print(f"report: {report_path}", markup=False, highlight=False, soft_wrap=True)
 
@@ -115,8 +121,11 @@ class ProgressBar:
         self.close()
 
 
-def summary_table(summary: RunSummary, elapsed_s: float) -> Table:
-    """Build the final table, with one line per headline figure that the run has."""
+def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrained | None = None) -> Table:
+    """Build the final table, with one line per headline figure that the run has.
+
+    untrained_steps: the last steps that trained nothing, where they are to be named.
+    """
     table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -133,5 +142,7 @@ def summary_table(summary: RunSummary, elapsed_s: float) -> Table:
         table.add_row("median step time", duration(summary.step_s))
     warmup = f", {summary.num_warmup} warm-up" if summary.num_warmup else ""
     table.add_row("optimizer steps", f"{summary.num_real} REAL, {summary.num_ghost} GHOST{warmup}")
+    if untrained_steps is not None:
+        table.add_row("[red]WARNING[/red]", f"[red]{untrained_steps}[/red]")
     table.add_row("total time", duration(elapsed_s))
     return table

@@ -26,6 +26,7 @@ from megatron_rl.observability.metrics import MetricsWriter, read_metrics
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.report import write_report
 from megatron_rl.observability.timer import StepTimer
+from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward
 from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
 from megatron_rl.rollout.manager import RolloutManager
@@ -74,7 +75,9 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     resumed = resume_point.state["metrics"] if resume_point else None
     with (
         MetricsWriter(folder, config.metrics, num_steps, is_main, resumed) as writer,
-        ProgressBar(steps_left, config.metrics.progress and is_main) as progress,
+        ProgressBar(
+            steps_left, config.metrics.progress and is_main, config.metrics.untrained_warning_steps
+        ) as progress,
     ):
         trainer = None
         try:
@@ -147,6 +150,7 @@ def _assemble(
         timer=timer,
         writer=writer,
         progress=progress,
+        watch=TrainingWatch(config.metrics.untrained_warning_steps),
         total_steps=moving_rl_steps(config, len(prompts)),
     )
 

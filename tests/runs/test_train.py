@@ -105,6 +105,7 @@ def test_a_run_without_signal_is_ghosts_and_freeze_moves_nothing(pool, arithmeti
     ]
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
     assert code == 0, said
+    assert "WARNING: all 4 optimizer steps trained nothing (4 ghosts)" in said
     rows = rows_of(tmp_path)
     assert {row["step_kind"] for row in rows} == {"GHOST"} and rows[-1]["weight_version"] == 0
     assert rows[0]["skip/zero_advantage_ratio"] == 1.0 and 0 < rows[0]["logprob/coverage"] < 1
@@ -237,3 +238,21 @@ def test_an_infinite_reward_is_refused_before_it_becomes_nan(pool, arithmetic, t
     given = arguments(arithmetic, tmp_path, "reward.functions=[tests.reward_functions:infinite]")
     ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
     assert code == 1 and "inf" in said, said
+
+
+@pytest.mark.parametrize(
+    ("setting", "said_by_all"),
+    [
+        ("reward.functions=[tests.reward_functions:huge]", "1e+308, beyond float32's 3.4e+38"),
+        ("reward.weights=[1e308]", "1e+308, beyond float32's 3.4e+38"),
+    ],
+)
+def test_an_overflow_on_the_way_to_an_advantage_ends_every_rank_alike(pool, arithmetic, tmp_path, setting, said_by_all):
+    """(1e308)² is infinite, and a reward over an infinite spread is 0: every step was a ghost, with exit 0."""
+    results = pool.run(2, command_line, arguments(arithmetic, tmp_path, setting), timeout_s=60)
+    assert [code for code, _ in results] == [1, 1], results
+    for _, said in results:
+        # a rank may also be ended by its peer's report of the same error
+        (line,) = [line for line in said.splitlines() if "the reward of sample " in line]
+        assert line.startswith("megatron_rl: "), said
+        assert "@0#" in line and said_by_all in line and "reward.weights" in line and "Traceback" not in said
