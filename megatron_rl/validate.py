@@ -156,11 +156,11 @@ def check_critic_model(config: Config, policy) -> None:
 
     policy: the policy's Hugging Face config.
     """
-    from transformers import AutoConfig
+    from megatron_rl.weights.config_json import read_hf_config
 
     if not config.has_critic or config.critic.hf_path is None:
         return
-    critic = AutoConfig.from_pretrained(config.critic.hf_path)
+    critic = read_hf_config(config.critic.hf_path, "critic.hf_path")
     check_lengths(config, critic.max_position_embeddings, of=f"critic.hf_path={config.critic.hf_path!r}")
     if critic.vocab_size < policy.vocab_size:
         raise ConfigError(

@@ -121,11 +121,13 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
     Raises ConfigError for a model that no table expresses, naming the missing part.
     """
     from megatron_rl.errors import ConfigError
-    from megatron_rl.model.hf_config import FAMILIES, MISSING, inverse_frequencies, read_shape
+    from megatron_rl.model.hf_config import inverse_frequencies, read_shape
+    from megatron_rl.weights.config_json import read_fields, read_hf_config
+    from megatron_rl.weights.families import FAMILIES, MISSING
 
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json; name a Hugging Face directory")
-    family = json.loads((folder / "config.json").read_text()).get("model_type")
+    family = read_fields(folder).get("model_type")
     if family not in FAMILIES:
         missing = MISSING.get(family, "a table of its parameters (weights/mapping.py) and its layers (model/build.py)")
         raise ConfigError(
@@ -133,9 +135,7 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
             f"{missing}. With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this "
             "command goes through it"
         )
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_hf_config(folder)
     shape = read_shape(config, layer_spec="torch", vocab_multiple=vocab_multiple)
     inverse_frequencies(config, shape.head_dim)  # raises for a rope scaling that the model would not apply
     return config, shape
@@ -172,7 +172,7 @@ def dtype_of(given: argparse.Namespace):
 
 def import_command(given: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.checkpoint.convert import Cut, import_folder, import_size
-    from megatron_rl.weights.export import HuggingFaceReader
+    from megatron_rl.weights.reader import HuggingFaceReader
 
     _, shape = read_model(given.source, vocab_multiple=given.tp)
     cut = Cut(tensor=given.tp, pipeline=given.pp, expert=given.ep)

@@ -35,16 +35,11 @@ from megatron_rl.model.build import build_model
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.types import BatchPlan, Sample, StepKind, StepPlan, StepResult
-from megatron_rl.weights.export import (
-    HuggingFaceReader,
-    MemoryReader,
-    StageEntries,
-    WeightReader,
-    export_weights,
-    load_weights,
-)
+from megatron_rl.weights.config_json import load_hf_config
+from megatron_rl.weights.export import StageEntries, export_weights, load_weights
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
+from megatron_rl.weights.reader import HuggingFaceReader, MemoryReader, WeightReader, check_tensors
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 
@@ -85,9 +80,7 @@ class TrainableModel:
         ddp_fields = distributed_fields(config)
         self.topology = place or self._join()
         if hf_config is None:
-            from transformers import AutoConfig
-
-            hf_config = AutoConfig.from_pretrained(config.model.hf_path)
+            hf_config = load_hf_config(config.model.hf_path)
         self.hf_config = hf_config
         models, self.shape = build_model(config, hf_config, self.topology, value_head=value_head)
         self._fill(models, weights)
@@ -129,7 +122,9 @@ class TrainableModel:
         if weights is not None:
             return MemoryReader(weights)
         if self.config.model.init == "pretrained":
-            return HuggingFaceReader(self.config.model.hf_path)
+            reader = HuggingFaceReader(self.config.model.hf_path)
+            check_tensors(reader, self.shape, allow_unread=self.config.model.allow_unread_tensors)
+            return reader
         from transformers import AutoModelForCausalLM
 
         with torch.random.fork_rng(devices=[]):

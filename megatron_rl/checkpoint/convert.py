@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -30,17 +29,17 @@ from megatron_rl.checkpoint.megatron_lm import (
     whole_size,
 )
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from megatron_rl.config.json_text import read_object
 from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.export import HuggingFaceReader
 from megatron_rl.weights.mapping import EMBEDDING, Layout, adapter_name, hf_size, load_shard
 from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ
 from megatron_rl.weights.shards import Planned, ShardWriter
+from megatron_rl.weights.side_files import copy_side_files, drop_fields
 
 # a GPTModel's keys; the others are an optimizer's, or another model's
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
-SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 Progress = Callable[[int], None]
 """Called after each tensor with the bytes written for it."""
@@ -92,34 +91,18 @@ def appearing(path: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
         yield partial
 
 
-def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """List the files to copy unchanged: configs, tokenizer, chat template, licence; neither weights nor code."""
-    named = [x for x in sorted(folder.iterdir()) if x.is_file() and not x.name.endswith(".index.json")]
-    return [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
+def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
+    """Raise ConfigError where a folder's files are not the tensors of its config's model (``check_tensors``).
 
-
-def unmapped_tensors(reader: HuggingFaceReader, shape: ModelShape) -> list[str]:
-    """Return the names in the files that no entry of the table uses.
-
-    The rotary frequencies of old llama files are left out, since the config has them.
-    Raises ConfigError where a tied model's files hold an output matrix that is not its embedding.
+    So does a tied model whose files hold an output matrix that is not its embedding.
     """
-    used = {name for layer in stored_layers(shape) for stored in layer for name in stored.entry.hf}
-    unused = sorted(x for x in reader.files if x not in used and not x.endswith("rotary_emb.inv_freq"))
-    if shape.tied_embeddings and "lm_head.weight" in unused:
-        rows = shape.vocab_size
-        for start in range(0, rows, 8192):
-            stop = min(rows, start + 8192)
-            head, embedding = (reader.read(x, 0, start, stop) for x in ("lm_head.weight", "model.embed_tokens.weight"))
-            if not torch.equal(head, embedding):
-                raise ConfigError(
-                    f"tie_word_embeddings=true in {reader.path}, but its lm_head.weight is not its "
-                    f"model.embed_tokens.weight (rows from {start}); set tie_word_embeddings to false in config.json, "
-                    "or remove lm_head.weight"
-                )
-        unused.remove("lm_head.weight")
-        reader.close()
-    return unused
+    check_tensors(reader, shape)
+    if shape.tied_embeddings and heads_differ(reader):
+        raise ConfigError(
+            f"tie_word_embeddings=true in {reader.path}, but its lm_head.weight is not its model.embed_tokens.weight; "
+            "set tie_word_embeddings to false in config.json, or remove lm_head.weight"
+        )
+    reader.close()
 
 
 def import_size(shape: ModelShape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
@@ -146,12 +129,7 @@ def import_weights(
     dtype: None keeps the files' own.
     """
     cut.check(shape)
-    unmapped = unmapped_tensors(reader, shape)
-    if unmapped:
-        raise ConfigError(
-            f"{reader.path} holds {len(unmapped)} tensors that the table of {shape.family} does not name, "
-            f"{unmapped[0]} the first: the model has parts that would be lost"
-        )
+    check_source(reader, shape)
     writer = TorchDistWriter(folder)
     try:
         for layer in stored_layers(shape):
@@ -175,11 +153,6 @@ def _import_one(
 ) -> int:
     """Write every tensor rank's shard of one Megatron tensor; return their bytes."""
     entry = stored.entry
-    for name in entry.hf:
-        if reader.size(name) != hf_size(shape, name):
-            raise ConfigError(
-                f"{name} in {reader.path} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
-            )
     dtypes = {reader.dtype(name) for name in entry.hf}
     if len(dtypes) > 1 and dtype is None:
         raise ConfigError(
@@ -230,8 +203,8 @@ def import_folder(
     with appearing(path, overwrite=overwrite) as partial:
         import_weights(reader, shape, partial, cut=cut, dtype=dtype, iteration=iteration, progress=progress)
         with appearing(target / HF_FOLDER, overwrite=True) as side:
-            for file in side_files(source):
-                shutil.copy2(file, side / file.name)
+            copy_side_files(source, side)
+            drop_fields(side / "config.json", ("quantization_config",))  # the weights are full ones now
     (target / LATEST).write_text("release" if iteration is None else str(iteration))
     return path
 
@@ -298,16 +271,15 @@ def export_folder(
         finally:
             writer.abandon()
             reader.close()
-        for file in side_files(hf):
-            shutil.copy2(file, partial / file.name)
-            names.append(file.name)
+        names += copy_side_files(hf, partial)
+        drop_fields(partial / "config.json", ("quantization_config",))
         _say_dtype(partial / "config.json", {each.dtype for each in planned})
     return names
 
 
 def _say_dtype(config: pathlib.Path, kinds: set[torch.dtype]) -> None:
     """Name the files' dtype in the config.json beside them: ``dtype``, or ``torch_dtype`` before transformers 5."""
-    fields = json.loads(config.read_text())
+    fields = read_object(config)
     for key in ("dtype", "torch_dtype"):
         if key in fields and len(kinds) == 1 and fields[key] != (name := str(next(iter(kinds))).removeprefix("torch.")):
             fields[key] = name

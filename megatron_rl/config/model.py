@@ -18,6 +18,8 @@ class ModelConfig:
     """Local Hugging Face directory with config, safetensors and tokenizer; required."""
     tokenizer_path: str | None = None
     """Another directory for the tokenizer; null: `model.hf_path`."""
+    allow_unread_tensors: bool = False
+    """True leaves out tensors of the files that the model is not made of, with a warning; false refuses them."""
     dtype: str = "float32"
     """`float32`; or `bfloat16`, with float32 master weights and gradient reduction."""
     init: str = "pretrained"

@@ -29,8 +29,9 @@ from megatron_rl.config import Config, critic_config
 from megatron_rl.distributed import topology
 from megatron_rl.model.head import values_of
 from megatron_rl.types import StepPlan, StepResult, ValueInputs
-from megatron_rl.weights.export import MemoryReader, WeightReader, load_weights
+from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.mapping import VALUE_HEAD
+from megatron_rl.weights.reader import MemoryReader, WeightReader
 
 HEAD = VALUE_HEAD.hf[0]
 

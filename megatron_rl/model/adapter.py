@@ -33,7 +33,6 @@ from megatron_rl.config import LoraConfig
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.export import WeightReader
 from megatron_rl.weights.mapping import (
     Entry,
     Layout,
@@ -46,6 +45,7 @@ from megatron_rl.weights.mapping import (
     target_entries,
 )
 from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.reader import WeightReader
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip

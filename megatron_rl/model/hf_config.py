@@ -7,37 +7,24 @@ from typing import Any
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families import MIXTURES, check_family
 from megatron_rl.weights.model_shape import ModelShape
-
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
-MIXTURES = ("mixtral", "qwen3_moe")
-_GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
-_SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
-# Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
-# dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
-MISSING = {
-    "gemma": _GEMMA,
-    "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), "
-    f"{_SANDWICH}, a sliding window in every second layer, {_GEMMA}",
-    "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
-    "gemma3": "a vision tower, and what gemma3_text misses",
-    "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
-    "deepseek_v3": "multi-latent attention, shared experts, a sigmoid router with groups and a correction bias",
-    "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
-    "phi3": "q, k, v in one tensor and gate, up in one, where the tables of weights/mapping.py name each",
-}
 
 
 def _check_expressible(hf_config: Any) -> None:
     """Raise ConfigError where a family's config asks for a feature that the model built here lacks."""
     family = hf_config.model_type
-    if family not in FAMILIES:
-        missing = f"; missing for {family}: {MISSING[family]}" if family in MISSING else ""
-        raise ConfigError(f"model.hf_path holds a {family!r} model; this version builds {', '.join(FAMILIES)}{missing}")
+    check_family(family, "model.hf_path")
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
+    fields = hf_config.to_dict()
+    if set(kinds := fields.get("layer_types") or []) - {"full_attention"}:
+        raise ConfigError(f"layer_types={quoted(kinds)} of {family} is not supported; only full_attention is")
+    if fields.get("is_causal", True) is not True:
+        raise ConfigError(f"is_causal={fields['is_causal']} of {family} is not supported; only causal attention is")
     if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
         raise ConfigError(
             "a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too"
@@ -172,6 +159,8 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
 
     rope = hf_config.rope_parameters
     kind = rope["rope_type"]
+    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise ConfigError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; only 1.0 is")
     if kind == "default":
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind not in ("linear", "llama3"):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
 import time
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -21,6 +18,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
 from megatron_rl.types import Prompt, Rollout
+from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_ids
 from megatron_rl.weights.fused import file_tensors
 
 MAX_EMBEDDED_PARAMETERS = 1_000_000_000
@@ -317,9 +315,8 @@ class TransformersEngine:
 
 def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError."""
-    if not (pathlib.Path(hf_path) / "config.json").is_file():
-        raise ConfigError(f"model.hf_path={hf_path!r} holds no config.json; give a Hugging Face model directory")
-    config = AutoConfig.from_pretrained(hf_path)
+    config = parse_hf_config(hf_path)
+    settle_tying(config, hf_path)
     # Modules draw their initial values from torch's global generator, which belongs to the trainer.
     accelerators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators):
@@ -342,22 +339,15 @@ def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: in
 
     Raises ConfigError for a token outside the vocabulary.
     """
-    # A model built from its config alone has not read the directory's generation_config.json, in which chat models
-    # list their second stop token.
-    if (pathlib.Path(hf_path) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(hf_path)
-    else:
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(hf_path))
-    stop_ids: set[int] = set()
-    for ids in (tokenizer.eos_token_id, generation.eos_token_id):
-        stop_ids.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
-    outside = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < vocab_size)
+    # Chat models list their second stop token in generation_config.json.
+    found = {*stop_ids(hf_path)} | ({tokenizer.eos_token_id} - {None})
+    outside = sorted(stop_id for stop_id in found if not 0 <= stop_id < vocab_size)
     if outside:
         raise ConfigError(
             f"stop token ids {outside} of the tokenizer or of {hf_path!r} lie outside the model's "
             f"vocab_size={vocab_size}; check model.tokenizer_path and eos_token_id in generation_config.json"
         )
-    return sorted(stop_ids)
+    return sorted(found)
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

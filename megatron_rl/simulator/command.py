@@ -104,21 +104,15 @@ def _from_run(given: argparse.Namespace) -> argparse.Namespace:
 
 def read_shape(config: Config, degrees):
     """Return the ModelShape of ``model.hf_path``'s config.json; no weights are read."""
-    if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
-        raise ConfigError(
-            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights "
-            "are not read)"
-        )
-    from transformers import AutoConfig
-
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
     from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
     from megatron_rl.config.megatron_fields import resolve_fields
     from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS, TransformerConfig
     from megatron_rl.model.hf_config import model_shape
     from megatron_rl.validate import check_lengths
+    from megatron_rl.weights.config_json import read_hf_config
 
-    shape = model_shape(AutoConfig.from_pretrained(config.model.hf_path), config, degrees, layer_spec="torch")
+    shape = model_shape(read_hf_config(config.model.hf_path), config, degrees, layer_spec="torch")
     check_lengths(config, shape.context_tokens)
     resolve_fields(config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
     resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)

@@ -14,6 +14,7 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
@@ -39,6 +40,7 @@ from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.update import UpdatePlanner
 from megatron_rl.types import Rollout, Score
 from megatron_rl.validate import check_critic_model, check_lengths
+from megatron_rl.weights.config_json import check_served, ignored_fields, load_hf_config
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +53,9 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
 
     However the run ends, its report is written from the metrics so far.
     """
-    from transformers import AutoConfig
-
-    hf_config = AutoConfig.from_pretrained(config.model.hf_path)
+    hf_config = load_hf_config(config.model.hf_path)
+    if config.rollout.engine == "vllm":
+        check_served(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     tokenizer = load_tokenizer(config)
     rows = load_rows(config.data.train)
@@ -214,6 +216,9 @@ def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]],
 def announce(trainer: Trainer) -> None:
     """Log the chosen topology, layer spec and Adam kernel, and the consequences of settings that may surprise."""
     config, topology, shape = trainer.config, trainer.backend.topology, trainer.backend.shape
+    if ignored := ignored_fields(config.model.hf_path):
+        said = ", ".join(f"{name}={quoted(value)}" for name, value in ignored.items())
+        log.warning("%s/config.json sets fields that are not read here: %s", config.model.hf_path, said)
     log.info(
         "world %d: %s on %s (%s); layers by %s; Adam by %s",
         topology.world_size,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
@@ -29,93 +26,11 @@ from megatron_rl.weights.mapping import (
     stage_entries,
 )
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
+from megatron_rl.weights.reader import WeightReader
 
-DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int, int], Iterator[Entry]]
 """(shape, stage, number of stages, expert-parallel ranks) → that stage's entries, alike on all ranks."""
-
-
-class WeightReader(Protocol):
-    def has(self, name: str) -> bool: ...
-
-    def size(self, name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor: ...
-
-
-class MemoryReader:
-    """Reads slices of tensors that are in memory already (random weights, tests)."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self.tensors = tensors
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def size(self, name: str) -> tuple[int, ...]:
-        if name not in self.tensors:
-            raise ConfigError(
-                f"the weights given hold no tensor named {name}; names are those of checkpoint files, and a mixture's "
-                "state_dict becomes them by megatron_rl.weights.fused.file_tensors"
-            )
-        return tuple(self.tensors[name].shape)
-
-    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
-        return self.tensors[name].narrow(dimension, start, stop - start)
-
-
-class HuggingFaceReader:
-    """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file."""
-
-    def __init__(self, path: str | pathlib.Path):
-        self.path = pathlib.Path(path)
-        index = self.path / INDEX
-        single = self.path / "model.safetensors"
-        if index.exists():
-            self.files = {name: self.path / part for name, part in json.loads(index.read_text())["weight_map"].items()}
-        elif single.exists():
-            with safe_open(single, framework="pt") as file:
-                self.files = dict.fromkeys(file.keys(), single)
-        else:
-            raise ConfigError(
-                f"model.hf_path={self.path} holds neither model.safetensors nor {INDEX}; save it with "
-                "save_pretrained, or start from random weights with model.init=random"
-            )
-        self.open_files: dict[pathlib.Path, object] = {}
-
-    def has(self, name: str) -> bool:
-        return name in self.files
-
-    def _slice(self, name: str):
-        if name not in self.files:
-            raise ConfigError(
-                f"{self.path} holds no tensor named {name}; its config and its weights do not belong together"
-            )
-        file = self.files[name]
-        if file not in self.open_files:
-            self.open_files[file] = safe_open(file, framework="pt")
-        return self.open_files[file].get_slice(name)
-
-    def size(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        dtype_name = self._slice(name).get_dtype()
-        if dtype_name not in DTYPE_OF_NAME:
-            raise ConfigError(
-                f"{name} in {self.path} is {dtype_name}; only {', '.join(DTYPE_OF_NAME)} are read: it may be quantised"
-            )
-        return DTYPE_OF_NAME[dtype_name]
-
-    def close(self) -> None:
-        """Unmap the files, so that the bytes read are no longer resident; the next read maps them again."""
-        self.open_files.clear()
-
-    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
-        tensor = self._slice(name)
-        return tensor[start:stop] if dimension == 0 else tensor[:, start:stop]
 
 
 @torch.no_grad()
@@ -147,12 +62,28 @@ def _load_chunk(
         rank, ranks = topology.tensor_rank, topology.tensor_size
         if entry.expert is not None:
             rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
-        shard = load_shard(entry, shape, reader.read, rank, ranks)
-        parameters.pop(entry.megatron).copy_(shard)
+        parameter = parameters.pop(entry.megatron)
+        parameter.copy_(load_shard(entry, shape, reader.read, rank, ranks))
+        if not _is_finite(parameter):
+            raise ConfigError(_name_the_infinite(entry, shape, reader, parameter.dtype))
     if parameters:
         raise RuntimeError(
             f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them"
         )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no element is NaN or infinite, in one pass without a copy."""
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+
+
+def _name_the_infinite(entry: Entry, shape: ModelShape, reader: WeightReader, dtype: torch.dtype) -> str:
+    """Return the message of a parameter with NaN or infinity: the tensor that it comes from, and how many it holds."""
+    for name in entry.hf:
+        whole = reader.read(name, 0, 0, hf_size(shape, name)[0])
+        if wrong := int((~whole.isfinite()).sum()):
+            return f"{name} holds {wrong} numbers that are NaN or infinite, of {whole.numel()}: the weights are broken"
+    return f"{', '.join(entry.hf)} hold numbers that {dtype} has no place for; set model.dtype=float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

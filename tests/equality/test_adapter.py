@@ -19,7 +19,7 @@ from megatron_rl.distributed import topology
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off, fill_adapters
 from megatron_rl.types import StepKind
-from megatron_rl.weights.export import MemoryReader
+from megatron_rl.weights.reader import MemoryReader
 from tests.adapted import PROJECTIONS, adapt, adapters_of, merged
 from tests.allocated import AllocationMeter
 from tests.equality.matrix import CP2, EP2, GATHER, PP2, RECOMPUTE, SP, TP2, VPP2

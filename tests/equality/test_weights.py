@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config
 from megatron_rl.distributed import topology
-from megatron_rl.weights.export import HuggingFaceReader, load_weights
+from megatron_rl.weights.export import load_weights
+from megatron_rl.weights.reader import HuggingFaceReader
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig, sizes
 from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, file_weights, make_samples, reference_logprobs, tiny_model

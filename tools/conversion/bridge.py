@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import pathlib
 
 
 def family_of(folder: pathlib.Path) -> str | None:
     """Return ``model_type`` of a Hugging Face directory, or None if it has no config."""
+    from megatron_rl.config.json_text import read_object
+
     path = folder / "config.json"
-    return json.loads(path.read_text()).get("model_type") if path.exists() else None
+    return read_object(path).get("model_type") if path.exists() else None
 
 
 def needs_bridge(given: argparse.Namespace) -> bool:
     """Return True for an import or export of a family that our tables lack, if megatron-bridge is installed."""
-    from megatron_rl.model.hf_config import FAMILIES
+    from megatron_rl.weights.families import FAMILIES
 
     if given.command not in ("import", "export"):
         return False

@@ -10,15 +10,15 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.convert import side_files
 from megatron_rl.checkpoint.megatron_lm import MegatronFolder, stored_layers
 from megatron_rl.config import load_config
 from megatron_rl.distributed import platform, topology
 from megatron_rl.model import attention
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
-from megatron_rl.weights.export import HuggingFaceReader
 from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.reader import HuggingFaceReader
+from megatron_rl.weights.side_files import side_files
 
 from megatron.core import dist_checkpointing  # isort: skip  (after platform)
 

@@ -11,13 +11,12 @@ import pickle
 from collections import Counter
 from collections.abc import Callable
 
-from megatron_rl.checkpoint.convert import MODEL_KEYS, plan_export, unmapped_tensors
+from megatron_rl.checkpoint.convert import MODEL_KEYS, check_source, plan_export
 from megatron_rl.checkpoint.folder import LATEST
-from megatron_rl.checkpoint.megatron_lm import MegatronFolder, open_folder, stored_layers
+from megatron_rl.checkpoint.megatron_lm import MegatronFolder, open_folder
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.export import HuggingFaceReader
-from megatron_rl.weights.mapping import hf_size
+from megatron_rl.weights.reader import HuggingFaceReader
 
 ReadModel = Callable[[pathlib.Path], tuple[object, object]]
 
@@ -54,17 +53,8 @@ def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
     try:
         _, shape = read_model(source)
         facts["family"] = shape.family
-        wrong = [
-            f"{name} has shape {reader.size(name)} and the config asks for {hf_size(shape, name)}"
-            for layer in stored_layers(shape)
-            for stored in layer
-            for name in stored.entry.hf
-            if reader.size(name) != hf_size(shape, name)
-        ]
-        wrong += [f"no table names {name}" for name in unmapped_tensors(reader, shape)]
-        facts["convertible"] = (
-            f"no: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "") if wrong else "yes"
-        )
+        check_source(reader, shape)
+        facts["convertible"] = "yes"
     except ConfigError as error:
         facts["convertible"] = f"no: {error}"
     facts["tensor_list"] = [f"{name} {list(size)} {dtype}" for name, size, dtype in tensors]

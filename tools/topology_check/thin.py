@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,14 +59,9 @@ class Size:
 
 
 def read_hf_config(config: Config):
-    if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
-        raise ConfigError(
-            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a Hugging Face directory (its weights "
-            "are not read)"
-        )
-    from transformers import AutoConfig
+    from megatron_rl.weights.config_json import read_hf_config
 
-    return AutoConfig.from_pretrained(config.model.hf_path)
+    return read_hf_config(config.model.hf_path)
 
 
 def num_stages(config: Config) -> int:

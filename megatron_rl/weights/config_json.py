@@ -1,0 +1,177 @@
+"""A model folder's config.json and generation_config.json, checked field by field before a model is built."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from typing import Any
+
+from megatron_rl.config.json_text import check, quoted, read_object
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families import check_family
+from megatron_rl.weights.quantization import WAY_OUT, block_size
+from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+MOST_CONFIG_BYTES = 16 * 2**20
+# The fields that are numbers, with the bounds that any model keeps; those that a family lacks are passed over.
+RANGES: dict[str, tuple[type, float, float]] = {
+    "num_hidden_layers": (int, 1, 10_000),
+    "hidden_size": (int, 1, 2**20),
+    "intermediate_size": (int, 1, 2**24),
+    "moe_intermediate_size": (int, 1, 2**24),
+    "num_attention_heads": (int, 1, 2**16),
+    "num_key_value_heads": (int, 1, 2**16),
+    "num_local_experts": (int, 1, 2**16),
+    "num_experts_per_tok": (int, 1, 2**16),
+    "vocab_size": (int, 1, 2**26),
+    "max_position_embeddings": (int, 1, 2**40),
+    "rms_norm_eps": (float, 1e-30, 1.0),
+    "initializer_range": (float, 0.0, 1e6),
+}
+# The fields that the model built here, its checks or transformers' own config classes settle.
+_READ = {
+    *RANGES,
+    *("model_type", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
+    *("num_experts", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
+    *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
+}
+# The fields that say nothing of the numbers that a forward pass gives.
+_NEUTRAL = {
+    *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("id2label", "label2id", "num_labels", "problem_type", "pretraining_tp", "output_router_logits"),
+    *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
+}
+
+
+def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
+    """Return transformers' config of a model folder of any family; no weights are read.
+
+    key: the setting that names the folder, for messages.
+
+    A ``quantization_config`` that is read (block FP8) is taken out, since the weights in memory are full ones. Raises
+    ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or quantised in
+    another way.
+    """
+    from transformers import AutoConfig
+
+    path = pathlib.Path(folder) / CONFIG
+    block_size(read_fields(folder, key), str(path))
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its validators raise errors of many classes
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is refused by transformers: {type(error).__name__}: {reason[:400]}") from error
+    for name in ("quantization_config", "compression_config"):
+        if name in vars(config):
+            delattr(config, name)
+    return config
+
+
+def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
+    """Return ``parse_hf_config``'s config, of a family that is built here and with every number in its range.
+
+    Raises ConfigError, naming the file and the field.
+    """
+    path = pathlib.Path(folder) / CONFIG
+    check_family(read_fields(folder, key).get("model_type"), str(path))
+    config = parse_hf_config(folder, key)
+    _check_ranges(config, str(path))
+    return config
+
+
+def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
+    """Return ``read_hf_config``'s config, with ``tie_word_embeddings`` as the folder's weights have it."""
+    config = read_hf_config(folder, key)
+    settle_tying(config, folder)
+    return config
+
+
+def settle_tying(config: Any, folder: str | pathlib.Path) -> None:
+    """Set ``tie_word_embeddings`` to false where the folder's files hold an LM head of other values than the embedding.
+
+    So does transformers (5.19 ``PreTrainedModel.tie_weights``).
+    """
+    if config.tie_word_embeddings and has_weights(folder):
+        reader = HuggingFaceReader(folder)
+        if heads_differ(reader):
+            config.tie_word_embeddings = False
+        reader.close()
+
+
+def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[str, object]:
+    """Return the fields of a folder's config.json as they stand there, or raise ConfigError."""
+    path = pathlib.Path(folder) / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{key}={str(folder)!r} holds no config.json; give a local Hugging Face directory")
+    return read_object(path, most_bytes=MOST_CONFIG_BYTES)
+
+
+def _check_ranges(config: Any, where: str) -> None:
+    """Raise ConfigError for a size that no model has or that another one contradicts."""
+    fields = config.to_dict()
+    fields = {config.attribute_map.get(name, name): value for name, value in fields.items()}
+    for name, (kind, least, most) in RANGES.items():
+        if name in fields:
+            check(fields[name], f"{where}: {name}", kind, least=least, most=most)
+    heads, groups, hidden = (fields[x] for x in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads % groups:
+        raise ConfigError(f"{where}: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    if fields.get("head_dim") is None and hidden % heads:
+        raise ConfigError(f"{where}: num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim")
+    head_dim = check(fields.get("head_dim") or hidden // heads, f"{where}: head_dim", int, least=2, most=2**16)
+    if head_dim % 2:
+        raise ConfigError(f"{where}: head_dim={head_dim} is odd, and rotary embeddings turn pairs")
+    if fields.get("num_local_experts", math.inf) < fields.get("num_experts_per_tok", 0):
+        raise ConfigError(
+            f"{where}: num_experts_per_tok={fields['num_experts_per_tok']} is more than the "
+            f"{fields['num_local_experts']} experts"
+        )
+    rope = check(fields.get("rope_parameters") or {}, f"{where}: rope_parameters", dict)
+    for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        if rope.get(name) is not None:
+            check(rope[name], f"{where}: rope_parameters.{name}", float, least=1e-6, most=1e15)
+
+
+def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
+    """Return the fields of config.json that are set and that the model built here does not read, dropout for one."""
+    return {
+        name: value
+        for name, value in read_fields(folder).items()
+        if name not in _READ | _NEUTRAL and value not in (None, False, 0, "", [], {})
+    }
+
+
+def check_served(folder: str | pathlib.Path) -> None:
+    """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
+    path = pathlib.Path(folder) / CONFIG
+    if block_size(read_fields(folder), str(path)) is not None:
+        raise ConfigError(
+            f"{path} has a quantization_config, and rollout.engine=vllm would hold FP8 weights where the trainer sends "
+            f"full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
+        )
+    if read_hf_config(folder).tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
+        raise ConfigError(
+            f"{path} says tie_word_embeddings=true and the files hold a {HEAD_NAME} of their own, which "
+            "rollout.engine=vllm would leave out; set tie_word_embeddings to false there"
+        )
+
+
+def stop_ids(folder: str | pathlib.Path) -> list[int]:
+    """Return ``eos_token_id`` of generation_config.json, or of config.json where that file is missing, as a list.
+
+    Raises ConfigError for a file that is no JSON object and for a value that is neither a token id, a list of such,
+    nor null.
+    """
+    path = pathlib.Path(folder) / GENERATION
+    if path.exists():
+        value = read_object(path, most_bytes=MOST_CONFIG_BYTES).get("eos_token_id")
+    else:
+        path = pathlib.Path(folder) / CONFIG
+        value = read_fields(folder).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for each in ids:
+        if not isinstance(each, int) or isinstance(each, bool):
+            raise ConfigError(f"{path}: eos_token_id must be a token id, a list of them or null: {quoted(value)}")
+    return ids

@@ -1,0 +1,30 @@
+"""The families of models that are built here, and the parts that other families would need."""
+
+from __future__ import annotations
+
+from megatron_rl.errors import ConfigError
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe")
+_GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
+_SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
+# Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
+# dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
+MISSING = {
+    "gemma": _GEMMA,
+    "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), "
+    f"{_SANDWICH}, a sliding window in every second layer, {_GEMMA}",
+    "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
+    "gemma3": "a vision tower, and what gemma3_text misses",
+    "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
+    "deepseek_v3": "multi-latent attention, shared experts, a sigmoid router with groups and a correction bias",
+    "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
+    "phi3": "q, k, v in one tensor and gate, up in one, where the tables of weights/mapping.py name each",
+}
+
+
+def check_family(family: object, where: str) -> None:
+    """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
+    if family not in FAMILIES:
+        missing = f"; missing for {family}: {MISSING[family]}" if family in MISSING else ""
+        raise ConfigError(f"{where} holds a {family!r} model; this version builds {', '.join(FAMILIES)}{missing}")

@@ -1,0 +1,53 @@
+"""The files that travel with a model's weights: config, generation config, tokenizer, chat templates, licence."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+from megatron_rl.config.json_text import read_object
+
+SIDE_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
+SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+TEMPLATES = "additional_chat_templates"
+# The files whose names say that they are a tokenizer's; so is every file of a vocabulary, whatever its name.
+TOKENIZER_NAMES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges", "spiece")
+TOKENIZER_SUFFIXES = (".model", ".jinja", ".tiktoken", ".spm", ".bpe")
+
+
+def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """List the files to copy unchanged; neither weights, nor their index, nor code."""
+    named = [x for x in sorted(folder.iterdir()) if x.is_file() and not x.name.endswith(".index.json")]
+    found = [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
+    return found + sorted((folder / TEMPLATES).glob("*.jinja"))
+
+
+def is_tokenizers(file: pathlib.Path) -> bool:
+    """Return whether a side file belongs to the tokenizer."""
+    return file.name.startswith(TOKENIZER_NAMES) or file.suffix in TOKENIZER_SUFFIXES
+
+
+def copy_side_files(source: pathlib.Path, target: pathlib.Path, *, tokenizer: pathlib.Path | None = None) -> list[str]:
+    """Copy a model folder's side files into ``target`` byte for byte, and return their names there.
+
+    tokenizer: the folder of another tokenizer, whose files are copied in place of the model's own; None for none.
+    """
+    files = [(source, file) for file in side_files(source) if tokenizer is None or not is_tokenizers(file)]
+    if tokenizer is not None:
+        files += [(tokenizer, file) for file in side_files(tokenizer) if is_tokenizers(file)]
+    names = []
+    for folder, file in files:
+        place = target / file.relative_to(folder)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
+        names.append(str(place.relative_to(target)))
+    return names
+
+
+def drop_fields(path: pathlib.Path, names: tuple[str, ...]) -> None:
+    """Remove fields of a JSON object in a file, which stays as it is where it has none of them."""
+    fields = read_object(path)
+    kept = {name: value for name, value in fields.items() if name not in names}
+    if len(kept) < len(fields):
+        path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
