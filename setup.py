@@ -39,6 +39,8 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "bridge": ["megatron-bridge>=0.3.1"],
         "wandb": ["wandb>=0.17"],
+        # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither
+        "data": ["pyarrow>=18", "datasets>=4"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         # verl itself has no place here: it asks for an older transformers. `make test-oracles` installs it without
         # what it asks for.
@@ -51,7 +53,7 @@ setup(
             "codetiming==1.4.0",
             "peft==0.21.2",
         ],
-        "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6", "uv>=0.5"],
+        "dev": ["pyarrow>=18", "datasets>=4", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6", "uv>=0.5"],
     },
     entry_points={"console_scripts": ["megatron_rl-doctor = megatron_rl.doctor:main"]},
 )

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from megatron_rl.data.prompt_dataset import load_rows
+from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
 
 EOS = "<|endoftext|>"

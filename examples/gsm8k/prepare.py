@@ -27,7 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 from make_model import ModelSizes, add_size_arguments, make_model, sizes_from
 from make_tokenizer import make_tokenizer
 
-from megatron_rl.data.prompt_dataset import load_rows
+from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # <<48/2=24>>: a tool call of the dataset's own, not text

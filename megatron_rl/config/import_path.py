@@ -1,4 +1,4 @@
-"""Objects that the configuration names: by a built-in's name, ``module:attribute``, or ``path/to/file.py:attribute``."""
+"""Objects that the configuration names: a built-in, ``module:attribute``, or ``path/to/file.py:attribute``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Dataset to prompts: a JSONL file, a shuffled order per epoch that is the same on every rank, a resumable cursor."""
+"""Rows to prompts: tokenized at the start, drawn in an order that is the same on every rank, by a resumable cursor."""
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,55 +10,24 @@ import numpy as np
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.chat import Message, Observations, check_messages, render_chat
+from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row, names_of
+from megatron_rl.data.order import Order, shares
+from megatron_rl.data.rows import Rows
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
 # The fast tokenizers are parallel over a list, and a list of this length stays small in memory.
 _ROWS_PER_TOKENIZER_CALL = 1024
 
+_FEW_CHARACTERS = 32  # per token; a prompt with no more is tokenized, whatever the tokenizer's longest token
 
-def load_rows(path: str | pathlib.Path, key: str = "data.train") -> list[dict]:
-    """Read a JSONL dataset: one JSON object per line, UTF-8; lines of white space alone are not rows.
-
-    key: the setting that the path came from, for the messages.
-
-    Raises ConfigError where the file is missing or empty, or a line is not a JSON object (with ``file:line``).
-    """
-    if not str(path):
-        raise ConfigError(f"{key} is empty; set it to the path of a JSONL file, one JSON object per line")
-    file = pathlib.Path(path)
-    if not file.is_file():
-        fault = "is a directory, not a file" if file.is_dir() else "does not exist"
-        raise ConfigError(f"{key}={str(path)!r} {fault}; set it to the path of a JSONL file, one JSON object per line")
-    rows = []
-    # Cut at b"\n" only: str.splitlines would also cut at U+2028, which JSON allows inside a string.
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                rows.append(_parse_line(line, f"{path}:{number}"))
-    if not rows:
-        raise ConfigError(f"{key}={str(path)!r} has no rows; it needs at least one JSON object on a line of its own")
-    return rows
+_POSITIONS = ("prompts", "solutions", "returned")  # of a saved cursor; its other fields fix the order
 
 
 def _place_of(prompt_id: str) -> tuple[int, int]:
     """Return (row, epoch) of ``"<row>@<epoch>"``."""
     row, epoch = prompt_id.split("@")
     return int(row), int(epoch)
-
-
-def _parse_line(line: bytes, where: str) -> dict:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where}: not valid JSON: {error.msg} (column {error.colno}); every line is one JSON object"
-        ) from None
-    if not isinstance(row, dict):
-        raise ConfigError(f'{where}: a JSON {type(row).__name__}, not an object; every line is one {{"prompt": ...}}')
-    return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +46,20 @@ class Solution:
 class PromptDataset:
     """Draws the prompts of a dataset in a reproducible order, epoch after epoch.
 
-    The order of an epoch is a permutation drawn from a Philox generator keyed by (seed, epoch) alone (file order where
-    ``data.shuffle`` is false): every rank, every layout and every resumed run draws the same prompts.
+    The order is that of data/order.py: a permutation of the rows per epoch, drawn from (seed, epoch) alone, or under
+    ``data.weights`` a mixture of the sources.
 
     rows:           the dataset, see `load_rows`; row numbers in ids and messages count from 0 in this list.
     tokenizer:      a Hugging Face tokenizer.
     context_tokens: the model's context in tokens, None for no limit; a prompt must leave room in it for one more token.
+    vocab_size:     the number of tokens that the model knows, None for no limit.
+    required:       the columns that every row must have beside the prompt.
 
     Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it.
-    Raises ConfigError for a row without ``data.prompt_key`` (or a renamed ``data.answer_key``), a prompt that is
-    neither text nor, under ``data.template=chat``, a list of messages ``{"role": ..., "content": ...}``, an empty
-    prompt, a prompt over the limit (``data.on_long_prompt=fail``), or when no row is left (``drop``; see
-    ``num_dropped``).
+    Raises ConfigError for a row without ``data.prompt_key`` or another column that it must have (data/columns.py), a
+    prompt that is neither text nor, under ``data.template=chat``, a list of messages ``{"role": ..., "content": ...}``,
+    an empty prompt, a token that the model does not know, a prompt over the limit (``data.on_long_prompt=fail``), or
+    when no row is left (``drop``; see ``num_dropped``).
 
     ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names is also given as
     "answer", the name that the built-in reward functions read.
@@ -103,6 +72,8 @@ class PromptDataset:
         data: DataConfig,
         seed: int,
         context_tokens: int | None = None,
+        vocab_size: int | None = None,
+        required: Sequence[RequiredColumn] = (),
     ) -> None:
         if data.template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
@@ -114,6 +85,9 @@ class PromptDataset:
         self._data = data
         self._seed = seed
         self._context_tokens = context_tokens
+        self._vocab_size = vocab_size
+        self._longest_token: int | None = None
+        check_columns(rows, required, data.prompt_key, data.answer_key)
         # int32 arrays, not tuples: a dataset of a million prompts stays well under a gigabyte.
         self._token_ids: dict[int, np.ndarray] = {}
         for start in range(0, len(rows), _ROWS_PER_TOKENIZER_CALL):
@@ -124,14 +98,14 @@ class PromptDataset:
                 f"({self._limit()[1]}) and data.on_long_prompt='drop'; raise the limit or shorten the prompts"
             )
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
+        self._order = Order(self._sources(), data.weights, seed=seed, shuffle=data.shuffle)
         self._cursors = {"prompts": 0, "solutions": 0}
         # (row, epoch, attempt), in the order in which they were put back
         self._returned: deque[tuple[int, int, int]] = deque()
-        self._order_of: tuple[int, np.ndarray] | None = None
         self._solutions_checked = False
 
     def __len__(self) -> int:
-        """Return the prompts per epoch: the rows that were not dropped."""
+        """Return the prompts per epoch: the number of rows that were not dropped."""
         return len(self._kept)
 
     def next(self, count: int, epochs: int | None = None) -> list[Prompt]:
@@ -182,12 +156,12 @@ class PromptDataset:
         for row, epoch in self._draw("solutions", count):
             prompt = self._prompt(row, epoch)
             solution = self._solution(prompt, self._rows[row][self._data.solution_key])
+            self._check_vocabulary(row, self._data.solution_key, solution.response_ids)
             total = len(prompt.token_ids) + len(solution.response_ids)
             if self._context_tokens is not None and total > self._context_tokens:
                 raise ConfigError(
-                    f"row {row}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence included) "
-                    f"and the model's context {self._context_tokens}; remove the row, or take a model with a longer "
-                    "context"
+                    f"{self._name(row)}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence "
+                    f"included) and the model's context {self._context_tokens}; remove the row, or take another model"
                 )
             solutions.append(solution)
         return solutions
@@ -222,17 +196,42 @@ class PromptDataset:
 
     def load_state(self, state: Mapping[str, object]) -> None:
         """Continue from `state`, or raise ConfigError if seed, shuffle or row count give another order."""
-        for name, value in self._identity().items():
-            if state[name] != value:
+        present, saved = self._identity(), {key: value for key, value in state.items() if key not in _POSITIONS}
+        for name in {**present, **saved}:
+            before, now = saved.get(name), present.get(name)
+            if before != now:
                 raise ConfigError(
-                    f"the saved data cursor was taken with {name}={state[name]} and this run has {name}={value}, so "
-                    "its position means nothing here; restore that value, or start a new run from the exported weights"
+                    f"the saved data cursor was taken with {name}={before} and this run has {name}={now}, so its "
+                    "position means nothing here; restore that value, or start a new run from the exported weights"
                 )
         self._cursors = {name: int(state[name]) for name in self._cursors}
         self._returned = deque(tuple(key) for key in state["returned"])
 
     def _identity(self) -> dict:
-        return {"seed": self._seed, "shuffle": self._data.shuffle, "prompts_per_epoch": len(self)}
+        order = {"seed": self._seed, "shuffle": self._data.shuffle, "prompts_per_epoch": len(self)}
+        return {**order, **self._order.identity()}
+
+    def _sources(self) -> list[np.ndarray]:
+        """Return the kept rows of each source of a mixture; raise ConfigError for one that gives an epoch none."""
+        weights = self._data.weights
+        if not weights:
+            return [self._kept]
+        ends = self._rows.source_ends if isinstance(self._rows, Rows) else ()
+        if len(ends) != len(weights):
+            raise ConfigError(
+                f"data.weights has {len(weights)} numbers and the data {len(ends) or 1} sources; give one each"
+            )
+        sources = np.split(self._kept, np.searchsorted(self._kept, ends[:-1]))
+        counts = shares(weights, len(self._kept))
+        for number, (source, count) in enumerate(zip(sources, counts, strict=True)):
+            if not len(source) or not count:
+                fault = (
+                    f"its share of an epoch of {len(self._kept)} prompts is less than one; raise data.weights[{number}]"
+                    if len(source)
+                    else "all its prompts are too long and were dropped; raise the limit, or leave it out"
+                )
+                raise ConfigError(f"data.train[{number}]={self._data.train[number]!r} would never be drawn: {fault}")
+        return sources
 
     def _draw(self, cursor: str, count: int) -> list[tuple[int, int]]:
         """Return [(row, epoch)] for the next ``count`` positions of a cursor."""
@@ -240,26 +239,12 @@ class PromptDataset:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
         start = self._cursors[cursor]
         self._cursors[cursor] = start + count
-        drawn = []
-        for position in range(start, start + count):
-            epoch, offset = divmod(position, len(self))
-            drawn.append((int(self._order(epoch)[offset]), epoch))
-        return drawn
-
-    def _order(self, epoch: int) -> np.ndarray:
-        """Return [prompts per epoch] int64: the rows of one epoch in the order they are drawn."""
-        if not self._data.shuffle:
-            return self._kept
-        if self._order_of is None or self._order_of[0] != epoch:
-            # A key, not a SeedSequence: it takes any integer seed, and no two (seed, epoch) share a stream.
-            key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
-            self._order_of = (epoch, np.random.Generator(np.random.Philox(key=key)).permutation(self._kept))
-        return self._order_of[1]
+        return [self._order.at(position) for position in range(start, start + count)]
 
     def _prompt(self, row: int, epoch: int, attempt: int = 0) -> Prompt:
         columns = dict(self._rows[row])
         if self._data.answer_key in columns:
-            columns["answer"] = columns[self._data.answer_key]
+            columns[ANSWER] = columns[self._data.answer_key]
         token_ids = tuple(self._token_ids[row].tolist())
         return Prompt(
             prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt
@@ -269,15 +254,18 @@ class PromptDataset:
         """Return a column that holds text or, where ``messages`` allows it, messages; raise ConfigError otherwise."""
         columns = self._rows[row]
         if key not in columns:
-            known = ", ".join(map(repr, columns)) or "none"
-            raise ConfigError(f"row {row} has no column {key!r} ({setting}); its columns are {known}")
+            raise ConfigError(
+                f"{self._name(row)} has no column {key!r} ({setting}); its columns are {names_of(columns)}"
+            )
         value = columns[key]
         if messages and isinstance(value, list):
-            return check_messages(value, f"row {row}: column {key!r} ({setting})")
+            return check_messages(value, f"{self._name(row)}: column {key!r} ({setting})")
         if not isinstance(value, str):
             kind = type(value).__name__
             wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
-            raise ConfigError(f"row {row}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}")
+            raise ConfigError(
+                f"{self._name(row)}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}"
+            )
         return value
 
     def _render(self, row: int) -> str:
@@ -285,12 +273,14 @@ class PromptDataset:
         content = self._column(row, self._data.prompt_key, "data.prompt_key", messages=chat)
         if chat:
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            where = f"{self._name(row)}: column {self._data.prompt_key!r} (data.prompt_key)"
             if messages[-1]["role"] == "assistant":
                 raise ConfigError(
-                    f"row {row}: column {self._data.prompt_key!r} (data.prompt_key) ends in an assistant's message, "
-                    "and the response is what the assistant says; end it before that"
+                    f"{where} ends in an assistant's message, and the response is what the assistant says; end it "
+                    "before that"
                 )
-            where = f"row {row}: column {self._data.prompt_key!r} (data.prompt_key)"
+            if self._data.system_prompt and messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
             return render_chat(self._tokenizer, messages, where, add_generation_prompt=True)
         # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
         return self._data.template.replace("{prompt}", content)
@@ -301,34 +291,63 @@ class PromptDataset:
             return self._context_tokens - 1, f"the model's context of {self._context_tokens}, less one for a response"
         return self._data.max_prompt_tokens, "data.max_prompt_tokens"
 
+    def _name(self, row: int) -> str:
+        return name_of_row(self._rows, row)
+
     def _admit(self, row_numbers: range) -> None:
         """Render and tokenize rows; keep those that fit."""
-        renamed = self._data.answer_key != "answer"
-        for row in row_numbers:
-            if renamed and self._data.answer_key not in self._rows[row]:
-                known = ", ".join(map(repr, self._rows[row])) or "none"
-                raise ConfigError(
-                    f"row {row} has no column {self._data.answer_key!r} (data.answer_key); its columns are {known}"
-                )
+        texts = {row: self._render(row) for row in row_numbers}
+        limit, limit_name = self._limit()
+        for row, text in [*texts.items()]:
+            if self._is_endless(text, limit):
+                self._refuse_long(row, f"{len(text)} characters", f"{limit} tokens", limit_name)
+                del texts[row]
         # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them
         # all), a second <bos> would be off-distribution, and a tokenizer that appends <eos> would end the prompt
         # before the answer.
-        encoded = self._tokenizer([self._render(row) for row in row_numbers], add_special_tokens=False).input_ids
-        limit, limit_name = self._limit()
-        for row, token_ids in zip(row_numbers, encoded, strict=True):
+        encoded = self._tokenizer([*texts.values()], add_special_tokens=False).input_ids if texts else []
+        for (row, text), token_ids in zip(texts.items(), encoded, strict=True):
             if not token_ids:
                 raise ConfigError(
-                    f"row {row}: column {self._data.prompt_key!r} gives a prompt of 0 tokens; fill or remove it"
+                    f"{self._name(row)}: column {self._data.prompt_key!r} gives a prompt of 0 tokens; "
+                    + (
+                        f"the tokenizer of {self._tokenizer.name_or_path!r} knows nothing of {text!r:.60}: is its "
+                        "folder whole? (model.tokenizer_path)"
+                        if text.strip()
+                        else "fill or remove it"
+                    )
                 )
             if len(token_ids) <= limit:
+                self._check_vocabulary(row, "the prompt", token_ids)
                 self._token_ids[row] = np.asarray(token_ids, dtype=np.int32)
-            elif self._data.on_long_prompt == "drop":
-                self.num_dropped += 1
             else:
-                raise ConfigError(
-                    f"row {row}: the prompt has {len(token_ids)} tokens and at most {limit} are allowed "
-                    f"({limit_name}); raise the limit, shorten the prompt, or set data.on_long_prompt=drop"
-                )
+                self._refuse_long(row, f"{len(token_ids)} tokens", str(limit), limit_name)
+
+    def _is_endless(self, text: str, limit: int) -> bool:
+        """Tell whether a text has more characters than the tokens of the limit can hold, before it is tokenized."""
+        if len(text) <= _FEW_CHARACTERS * limit:
+            return False
+        if self._longest_token is None:
+            self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=0)
+        return len(text) > max(self._longest_token, _FEW_CHARACTERS) * limit
+
+    def _refuse_long(self, row: int, size: str, limit: str, limit_name: str) -> None:
+        if self._data.on_long_prompt == "drop":
+            self.num_dropped += 1
+            return
+        raise ConfigError(
+            f"{self._name(row)}: the prompt has {size} and at most {limit} are allowed ({limit_name}); raise the "
+            "limit, shorten the prompt, or set data.on_long_prompt=drop"
+        )
+
+    def _check_vocabulary(self, row: int, text: str, token_ids: Sequence[int]) -> None:
+        """Raise ConfigError for a token that the model's embedding has no row for."""
+        if self._vocab_size is not None and (largest := max(token_ids, default=0)) >= self._vocab_size:
+            raise ConfigError(
+                f"{self._name(row)}: {text} has the token {largest}, and the model's vocabulary ends at "
+                f"{self._vocab_size - 1}: the tokenizer of {self._tokenizer.name_or_path!r} is not the model's; name "
+                "the right one by model.tokenizer_path"
+            )
 
     def _check_solutions(self) -> None:
         """Check all rows once, on first use: a run without warm-up needs no solutions."""
@@ -343,7 +362,7 @@ class PromptDataset:
             value = self._column(int(row), key, "data.solution_key", messages=True)
             if isinstance(value, list) and (value[0]["role"] != "assistant" or value[-1]["role"] != "assistant"):
                 raise ConfigError(
-                    f"row {row}: column {key!r} (data.solution_key) has messages of the roles "
+                    f"{self._name(row)}: column {key!r} (data.solution_key) has messages of the roles "
                     f"{', '.join(m['role'] for m in value)}; it begins and ends with the assistant's"
                 )
         self._solutions_checked = True

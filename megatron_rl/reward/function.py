@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config import import_path
+from megatron_rl.config import RewardConfig, import_path
+from megatron_rl.data.columns import ANSWER, RequiredColumn
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Rollout
 
@@ -85,6 +86,37 @@ def check_signature(name: str, function: RewardFunction, columns: Sequence[str])
             f"reward function {name!r} cannot be called: {error}. It is called by keyword with {', '.join(keywords)}: "
             "take the columns you need by name and the rest by **columns"
         ) from None
+
+
+def required_columns(config: RewardConfig) -> list[RequiredColumn]:
+    """Return the columns that the reward functions cannot be called without, which every row must therefore have.
+
+    A function of the user's names them by its parameters without default, and meets null where a row says null; it is
+    not imported here if workers alone import it. The built-in functions read an answer, which null is none of.
+    """
+    needed = {}
+    for name in config.functions:
+        if name in BUILT_IN:
+            needed[ANSWER] = RequiredColumn(name=ANSWER, needed_by=f"read by reward function {name!r}", null=False)
+        elif name != ENVIRONMENT and (not config.num_workers or name in config.in_process):
+            for column in _needed_by(resolve(name)):
+                column = RequiredColumn(name=column, needed_by=f"a parameter of reward function {name!r}", null=True)
+                needed.setdefault(column.name, column)
+    return list(needed.values())
+
+
+def _needed_by(function: RewardFunction) -> list[str]:
+    """Return the parameters without default that a call by keyword has to give, beside those of every call."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return []  # some C functions have no signature
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in by_keyword and parameter.default is parameter.empty and parameter.name not in _RESERVED
+    ]
 
 
 def columns_of(rollouts: Sequence[Rollout]) -> list[str]:

@@ -18,7 +18,8 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
-from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
@@ -28,7 +29,7 @@ from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.report import write_report
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
-from megatron_rl.reward import Reward
+from megatron_rl.reward import Reward, required_columns
 from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.multi_turn import with_environment
@@ -58,8 +59,15 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
         check_served(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     tokenizer = load_tokenizer(config)
-    rows = load_rows(config.data.train)
-    prompts = PromptDataset(rows, tokenizer, config.data, config.run.seed, hf_config.max_position_embeddings)
+    prompts = PromptDataset(
+        load_rows(config.data.train),
+        tokenizer,
+        config.data,
+        config.run.seed,
+        context_tokens=hf_config.max_position_embeddings,
+        vocab_size=hf_config.vocab_size,
+        required=required_columns(config.reward),
+    )
     rl_steps = total_rl_steps(config, len(prompts))
     check_critic_model(config, hf_config)
     backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
@@ -121,7 +129,10 @@ def _assemble(
     timer, rule = StepTimer(watchdog.stage), signal_rule(config)
     reference = ReferencePolicy(config, backend)
     reward = Reward(config.reward) if config.reward.functions else None
-    evaluation = Evaluation(config, tokenizer, backend.shape.context_tokens)
+    shape = backend.shape
+    evaluation = Evaluation(
+        config, tokenizer, shape.context_tokens, shape.vocab_size, required=required_columns(config.reward)
+    )
     manager = _build_manager(config, backend, critic, tokenizer, reward, watchdog)
     rollouts = RolloutQueue(
         config,

@@ -18,7 +18,9 @@ import numpy as np
 
 from megatron_rl.backend import batch_exchange
 from megatron_rl.config import Config
-from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
+from megatron_rl.data.columns import RequiredColumn
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.rows import load_rows
 from megatron_rl.distributed import collectives
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.manager import RolloutManager
@@ -97,24 +99,33 @@ class Evaluation:
     """Evaluates the held-out sets of ``eval.sets`` and ``eval.path``.
 
     context_tokens: the model's context length.
+    vocab_size: the number of tokens that the model knows, None for no limit.
+    required: the columns that every row must have.
 
     All prompts are tokenized when it is built, so that a bad row ends the run at its start: ConfigError, with the set's
     key.
     """
 
-    def __init__(self, config: Config, tokenizer, context_tokens: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer,
+        context_tokens: int,
+        vocab_size: int | None = None,
+        required: Sequence[RequiredColumn] = (),
+    ) -> None:
         self.config = config
         short_form = config.eval.path is not None
         self.sets: dict[str, list[Prompt]] = {}
         for number, (name, path) in enumerate(config.eval.named_sets.items()):
             key = "eval.path" if short_form and number == 0 else f"eval.sets.{name}"
-            self.sets[name] = self._load(name, path, key, tokenizer, context_tokens)
+            self.sets[name] = self._load(name, path, key, tokenizer, context_tokens, vocab_size, required)
 
-    def _load(self, name: str, path: str, key: str, tokenizer, context_tokens: int) -> list[Prompt]:
-        data = dataclasses.replace(self.config.data, shuffle=False)
+    def _load(self, name: str, path: str, key: str, tokenizer, *limits) -> list[Prompt]:
+        data = dataclasses.replace(self.config.data, shuffle=False, weights=())
         rows = load_rows(path, key)
         try:
-            source = PromptDataset(rows, tokenizer, data, self.config.run.seed, context_tokens)
+            source = PromptDataset(rows, tokenizer, data, self.config.run.seed, *limits)
         except ConfigError as error:
             raise ConfigError(f"{key}={path!r}: {error}") from error
         drawn = source.next(min(len(source), self.config.eval.max_prompts or len(source)))

@@ -109,5 +109,5 @@ def test_there_is_a_recipe_for_each_method_and_a_row_for_each_recipe():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_leaves_model_and_data_to_the_command_line_and_says_what_it_drops(name):
     config = load_config(RECIPES / f"{name}.yaml")
-    assert config.model.hf_path == "" and config.data.train == ""
+    assert config.model.hf_path == "" and config.data.train == ()
     assert signal_rule(config).approximated == (("loss.kl_coefficient=0.04",) if name == "grpo" else ())

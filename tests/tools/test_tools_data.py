@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompt_dataset import PromptDataset, load_rows
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.rows import FilePart, Rows
 from megatron_rl.errors import ConfigError
 
 
@@ -45,43 +46,6 @@ def make_source(rows=None, *, tokenizer=None, seed=3, context_tokens=None, **dat
 
 def ids(prompts) -> list[str]:
     return [prompt.prompt_id for prompt in prompts]
-
-
-# --- load_rows
-
-
-def test_rows_of_a_file_equal_what_was_written(tmp_path):
-    rows = [{"prompt": "a\u2028b", "n": 1}, {"prompt": "é"}]
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n  \n", encoding="utf-8")
-    assert load_rows(path) == rows
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"prompt": ', "d.jsonl:2: not valid JSON"),
-        (b"[1, 2]", "d.jsonl:2: a JSON list, not an object"),
-        (b'{"prompt": "\xff"}', "d.jsonl:2: not UTF-8"),
-    ],
-)
-def test_malformed_line_names_file_and_line(tmp_path, line, message):
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b'{"prompt": "x"}\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=message):
-        load_rows(path)
-
-
-def test_missing_empty_and_unset_files_name_the_key(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="eval.path='.*none.jsonl' does not exist"):
-        load_rows(tmp_path / "none.jsonl", key="eval.path")
-    with pytest.raises(ConfigError, match="is a directory"):
-        load_rows(tmp_path)
-    with pytest.raises(ConfigError, match="data.train='.*empty.jsonl' has no rows"):
-        load_rows(tmp_path / "empty.jsonl")
-    with pytest.raises(ConfigError, match="data.train is empty"):
-        load_rows("")
 
 
 # --- order and cursor
@@ -251,3 +215,125 @@ def test_an_episode_begins_and_ends_with_the_assistant(cut):
         match=r"row 0: column 'solution' .*messages of the roles .*; it begins and ends with the assistant's",
     ):
         make_source([{"prompt": "x", "solution": cut}]).next_solutions(1)
+
+
+# --- several files, the tokenizer, a system message
+
+
+def two_files() -> Rows:
+    parts = [
+        FilePart(path=f"{name}.jsonl", rows=[{"prompt": name * (1 + i)} for i in range(size)], lines=range(1, size + 1))
+        for name, size in (("a", 2), ("b", 6))
+    ]
+    return Rows([[part] for part in parts])
+
+
+MIXTURE = {"train": ("a.jsonl", "b.jsonl"), "weights": (1, 1)}
+
+
+def test_a_mixture_draws_its_shares_and_resumes_to_the_sample():
+    whole, cut, rest = (make_source(two_files(), **MIXTURE) for _ in range(3))
+    expected = ids(whole.next(30))
+    assert [int(name.split("@")[0]) < 2 for name in expected[:8]] == [True, False] * 4
+    first = ids(cut.next(11))
+    rest.load_state(json.loads(json.dumps(cut.state())))
+    assert first + ids(rest.next(19)) == expected
+    assert len(set(expected)) == 30
+
+
+def test_a_cursor_of_another_mixture_is_refused():
+    state = make_source(two_files(), **MIXTURE).state()
+    for other in (make_source(two_files()), make_source(two_files(), **{**MIXTURE, "weights": (1, 3)})):
+        with pytest.raises(ConfigError, match="taken with sources="):
+            other.load_state(state)
+        with pytest.raises(ConfigError, match="taken with sources="):
+            make_source(two_files(), **MIXTURE).load_state(other.state())
+
+
+def test_a_source_that_would_never_be_drawn_is_named():
+    with pytest.raises(ConfigError, match=r"data.train\[0\]='a.jsonl' would never be drawn: its share .* of 8 prompts"):
+        make_source(two_files(), **{**MIXTURE, "weights": (1, 1000)})
+    rows = Rows([[FilePart(path="a", rows=[{"prompt": "x" * 9}])], [FilePart(path="b", rows=[{"prompt": "x"}])]])
+    with pytest.raises(ConfigError, match=r"data.train\[0\]='a.jsonl' would never be drawn: all its prompts are too"):
+        make_source(rows, **MIXTURE, max_prompt_tokens=5, on_long_prompt="drop")
+
+
+def test_a_row_of_a_file_is_named_with_its_line():
+    with pytest.raises(ConfigError, match=r"row 7 \(b.jsonl:6\): the prompt has 6 tokens"):
+        make_source(two_files(), max_prompt_tokens=5)
+
+
+class CountingTokenizer(LetterTokenizer):
+    name_or_path = "some/folder"
+    vocabulary = ("a", "b" * 40)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters = 0
+
+    def __call__(self, text, add_special_tokens):
+        self.characters += sum(map(len, text))
+        return super().__call__(text, add_special_tokens)
+
+    def get_vocab(self):
+        return dict.fromkeys(self.vocabulary, 0)
+
+
+def test_a_prompt_without_end_is_refused_before_it_is_tokenized():
+    rows = [{"prompt": "ab"}, {"prompt": "x" * 10_000_000}]
+    tokenizer = CountingTokenizer()
+    with pytest.raises(ConfigError, match="row 1: the prompt has 10000000 characters and at most 100 tokens are allow"):
+        make_source(rows, tokenizer=tokenizer, max_prompt_tokens=100)
+    source = make_source(rows, tokenizer=tokenizer, max_prompt_tokens=100, on_long_prompt="drop")
+    assert (len(source), source.num_dropped, tokenizer.characters) == (1, 1, 2)
+    # 40 characters may be one token: a text that the limit's tokens could hold is tokenized
+    with pytest.raises(ConfigError, match="has 3900 tokens"):
+        make_source([{"prompt": "x" * 3900}], tokenizer=CountingTokenizer(), max_prompt_tokens=100)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused():
+    def source(rows):
+        return PromptDataset(rows, CountingTokenizer(), DataConfig(), seed=0, vocab_size=100)
+
+    known = {"prompt": "abc", "solution": "abc"}
+    assert len(source([known]).next_solutions(1)) == 1
+    with pytest.raises(
+        ConfigError, match="row 1: the prompt has the token 100, and .* ends at 99: .*'some/folder' is no"
+    ):
+        source([known, {"prompt": "ad", "solution": "a"}])
+    with pytest.raises(ConfigError, match="row 0: solution has the token 122"):
+        source([{"prompt": "abc", "solution": "z"}]).next_solutions(1)
+
+
+def test_a_prompt_of_no_tokens_names_the_tokenizer():
+    class Empty(CountingTokenizer):
+        def __call__(self, text, add_special_tokens):
+            return SimpleNamespace(input_ids=[[] for _ in text])
+
+    with pytest.raises(ConfigError, match="row 0: .*0 tokens; the tokenizer of 'some/folder' knows nothing of 'hello'"):
+        make_source([{"prompt": "hello"}], tokenizer=Empty())
+
+
+def test_a_system_message_comes_before_the_others_but_where_a_row_has_its_own():
+    own = [{"role": "system", "content": "S"}, {"role": "user", "content": "u"}]
+    rows = [{"prompt": "q"}, {"prompt": own[1:]}, {"prompt": own}]
+    settings = {"template": "chat", "system_prompt": "be brief", "shuffle": False}
+    prompts = make_source(rows, tokenizer=LetterTokenizer("any"), **settings).next(3)
+    assert [prompt.text for prompt in prompts] == [
+        "<system>be brief<user>q<assistant>",
+        "<system>be brief<user>u<assistant>",
+        "<system>S<user>u<assistant>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"system_prompt": "be brief"}, "data.system_prompt='be brief' is a chat message, and data.template="),
+        ({"train": ("a", "b"), "weights": (1,)}, "data.weights has 1 numbers and data.train 2 paths"),
+        ({"train": "a"}, r"data.train='a' is a text; give a list of paths, \['a'\]"),
+    ],
+)
+def test_settings_that_contradict_one_another(data, message):
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(**data)

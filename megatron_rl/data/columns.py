@@ -1,0 +1,82 @@
+"""Checks the columns of a data set's rows at the run's start, so that no row ends the run in its middle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.data.rows import Rows
+from megatron_rl.errors import ConfigError
+
+ANSWER = "answer"  # the name that the built-in rewards read; ``data.answer_key`` names another column for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequiredColumn:
+    """Names a column that every row must have.
+
+    needed_by: the setting that reads it, for the message.
+    null: whether a row may say null, that it does not apply; else every row must hold a value.
+    """
+
+    name: str
+    needed_by: str
+    null: bool
+
+
+def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
+    """Return a row for a message: its number, and its file with the line where they are known."""
+    return f"row {row} ({rows.place(row)})" if isinstance(rows, Rows) else f"row {row}"
+
+
+def names_of(columns: Mapping[str, object]) -> str:
+    """Return a row's columns for a message."""
+    names = ", ".join(map(repr, columns)) or "none"
+    return names if len(names) <= 200 else f"{names[:200]}… ({len(columns)} columns)"
+
+
+def check_columns(
+    rows: Sequence[Mapping[str, object]], required: Sequence[RequiredColumn], prompt_key: str, answer_key: str
+) -> None:
+    """Raise ConfigError for the first row that lacks a required column, or the answer where its file has answers.
+
+    prompt_key: ``data.prompt_key``, which every row must have.
+    answer_key: ``data.answer_key``; under another name than "answer", every row must have it.
+    """
+    prompt = RequiredColumn(name=prompt_key, needed_by="data.prompt_key", null=False)
+    wanted = {prompt_key: prompt} | {column.name: column for column in required if column.name != prompt_key}
+    if ANSWER in wanted and answer_key != ANSWER:
+        column = wanted.pop(ANSWER)
+        wanted[answer_key] = RequiredColumn(
+            name=answer_key, needed_by=f"{column.needed_by}, by data.answer_key", null=column.null
+        )
+    elif answer_key != ANSWER:
+        wanted.setdefault(answer_key, RequiredColumn(name=answer_key, needed_by="data.answer_key", null=True))
+    for column in wanted.values():
+        for row, columns in enumerate(rows):
+            if column.name not in columns:
+                null = "; null where it does not apply" if column.null else ""
+                raise ConfigError(
+                    f"{name_of_row(rows, row)} has no column {column.name!r} ({column.needed_by}); its columns are "
+                    f"{names_of(columns)}. Give every row one{null}"
+                )
+            if columns[column.name] is None and not column.null:
+                raise ConfigError(
+                    f"{name_of_row(rows, row)}: column {column.name!r} ({column.needed_by}) is null; fill it, or "
+                    "remove the row"
+                )
+    for members in _files(rows):
+        lacking = [row for row in members if answer_key not in rows[row]]
+        if 0 < len(lacking) < len(members):
+            raise ConfigError(
+                f"{name_of_row(rows, lacking[0])} has no column {answer_key!r} (data.answer_key), and other rows of "
+                f"its file have one; its columns are {names_of(rows[lacking[0]])}. Fill it, or write null where there "
+                "is no answer"
+            )
+
+
+def _files(rows: Sequence[Mapping[str, object]]) -> list[range]:
+    """Return the rows of each file."""
+    if not isinstance(rows, Rows):
+        return [range(len(rows))]
+    return [range(first, first + len(part.rows)) for first, part in rows.parts]

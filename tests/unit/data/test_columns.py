@@ -1,0 +1,78 @@
+"""Checks data/columns.py and the reward functions' needs: a row that lacks a column is named before the run starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config import RewardConfig
+from megatron_rl.data.columns import check_columns
+from megatron_rl.data.rows import FilePart, Rows
+from megatron_rl.errors import ConfigError
+from megatron_rl.reward import required_columns
+
+OWN = """
+def score(prompts, completions, completion_ids, level, *, answer, bonus=1, **columns):
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py:score"
+
+
+def check(rows, functions=(), *, answer_key="answer", **reward):
+    needed = required_columns(RewardConfig(functions=tuple(functions), **reward))
+    check_columns(rows, needed, "prompt", answer_key)
+
+
+GOOD = {"prompt": "x", "level": 1, "answer": "1"}
+
+
+def test_the_columns_of_a_function_are_its_parameters_without_default(own):
+    needed = required_columns(RewardConfig(functions=(own, "arithmetic", "environment")))
+    assert [(column.name, column.null) for column in needed] == [("level", True), ("answer", False)]
+    assert required_columns(RewardConfig(functions=(own,), num_workers=1)) == []  # workers alone import it
+
+
+@pytest.mark.parametrize(
+    ("row", "functions", "message"),
+    [
+        ({"prompt": "x"}, (), r"row 1 has no column 'answer' \(data.answer_key\), and other rows of its file have one"),
+        ({"prompt": "x"}, ("arithmetic",), r"row 1 has no column 'answer' \(read by reward function 'arithmetic'\)"),
+        (GOOD | {"answer": None}, ("math_verify",), "row 1: column 'answer' .* is null; fill it, or remove the row"),
+        ({"prompt": "x", "answer": "1"}, "own", r"row 1 has no column 'level' \(a parameter of reward function"),
+        ({"answer": "1"}, (), r"row 1 has no column 'prompt' \(data.prompt_key\); its columns are 'answer'"),
+        (GOOD | {"prompt": None}, (), r"row 1: column 'prompt' \(data.prompt_key\) is null"),
+    ],
+)
+def test_a_row_that_lacks_a_column_is_named(own, row, functions, message):
+    functions = (own,) if functions == "own" else functions
+    with pytest.raises(ConfigError, match=message):
+        check([GOOD, row], functions)
+
+
+def test_null_is_a_users_own_functions_to_read(own):
+    check([GOOD, GOOD | {"answer": None}], [own])
+    check([GOOD, GOOD | {"answer": None}])
+
+
+def test_a_renamed_answer_is_the_column_that_rewards_need():
+    gold = {"prompt": "x", "gold": "1"}
+    check([gold], ["arithmetic"], answer_key="gold")
+    for row, message in [
+        (GOOD, "row 1 has no column 'gold' .*by data.answer_key"),
+        (gold | {"gold": None}, "row 1: column 'gold' .* is null"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check([gold, row], ["arithmetic"], answer_key="gold")
+
+
+def test_files_without_answers_stand_beside_files_with_them():
+    with_answers = FilePart(path="a.jsonl", rows=[GOOD, GOOD], lines=[1, 3])
+    without = FilePart(path="b.jsonl", rows=[{"prompt": "y"}], lines=[1])
+    check(Rows([[with_answers], [without]]))
+    some = FilePart(path="c.jsonl", rows=[GOOD, {"prompt": "z"}], lines=[1, 4])
+    with pytest.raises(ConfigError, match=r"row 4 \(c.jsonl:4\) has no column 'answer'"):
+        check(Rows([[with_answers], [without], [some]]))
