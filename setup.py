@@ -53,7 +53,15 @@ setup(
             "codetiming==1.4.0",
             "peft==0.21.2",
         ],
-        "dev": ["pyarrow>=18", "datasets>=4", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6", "uv>=0.5"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "uv>=0.5",
+            "pyarrow>=18",
+            "datasets>=4",
+        ],
     },
     entry_points={"console_scripts": ["megatron_rl-doctor = megatron_rl.doctor:main"]},
 )

@@ -46,6 +46,22 @@ from megatron_rl.weights.config_json import check_served, ignored_fields, load_h
 log = logging.getLogger(__name__)
 
 
+def load_prompts(config: Config, tokenizer, hf_config) -> PromptDataset:
+    """Return the training data, read and tokenized; raise ConfigError for the first row that cannot be trained.
+
+    hf_config: the policy's Hugging Face config.
+    """
+    return PromptDataset(
+        load_rows(config.data.train),
+        tokenizer,
+        config.data,
+        config.run.seed,
+        context_tokens=hf_config.max_position_embeddings,
+        vocab_size=hf_config.vocab_size,
+        required=required_columns(config.reward),
+    )
+
+
 @contextlib.contextmanager
 def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -> Iterator[Trainer]:
     """Build a trainer and all its parts, restore the newest checkpoint if there is one, and take them down in order.
@@ -59,15 +75,7 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
         check_served(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     tokenizer = load_tokenizer(config)
-    prompts = PromptDataset(
-        load_rows(config.data.train),
-        tokenizer,
-        config.data,
-        config.run.seed,
-        context_tokens=hf_config.max_position_embeddings,
-        vocab_size=hf_config.vocab_size,
-        required=required_columns(config.reward),
-    )
+    prompts = load_prompts(config, tokenizer, hf_config)
     rl_steps = total_rl_steps(config, len(prompts))
     check_critic_model(config, hf_config)
     backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))

@@ -190,8 +190,8 @@ def test_gsm8k_row_without_a_number_is_named(tmp_path, capsys):
 def test_quickstart_writes_every_problem_once(tmp_path):
     assert quickstart.main(["--out", str(tmp_path), "--test-rows", "20"]) == 0
     train, test = load_rows(tmp_path / "train.jsonl"), load_rows(tmp_path / "test.jsonl")
-    assert (len(train), len(test), len({row["prompt"] for row in train + test})) == (180, 20, 200)
-    for row in train + test:
+    assert (len(train), len(test), len({row["prompt"] for row in [*train, *test]})) == (180, 20, 200)
+    for row in [*train, *test]:
         assert row["answer"] == row["solution"] == str(eval(row["prompt"].rstrip("=")))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(0.8e6, rel=0.05)

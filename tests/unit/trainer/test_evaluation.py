@@ -157,7 +157,7 @@ def test_sets_share_rows_and_no_names(tmp_path):
 
 def test_a_bad_row_names_its_set(tmp_path):
     good, long = write_rows(tmp_path / "good.jsonl", ["1+1="]), write_rows(tmp_path / "long.jsonl", ["1+1=", "1" * 9])
-    with pytest.raises(ConfigError, match=r"^eval.sets.b='.*long.jsonl': row 1 .*long.jsonl:2.: the prompt has 9 tokens"):
+    with pytest.raises(ConfigError, match=r"^eval.sets.b='.*': row 1 .*long.jsonl:2.: the prompt has 9 tokens"):
         Evaluation(
             load_config(None, [f"eval.sets={{a: {good}, b: {long}}}", "data.max_prompt_tokens=8"]), _tokenizer(), 64
         )
