@@ -38,7 +38,7 @@ from megatron_rl.observability.metrics import set_aside
 
 log = logging.getLogger(__name__)
 # in the run's folder; cut back to the sizes that they had when the checkpoint was taken
-APPENDED = ("metrics.jsonl", "trace.jsonl")
+APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -194,8 +194,8 @@ class CheckpointManager:
         """Cut the run's own files, on the main rank, to their sizes in the checkpoint. Not a collective."""
         if found is None or not self.is_main:
             return
-        for name, size in found.state["bytes"].items():
-            path = self.config.run.path / name
+        for name in APPENDED:
+            path, size = self.config.run.path / name, found.state["bytes"].get(name, 0)  # a file of a later release: 0
             current = path.stat().st_size if path.exists() else 0
             if current < size:
                 log.error(

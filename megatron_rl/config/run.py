@@ -57,12 +57,22 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Chooses the places that metrics go to beside metrics.jsonl (docs/semantics.md#9-metricsjsonl)."""
+    """Chooses the places that metrics and sampled completions go to beside metrics.jsonl (docs/monitoring.md)."""
 
     tensorboard: bool = False
     """Whether metrics are also written for TensorBoard, under `tensorboard/` in the run's folder."""
     wandb_project: str | None = None
-    """Weights & Biases project that metrics are sent to; null: none."""
+    """Weights & Biases project that metrics, completions and the configuration are sent to; null: none."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment that they are sent to, on the server of MLFLOW_TRACKING_URI; null: none."""
+    log_completions: Annotated[int, Range(0, 10**6)] = 4
+    """Completions, with prompt and reward, recorded of a rollout and of an evaluation set; 0: none, anywhere."""
+    completion_chars: Annotated[int, Range(2, 10**7)] = 2000
+    """Characters of a recorded prompt, response or answer; the middle of a longer one is left out."""
+    completions_every_rollouts: Annotated[int, Range(1)] = 1
+    """Rollouts between those whose completions are recorded; every evaluation's are."""
+    print_every_rollouts: Annotated[int, Range(0)] = 20
+    """Rollouts between those of which two recorded completions are logged, as of every evaluation; 0: none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""
     dense_every_rollouts: Annotated[int, Range(0)] = 20

@@ -10,22 +10,24 @@ import logging
 import math
 import numbers
 import pathlib
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum
+from typing import TextIO
 
 import numpy as np
 
 from megatron_rl.config import MetricsConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.observability import completions
+from megatron_rl.observability.completions import Completion
+from megatron_rl.observability.sinks import Sink, open_sinks, set_aside
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
 Row = dict[str, object]
 
-WARMUP_PHASE = "warmup"
+METRICS_FILE = "metrics.jsonl"
 ROW_KEYS = ("step", "step_kind", "phase")
 MAXIMA = frozenset({"logprob_gap_max"})  # reduced by max; every other sum is reduced by addition
 _PER_TOKEN = {
@@ -142,51 +144,14 @@ def _plain(key: str, value: object) -> object:
     )
 
 
-def set_aside(path: pathlib.Path) -> None:
-    """Rename an earlier run's ``path`` to the first free ``path.1``, ``path.2``, ..., and log a warning."""
-    number = 1
-    while (kept := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(kept)
-    log.warning("%s is from an earlier run: kept as %s", path.name, kept.name)
-
-
-def _open_tensorboard(run_dir: pathlib.Path, last_step: int | None):
-    """Open the run's TensorBoard writer; an earlier run's folder is renamed.
-
-    last_step: the last step in the checkpoint from which the run resumes; later points in its event files are hidden.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off"
-        ) from error
-    if last_step is not None:
-        return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=last_step + 1)
-    if (run_dir / "tensorboard").exists():
-        set_aside(run_dir / "tensorboard")
-    return SummaryWriter(log_dir=str(run_dir / "tensorboard"))
-
-
-def _open_wandb(run_dir: pathlib.Path, project: str, total_steps: int):
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError(
-            f"metrics.wandb_project={project!r} and wandb cannot be imported; pip install wandb, or set it to null"
-        ) from error
-    return wandb.init(
-        project=project, dir=str(run_dir), name=run_dir.resolve().name, config={"total_steps": total_steps}
-    )
-
-
 class MetricsWriter:
-    """Writes one row per optimizer step to ``<run_dir>/metrics.jsonl``, and to TensorBoard and W&B if configured.
+    """Writes a row per optimizer step to ``<run_dir>/metrics.jsonl``, sampled completions beside it, both to sinks too.
+
+    config: the resolved configuration as plain values, for sinks that show it.
 
     On ranks with ``is_main`` False it opens and writes nothing. An earlier run's files in the folder are renamed, never
     appended to, unless the run resumes from a checkpoint: ``resumed`` is then the result of ``state``. Raises
-    ConfigError if a configured sink cannot be imported.
+    ConfigError if a configured sink cannot be imported or does not start.
     """
 
     def __init__(
@@ -196,32 +161,36 @@ class MetricsWriter:
         total_steps: int,
         is_main: bool,
         resumed: Mapping[str, int | None] | None = None,
+        *,
+        config: Mapping[str, object] | None = None,
     ) -> None:
-        self._is_main = is_main
+        self._is_main, self._settings = is_main, metrics_config
         self._num_ghost_steps: int = resumed["ghost_steps"] if resumed else 0
         self._last_step: int | None = resumed["last_step"] if resumed else None
-        self._file = self._tensorboard = self._wandb = None
+        self._file: TextIO | None = None
+        self._sinks: list[Sink] = []
+        self._run_dir = run_dir = pathlib.Path(run_dir)
         if not is_main:
             return
-        run_dir = pathlib.Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        if metrics_config.wandb_project:
-            self._wandb = _open_wandb(run_dir, metrics_config.wandb_project, total_steps)
-        if metrics_config.tensorboard:
-            self._tensorboard = _open_tensorboard(run_dir, resumed["last_step"] if resumed else None)
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and not resumed:
-            set_aside(path)
-        self._file = path.open("a" if resumed else "x", encoding="utf-8")
+        last_step = None if resumed is None else -1 if self._last_step is None else self._last_step
+        values = {**(config or {}), "total_steps": total_steps}
+        self._sinks = open_sinks(run_dir, metrics_config, values, last_step=last_step)
+        for name in (METRICS_FILE, completions.FILE_NAME):
+            if (run_dir / name).exists() and not resumed:
+                set_aside(run_dir / name)
+        self._file = (run_dir / METRICS_FILE).open("a" if resumed else "x", encoding="utf-8")
 
     def state(self) -> dict[str, int | None]:
         """Return the counters from which another writer can resume, JSON-able and the same on every rank."""
         return {"ghost_steps": self._num_ghost_steps, "last_step": self._last_step}
 
-    def write(self, row: Mapping[str, object]) -> Row:
+    def write(self, row: Mapping[str, object], sampled: Sequence[Completion] = ()) -> Row:
         """Append one step and return the row as written, with ``skip/ghost_steps``, the ghost steps so far.
 
         row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and metrics by their names.
+        sampled: completions that were sampled since the row before.
+
         Raises ValueError for a missing key or a step that does not rise, TypeError for a value that is not a number.
         """
         missing = [key for key in ROW_KEYS if key not in row]
@@ -237,6 +206,7 @@ class MetricsWriter:
         plain["skip/ghost_steps"] = self._num_ghost_steps
         if self._is_main:
             self._emit(plain)
+            self._emit_completions([replace(completion, step=plain["step"]) for completion in sampled])
         return _revive(plain)
 
     def _emit(self, plain: Row) -> None:
@@ -245,27 +215,35 @@ class MetricsWriter:
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
         scalars = {key: value for key, value in _revive(plain).items() if "/" in key and not isinstance(value, str)}
-        if self._tensorboard is not None:
-            for key, value in scalars.items():
-                self._tensorboard.add_scalar(key, value, plain["step"])
-        if self._wandb is not None:
-            self._wandb.log({**scalars, "phase": plain["phase"], "step_kind": plain["step_kind"]}, step=plain["step"])
+        for sink in self._sinks:
+            sink.write(plain["step"], scalars, plain)
 
-    def close(self) -> None:
-        """Close every sink; a second call does nothing."""
+    def _emit_completions(self, sampled: Sequence[Completion]) -> None:
+        if not sampled:
+            return
+        with (self._run_dir / completions.FILE_NAME).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(completions.to_row(each), allow_nan=False) + "\n" for each in sampled)
+        for source in dict.fromkeys(each.source for each in sampled):
+            members = [each for each in sampled if each.source == source]
+            for sink in self._sinks:
+                sink.show(members[0].step, source, members)
+            completions.print_some(members, every_rollouts=self._settings.print_every_rollouts)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close every sink; a second call does nothing. ``failed``: the run ended with an error, which sinks show."""
+        sinks, self._sinks = self._sinks, []
+        names = ("config.yaml", METRICS_FILE, completions.FILE_NAME, "report.html")
         if self._file is not None:
             self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._file = self._tensorboard = self._wandb = None
+            self._file = None
+        for sink in sinks:
+            sink.close([self._run_dir / name for name in names if (self._run_dir / name).exists()], failed=failed)
 
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
 
 def _revive(plain: Mapping[str, object]) -> Row:
@@ -316,71 +294,3 @@ def read_metrics(path: str | pathlib.Path) -> list[Row]:
                 break
             raise ValueError(f"{path}:{number}: {error}; correct or delete the line") from error
     return rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """Holds a run's headline figures over its steps after the warm-up; None for a metric that the run lacks.
-
-    window: steps in ``first`` and ``last`` means: 10, or half of the run if it is shorter.
-    reward, zero_advantage_ratio: (mean of the first window, mean of the last).
-    tokens_executed, tokens_dense: tokens, summed over the steps that report both.
-    step_s: median seconds per step.
-    total_s: seconds, the sum over all steps, warm-up included.
-    """
-
-    window: int
-    num_real: int
-    num_ghost: int
-    num_warmup: int
-    reward: tuple[float, float] | None
-    zero_advantage_ratio: tuple[float, float] | None
-    tokens_executed: int | None
-    tokens_dense: int | None
-    step_s: float | None
-    total_s: float | None
-
-    @property
-    def executed_ratio(self) -> float | None:
-        """Return the executed tokens over the dense run's tokens."""
-        return self.tokens_executed / self.tokens_dense if self.tokens_dense else None
-
-
-def _finite(rows: Sequence[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if key in row and math.isfinite(row[key])]
-
-
-def summarize(rows: Sequence[Row]) -> RunSummary:
-    """Return the headline figures of a run's rows."""
-    trained = [row for row in rows if row["phase"] != WARMUP_PHASE]
-    window = min(10, max(1, len(trained) // 2))
-
-    def ends(key: str) -> tuple[float, float] | None:
-        values = _finite(trained, key)
-        return (statistics.fmean(values[:window]), statistics.fmean(values[-window:])) if values else None
-
-    counted = [row for row in trained if "skip/tokens_executed" in row and "skip/tokens_dense" in row]
-    step_times, all_times = _finite(trained or rows, "time/step_s"), _finite(rows, "time/step_s")
-    num_ghost = sum(row["step_kind"] != StepKind.REAL.value for row in trained)
-    return RunSummary(
-        window=window,
-        num_real=len(trained) - num_ghost,
-        num_ghost=num_ghost,
-        num_warmup=len(rows) - len(trained),
-        reward=ends("reward/mean"),
-        zero_advantage_ratio=ends("skip/zero_advantage_ratio"),
-        tokens_executed=sum(row["skip/tokens_executed"] for row in counted) if counted else None,
-        tokens_dense=sum(row["skip/tokens_dense"] for row in counted) if counted else None,
-        step_s=statistics.median(step_times) if step_times else None,
-        total_s=math.fsum(all_times) if all_times else None,
-    )
-
-
-def duration(seconds: float) -> str:
-    """Format seconds for people: ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``."""
-    if seconds < 60:
-        return f"{seconds:.3g} s" if seconds < 59.5 else "1 min 00 s"
-    whole = round(seconds)
-    return (
-        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    )

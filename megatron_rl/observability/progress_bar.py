@@ -14,7 +14,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as LiveBar
 from rich.table import Table
 
-from megatron_rl.observability.metrics import Row, RunSummary, duration, summarize
+from megatron_rl.observability.metrics import Row
+from megatron_rl.observability.summary import RunSummary, duration, summarize
 from megatron_rl.observability.untrained import Untrained, untrained
 from megatron_rl.types import StepKind
 
@@ -132,6 +133,12 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
     first_last = f"first {summary.window} → last {summary.window} steps"
     if summary.reward is not None:
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
+    for name, ((first_step, first), (last_step, last)) in summary.evaluations.items():
+        when = f"steps {first_step} → {last_step}" if last_step > first_step else f"step {last_step}"
+        change = f"{first:.3f} → {last:.3f}" if last_step > first_step else f"{last:.3f}"
+        table.add_row(f"eval {name}", f"{change}  ({when})")
+    if summary.truncated_share is not None:
+        table.add_row("truncated responses", f"{100 * summary.truncated_share:.1f} %  (last {summary.window} steps)")
     if summary.zero_advantage_ratio is not None:
         start, end = (100 * value for value in summary.zero_advantage_ratio)
         table.add_row("zero-advantage ratio", f"{start:.1f} % → {end:.1f} %  ({first_last})")

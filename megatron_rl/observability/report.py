@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import argparse
 import html
+import math
 import pathlib
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 
 from megatron_rl.distributed.atomic_file import replace_text
-from megatron_rl.observability.metrics import WARMUP_PHASE, Row, duration, read_metrics, summarize
+from megatron_rl.observability.completions import FILE_NAME
+from megatron_rl.observability.metrics import Row, read_metrics
+from megatron_rl.observability.report_completions import CSS as COMPLETIONS_CSS
+from megatron_rl.observability.report_completions import completions_section
 from megatron_rl.observability.report_figures import FIGURES, TIME_TITLE, Figure
-from megatron_rl.observability.svg import Frame, Series, line_plot, short, smoothing_window, stacked_plot
+from megatron_rl.observability.summary import WARMUP_PHASE, duration, eval_points, summarize
+from megatron_rl.observability.svg import Frame, Series, band_plot, line_plot, short, smoothing_window, stacked_plot
 from megatron_rl.types import StepKind
 
 TIME_PARTS = ("rollout", "reward", "logprob", "update", "weight_sync", "critic")
 OTHER_COLOR = 7  # grey
+SPREAD = ("min", "p25", "median", "p75", "max")
+SPREAD_COLORS = (OTHER_COLOR, 1, 1, 1, OTHER_COLOR)
+SPREAD_TITLE = "Spread of rewards"
 EVAL_COLORS = (3, 1, 2, 4, 5, 6)  # the mean first, then pass@1, pass@2, ...
 
 
@@ -147,6 +154,21 @@ def _draw(figure: Figure, rows: Sequence[Row], frame: Frame) -> str | None:
     return _card(figure.title, figure.subtitle, drawn, len(frame.ghost_steps) > 0, svg)
 
 
+def _draw_spread(rows: Sequence[Row], frame: Frame) -> str | None:
+    """Draw the rewards' median in a band of their quartiles, in a band of least and largest."""
+    names = {"reward/min": "least to largest", "reward/p25": "quartiles", "reward/median": "median"}
+    having = [row for row in rows if all(math.isfinite(row.get(f"reward/{key}", math.nan)) for key in SPREAD)]
+    if not having:
+        return None
+    series = {
+        key: _series(having, f"reward/{key}", key, color) for key, color in zip(SPREAD, SPREAD_COLORS, strict=True)
+    }
+    bands = [(series["min"], series["max"]), (series["p25"], series["p75"])]
+    svg = band_plot(SPREAD_TITLE, bands, series["median"], frame)
+    legend = [replace(series[key.removeprefix("reward/")], label=label) for key, label in names.items()]
+    return _card(SPREAD_TITLE, "over the samples of the rollout", legend, len(frame.ghost_steps) > 0, svg)
+
+
 def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
     """Stack a step's stages up to its total time; seconds that belong to no stage are drawn as "other"."""
     timed = [row for row in rows if "time/step_s" in row and np.isfinite(row["time/step_s"])]
@@ -167,21 +189,17 @@ def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
     return _card(TIME_TITLE, "seconds per optimizer step, by stage", stack, len(frame.ghost_steps) > 0, svg)
 
 
-def _eval_sets(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Map each evaluation set to its keys mean@k and pass@k, in drawing order."""
-    keys_by_set: dict[str, list[tuple[str, int, str]]] = {}
-    for key in {key for row in rows for key in row}:
-        if match := re.fullmatch(r"eval/(.+)/(mean|pass)@(\d+)", key):
-            name, kind, k = match.groups()
-            keys_by_set.setdefault(name, []).append((kind, int(k), key))
-    return {name: [key for _, _, key in sorted(keys)] for name, keys in sorted(keys_by_set.items())}
-
-
-def _eval_series(rows: Sequence[Row], keys: Sequence[str]) -> list[Series]:
-    """Return one line per key; pass@1 shares the mean's line and label if rewards are 0 or 1."""
+def _eval_series(metrics: Mapping[str, Sequence[tuple[int, float]]]) -> list[Series]:
+    """Return one line per metric; pass@1 shares the mean's line and label if rewards are 0 or 1."""
     drawn: list[Series] = []
-    for key in keys:
-        new = _series(rows, key, key.rpartition("/")[2], EVAL_COLORS[len(drawn) % len(EVAL_COLORS)])
+    for label, points in metrics.items():
+        steps, values = zip(*points, strict=True)
+        new = Series(
+            label=label,
+            steps=np.asarray(steps, dtype=np.int64),
+            values=np.asarray(values, dtype=float),
+            color=EVAL_COLORS[len(drawn) % len(EVAL_COLORS)],
+        )
         old = drawn[0] if drawn and new.label == "pass@1" else None
         if (
             old is not None
@@ -196,8 +214,8 @@ def _eval_series(rows: Sequence[Row], keys: Sequence[str]) -> list[Series]:
 
 def _draw_evals(rows: Sequence[Row], frame: Frame) -> list[str]:
     cards = []
-    for name, keys in _eval_sets(rows).items():
-        drawn = _eval_series(rows, keys)
+    for name, metrics in eval_points(rows).items():
+        drawn = _eval_series(metrics)
         if any(np.isfinite(s.values).sum() >= 2 for s in drawn):
             title, values = f"Evaluation: {name}", np.concatenate([s.values[np.isfinite(s.values)] for s in drawn])
             svg = line_plot(title, drawn, frame, share=bool(values.min() >= 0 and values.max() <= 1))
@@ -216,6 +234,7 @@ def _plots(rows: Sequence[Row]) -> str:
     ordered = [
         cards["Reward"],
         *_draw_evals(rows, frame),
+        _draw_spread(rows, frame),
         cards["Zero-advantage ratio"],
         cards["Tokens: executed and dense"],
     ]
@@ -242,17 +261,14 @@ def _tiles(rows: Sequence[Row]) -> str:
     ends = f"means of the first and the last {summary.window} steps" if summary.window > 1 else "first and last step"
     if summary.reward is not None:
         tiles.append(_tile("Reward", f"{summary.reward[1]:.3f}", ends, before=f"{summary.reward[0]:.3f}"))
-    for name, keys in _eval_sets(rows).items():
-        for key in (key for key in keys if "/mean@" in key):
-            kind = key.rpartition("/")[2]
-            series = _series(rows, key, kind, 1)
-            before = f"{series.values[0]:.3f}" if len(series.steps) > 1 else ""
-            note = (
-                f"steps {series.steps[0]} and {series.steps[-1]}, {kind}"
-                if before
-                else f"step {series.steps[-1]}, {kind}"
-            )
-            tiles.append(_tile(f"Evaluation: {name}", f"{series.values[-1]:.3f}", note, before=before))
+    for label, ((first_step, first), (last_step, last)) in summary.evaluations.items():
+        name, _, kind = label.rpartition(" ")
+        before = f"{first:.3f}" if last_step > first_step else ""
+        note = f"steps {first_step} and {last_step}, {kind}" if before else f"step {last_step}, {kind}"
+        tiles.append(_tile(f"Evaluation: {name}", f"{last:.3f}", note, before=before))
+    if summary.truncated_share is not None:
+        note = f"of the last {summary.window} steps, at the limit of their tokens"
+        tiles.append(_tile("Truncated responses", f"{100 * summary.truncated_share:.1f} %", note))
     if summary.zero_advantage_ratio is not None:
         start, end = (f"{100 * value:.0f} %" for value in summary.zero_advantage_ratio)
         tiles.append(_tile("Zero-advantage ratio", end, ends, before=start))
@@ -294,7 +310,7 @@ def _phase_table(rows: Sequence[Row]) -> str:
     return f'<h2>Phases</h2><div class="scroll"><table><tr>{names}</tr>{body}</table></div>'
 
 
-def _page(name: str, rows: Sequence[Row], config_yaml: str) -> str:
+def _page(name: str, rows: Sequence[Row], completions: str, config_yaml: str) -> str:
     if rows:
         window = smoothing_window(sum(row["phase"] != WARMUP_PHASE for row in rows) or len(rows))
         how = "Every step is drawn."
@@ -302,14 +318,15 @@ def _page(name: str, rows: Sequence[Row], config_yaml: str) -> str:
             how = f"Strong lines are running means over about {window} steps, faint ones the raw values."
         if any(_is_ghost(row) for row in rows):
             how += " A ghost step had no sample with signal, and ran no forward or backward pass."
-        body = f'{_tiles(rows)}<p class="how">{how}</p>{_plots(rows)}{_phase_table(rows)}'
+        body = f'{_tiles(rows)}<p class="how">{how}</p>{_plots(rows)}{_phase_table(rows)}{completions}'
     else:
         body = "<p>metrics.jsonl holds no optimizer step yet, so there is nothing to draw.</p>"
     title = html.escape(name)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title} · megatron_rl</title>'
-        f"<style>{CSS}</style></head>\n<body><main><header><p>megatron_rl run report</p><h1>{title}</h1></header>"
+        f"<style>{CSS}{COMPLETIONS_CSS}</style></head>\n"
+        f"<body><main><header><p>megatron_rl run report</p><h1>{title}</h1></header>"
         f"{body}<details><summary>Configuration, every default filled in</summary><pre>{html.escape(config_yaml)}</pre>"
         f"</details></main></body></html>\n"
     )
@@ -318,10 +335,13 @@ def _page(name: str, rows: Sequence[Row], config_yaml: str) -> str:
 def write_report(metrics_path: str | pathlib.Path, config_yaml: str, out_path: str | pathlib.Path) -> None:
     """Write one self-contained HTML page, headed by the name of the folder that holds ``metrics_path``.
 
+    Completions are read from that folder, if they were recorded.
+
     Raises FileNotFoundError if there are no metrics, ValueError ``file:line`` if a line of them is malformed.
     """
     metrics_path, out_path = pathlib.Path(metrics_path), pathlib.Path(out_path)
-    page = _page(metrics_path.resolve().parent.name, read_metrics(metrics_path), config_yaml)
+    completions = completions_section(metrics_path.with_name(FILE_NAME))
+    page = _page(metrics_path.resolve().parent.name, read_metrics(metrics_path), completions, config_yaml)
     replace_text(out_path, page)  # a browser that reloads during a run never sees half a page
 
 

@@ -50,6 +50,21 @@ FIGURES = (
         filled=True,
     ),
     Figure(
+        title="Standard deviation of rewards",
+        lines=(("reward/std", "standard deviation"),),
+        subtitle="over the samples of the rollout",
+        from_zero=True,
+        required=False,
+    ),
+    Figure(
+        title="Truncated responses",
+        lines=(("rollout/truncated_share", "truncated"),),
+        subtitle="share of the rollout's samples that were cut off",
+        from_zero=True,
+        required=False,
+        nonzero=True,
+    ),
+    Figure(
         title="Gradient norm",
         lines=(("train/grad_norm", "gradient norm"),),
         subtitle="before clipping, real steps",

@@ -278,6 +278,20 @@ def line_plot(
     return _svg(title, "".join(parts) + _ghosts(frame) + _tips(frame, series, unit))
 
 
+def band_plot(title: str, bands: Sequence[tuple[Series, Series]], line: Series, frame: Frame, *, unit: str = "") -> str:
+    """Draw a line in tinted bands, the widest first, as running means over the same steps.
+
+    bands: (lower edge, upper edge) of each, with the color of the first.
+    """
+    edges = [series for band in bands for series in band]
+    axis = linear_axis(_all_finite([*edges, line]), from_zero=False)
+    parts = [_scenery(frame, axis)]
+    for low, high in bands:
+        parts.append(_area(frame, axis, line.steps, _smooth(frame, low), _smooth(frame, high), f"tint c{low.color}"))
+    parts.append(_line(frame, axis, line, _smooth(frame, line), "line"))
+    return _svg(title, "".join(parts) + _ghosts(frame) + _tips(frame, [*edges, line], unit))
+
+
 def _area(frame: Frame, axis: Axis, steps: np.ndarray, low: np.ndarray, high: np.ndarray, css: str) -> str:
     if not len(steps):
         return ""

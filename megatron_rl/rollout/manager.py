@@ -76,7 +76,7 @@ class RolloutManager:
         self._export, self._version = export, version
         self.device = ColocatedDevice(engine, offload, restore, self._note_memory)
         self.metrics: dict[str, float] = {}
-        self.turns = self.samples = 0  # of the jobs finished since ``take_metrics``
+        self.turns = self.samples = self.truncated = 0  # of the jobs finished since ``take_metrics``
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
         self.last_end = time.perf_counter()
         self.totals = {
@@ -215,16 +215,19 @@ class RolloutManager:
         Several jobs before one ``take_metrics`` add up.
         """
         self.jobs = [other for other in self.jobs if other is not job]
-        parts = collectives.gather_json([job.num_tokens(), job.generation_s, job.num_turns(), job.num_samples()])
+        counts = [job.num_turns(), job.num_samples(), job.num_truncated()]
+        parts = collectives.gather_json([job.num_tokens(), job.generation_s, *counts])
         tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
         tokens += self.metrics.get("rollout/tokens", 0.0)
         seconds += self.metrics.get("perf/rollout_generation_s", 0.0)
         self.turns += sum(part[2] for part in parts)
         self.samples += sum(part[3] for part in parts)
+        self.truncated += sum(part[4] for part in parts)
         if self.config.environment.name is not None:
             self.metrics["rollout/turns_mean"] = self.turns / max(1, self.samples)
         self.metrics |= {
             "rollout/tokens": float(tokens),
+            "rollout/truncated_share": self.truncated / max(1, self.samples),
             "perf/rollout_generation_s": seconds,
             "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
             "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self.last_end, 1e-9)),
@@ -286,7 +289,7 @@ class RolloutManager:
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, and begin anew. Not a collective."""
         metrics, self.metrics = self.metrics, {}
-        self.turns = self.samples = 0
+        self.turns = self.samples = self.truncated = 0
         self.totals["tokens"] += metrics.get("rollout/tokens", 0.0)
         self.totals["generation_s"] += metrics.get("perf/rollout_generation_s", 0.0)
         self.waited_s, self.last_end = 0.0, time.perf_counter()

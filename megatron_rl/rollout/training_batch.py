@@ -172,6 +172,20 @@ def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: se
     return KnownLogProbs(values=values, covered=covered, sums=sums)
 
 
+def spread(rewards: np.ndarray) -> dict[str, float]:
+    """Return mean, standard deviation (of all, not of a draw), least, quartiles and largest of rewards [S]."""
+    least, quarter, median, three_quarters, largest = np.quantile(rewards, (0, 0.25, 0.5, 0.75, 1)).tolist()
+    return {
+        "mean": float(rewards.mean()),
+        "std": float(rewards.std()),
+        "min": least,
+        "p25": quarter,
+        "median": median,
+        "p75": three_quarters,
+        "max": largest,
+    }
+
+
 def reward_metrics(config: Config, scored: ScoredBatch) -> dict[str, float]:
     """Return the metrics ``reward/*``, and ``rollout/*`` of lengths and weight versions."""
     facts, rewards = scored.facts, scored.rewards
@@ -182,7 +196,7 @@ def reward_metrics(config: Config, scored: ScoredBatch) -> dict[str, float]:
         "rollout/weight_version_min": float(facts.weight_versions.min()),
     }
     if included.any():
-        metrics["reward/mean"] = float(rewards.totals[included].mean())
+        metrics |= {f"reward/{name}": value for name, value in spread(rewards.totals[included]).items()}
     if included.any() and config.reward.overlong_buffer_tokens:
         metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(scored.overlong[included].mean())
     if config.loss.mask_truncated:

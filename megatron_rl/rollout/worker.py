@@ -138,6 +138,10 @@ class RolloutJob:
         """Count the policy's turns over all samples."""
         return sum(rollout.num_turns for group in self.rollouts.values() for rollout in group)
 
+    def num_truncated(self) -> int:
+        """Count the samples that were cut off at their most tokens."""
+        return sum(rollout.finish_reason == "length" for group in self.rollouts.values() for rollout in group)
+
     def num_samples(self) -> int:
         return sum(len(group) for group in self.rollouts.values())
 

@@ -13,7 +13,7 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.config import Config, config_to_dict, config_to_yaml
 from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, build_critic
@@ -92,7 +92,7 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
     resumed = resume_point.state["metrics"] if resume_point else None
     with (
-        MetricsWriter(folder, config.metrics, num_steps, is_main, resumed) as writer,
+        MetricsWriter(folder, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config)) as writer,
         ProgressBar(
             steps_left, config.metrics.progress and is_main, config.metrics.untrained_warning_steps
         ) as progress,
@@ -113,7 +113,6 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
         finally:
             if trainer is not None:
                 trainer.close()
-            writer.close()
             if is_main and metrics_path.stat().st_size:
                 write_report(metrics_path, config_to_yaml(config), report_path)
         progress.finish(read_metrics(metrics_path) if is_main else [], report_path)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,10 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.distributed import collectives
 from megatron_rl.errors import ConfigError
+from megatron_rl.observability.completions import Completion
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.worker import RolloutJob
+from megatron_rl.rollout.worker import Group, RolloutJob
+from megatron_rl.trainer.completions import of_evaluation
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -37,14 +39,24 @@ class Outcomes:
     totals:      float64 [P, k], the total reward; NaN where the sample is excluded (it has none).
     by_function: float64 [P, k, F], the reward of each function; NaN where it did not apply.
     response_tokens: the number of response tokens of all samples together.
+    truncated:   the number of samples that were cut off at their most tokens.
 
     Example: two prompts of one sample each, the second of which broke its reward function under
-    ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9``.
+    ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9, truncated=0``.
     """
 
     totals: np.ndarray
     by_function: np.ndarray
     response_tokens: int
+    truncated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Holds the metrics ``eval/*`` of all sets, and the completions that this rank records of its own share."""
+
+    metrics: Mapping[str, float]
+    completions: Sequence[Completion]
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -91,6 +103,7 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
         if not np.isnan(column).all():
             metrics[function] = float(np.nanmean(column))
     metrics["response_tokens_mean"] = outcomes.response_tokens / totals.size
+    metrics["truncated_share"] = outcomes.truncated / totals.size
     metrics["excluded"] = float(np.count_nonzero(~included))
     return {f"eval/{name}/{key}": value for key, value in metrics.items()}
 
@@ -140,16 +153,17 @@ class Evaluation:
         every = self.config.eval.every_rollouts
         return last or (every is not None and num_rollouts % every == 0)
 
-    def run(self, manager: RolloutManager, *, step: int, suffix: str = "") -> dict[str, float]:
-        """Return ``eval/*`` of all sets by the current weights, generated in one call, and its time. A collective.
+    def run(self, manager: RolloutManager, *, step: int, suffix: str = "") -> EvaluationResult:
+        """Evaluate all sets by the current weights, generated in one call; its time is a metric. A collective.
 
         step: the optimizer step that the log names.
-        suffix: ends every metric's name.
+        suffix: ends every metric's name, and those of the evaluations that completions are recorded of.
         """
         started, settings = time.perf_counter(), self.config.eval
         prompts = [prompt for members in self.sets.values() for prompt in members]
         job = manager.produce(dict(enumerate(prompts)), settings.samples_per_prompt, temperature=settings.temperature)
-        metrics = {}
+        metrics, completions = {}, []
+        groups = self._groups(job)
         for name, outcomes in self._outcomes(job).items():
             values = set_metrics(name, outcomes, self.config.reward.functions, threshold=settings.reward_threshold)
             summary = ", ".join(
@@ -159,7 +173,14 @@ class Evaluation:
             )
             log.info("eval/%s after %d steps: %s over %d prompts", name, step, summary, len(self.sets[name]))
             metrics |= {f"{key}{suffix}": value for key, value in values.items()}
-        return {**metrics, "time/eval_s": time.perf_counter() - started}
+            completions += of_evaluation(self.config, f"eval/{name}{suffix}", groups[name])
+        metrics["time/eval_s"] = time.perf_counter() - started
+        return EvaluationResult(metrics=metrics, completions=completions)
+
+    def _groups(self, job: RolloutJob) -> dict[str, dict[int, Group]]:
+        """Return this rank's groups of every set, by their places in ``job``. Not a collective."""
+        names = [name for name, members in self.sets.items() for _ in members]
+        return {name: {place: job.group(place) for place in job.mine if names[place] == name} for name in self.sets}
 
     def _outcomes(self, job: RolloutJob) -> dict[str, Outcomes]:
         """Return every set's outcomes, on every rank. ``job``: this rank's share of the prompts, set after set."""
@@ -169,16 +190,21 @@ class Evaluation:
         names = [rollout.sample_id for place in job.mine for rollout in job.rollouts[place]]
         totals, by_function = batch_exchange.gather_scores(scores, places, len(functions), sample_ids=names)
         ends = np.cumsum([len(members) for members in self.sets.values()])
-        local = np.zeros(len(ends), dtype=np.int64)
+        local = np.zeros((2, len(ends)), dtype=np.int64)
         for place in job.mine:
-            local[np.searchsorted(ends, place, side="right")] += sum(
-                len(rollout.response_ids) for rollout in job.rollouts[place]
-            )
-        tokens = np.sum(collectives.gather_json(local.tolist()), axis=0)
+            number = np.searchsorted(ends, place, side="right")
+            local[0, number] += sum(len(rollout.response_ids) for rollout in job.rollouts[place])
+            local[1, number] += sum(rollout.finish_reason == "length" for rollout in job.rollouts[place])
+        tokens, truncated = np.sum(collectives.gather_json(local.tolist()), axis=0)
         shape = (int(ends[-1]), size)
         totals_of = np.split(totals.reshape(shape), ends[:-1])
         by_function_of = np.split(by_function.reshape(*shape, len(functions)), ends[:-1])
         return {
-            name: Outcomes(totals=totals_of[i], by_function=by_function_of[i], response_tokens=int(tokens[i]))
+            name: Outcomes(
+                totals=totals_of[i],
+                by_function=by_function_of[i],
+                response_tokens=int(tokens[i]),
+                truncated=int(truncated[i]),
+            )
             for i, name in enumerate(self.sets)
         }

@@ -15,6 +15,7 @@ from megatron_rl.config import Config
 from megatron_rl.critic import Critic, RemoteCritic
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.distributed.watchdog import Watchdog
+from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.metrics import MetricsWriter, skip_metrics, step_metrics
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.throughput import performance
@@ -26,6 +27,7 @@ from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.simulator.record import Recorder
 from megatron_rl.trainer.advantages import AdvantageResult, KLPenalty, critic_advantages, group_advantages, kl_penalty
+from megatron_rl.trainer.completions import of_training
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.trainer.update import Update, UpdatePlanner
@@ -41,6 +43,7 @@ class Trainer:
     rollouts_done: rollouts that a checkpoint has trained; None where the run did not resume.
     total_steps:   optimizer steps of RL that may move the policy; its learning rate's schedule ends after them.
     next_row:      metrics that join the next row of metrics.jsonl.
+    sampled:       completions that are recorded with that row; none but on the main rank.
     """
 
     config: Config
@@ -65,6 +68,7 @@ class Trainer:
     total_steps: int
     rollouts_done: int | None = None
     next_row: dict[str, float] = field(default_factory=dict)
+    sampled: list[Completion] = field(default_factory=list)
 
     def resume(self, restored: RestoredRun) -> None:
         """Restore the run's parts from a checkpoint; model, critic and random states are restored already."""
@@ -113,6 +117,8 @@ class Trainer:
             rl_step = self.backend.step_index - self.config.sft.steps
             result = group_advantages(self.config, taken.scored, penalty, mask, rl_step=rl_step)
         self.next_row |= self.rollouts.remember(taken, result.plain)
+        if self.backend.topology.is_main:
+            self.sampled += of_training(self.config, taken, result.advantages.of_sample, index)
         return result
 
     def _kl_penalty(self, taken: TrainingBatch, mask: np.ndarray, index: int) -> KLPenalty:
@@ -163,7 +169,10 @@ class Trainer:
         if not self.evaluation.sets or self.reward is None:
             return {}
         with self.watchdog.stage("eval"):
-            return self.evaluation.run(self.manager, step=self.backend.step_index, suffix=suffix)
+            result = self.evaluation.run(self.manager, step=self.backend.step_index, suffix=suffix)
+        if self.backend.topology.is_main:
+            self.sampled += result.completions
+        return dict(result.metrics)
 
     def evaluate_at_start(self) -> None:
         """Evaluate before the first rollout, unless the run resumes or a supervised start has evaluated already."""
@@ -214,7 +223,7 @@ class Trainer:
         """Write one optimizer step's row of metrics.jsonl, and fit the simulator's coefficients anew."""
         row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result)}
         row |= {**self.next_row, **values, "weight_version": self.backend.weight_version}
-        self.next_row = {}
+        sampled, self.next_row, self.sampled = self.sampled, {}, []
         if self.reference.is_needed:
             row["train/kl_coefficient"] = self.reference.coefficient
         unmeasured = (
@@ -222,7 +231,8 @@ class Trainer:
         )
         if not self.reference.is_needed:
             unmeasured.add("train/kl")
-        written = self.writer.write({name: value for name, value in row.items() if name not in unmeasured})
+        row = {name: value for name, value in row.items() if name not in unmeasured}
+        written = self.writer.write(row, sampled)
         self.watch.observe(written)
         self.progress.update(written)
         self.recorder.fit()

@@ -19,12 +19,11 @@ from megatron_rl.observability.metrics import (
     MetricsWriter,
     add_sums,
     divide,
-    duration,
     read_metrics,
     skip_metrics,
     step_metrics,
-    summarize,
 )
+from megatron_rl.observability.summary import duration, summarize
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 OFF = MetricsConfig(progress=False)

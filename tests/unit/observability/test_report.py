@@ -175,7 +175,7 @@ def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     # beside it the set "test", evaluated greedily
     assert "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page
     assert re.search(
-        r'Evaluation: hard</div><div class="value"><span>0.300 → </span>0.300</div><div class="note">.*?mean@16', page
+        r'Evaluation: hard</div><div class="value"><span>0.900 → </span>0.300</div><div class="note">.*?mean@16', page
     )
 
 

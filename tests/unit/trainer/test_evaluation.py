@@ -83,6 +83,7 @@ def outcomes(draw) -> Outcomes:
         totals=np.array(totals, dtype=np.float64).reshape(shape),
         by_function=np.array(by_function, dtype=np.float64).reshape(*shape, 2),
         response_tokens=draw(st.integers(cells, 10 * cells)),
+        truncated=draw(st.integers(0, cells)),
     )
 
 
@@ -91,6 +92,7 @@ def test_set_metrics_equal_the_naive_loop(drawn, threshold):
     names = ("m:one", "m:two")
     num_prompts, size = drawn.totals.shape
     wanted = {"eval/x/response_tokens_mean": drawn.response_tokens / (num_prompts * size)}
+    wanted["eval/x/truncated_share"] = drawn.truncated / (num_prompts * size)
     scored = [value for value in drawn.totals.ravel().tolist() if not math.isnan(value)]
     wanted["eval/x/excluded"] = num_prompts * size - len(scored)
     if scored:
@@ -109,7 +111,7 @@ def test_set_metrics_equal_the_naive_loop(drawn, threshold):
 
 def test_excluded_samples_have_not_passed_and_stand_in_no_mean():
     totals = np.array([[1.0, np.nan, 0.0, np.nan], [np.nan] * 4])
-    drawn = Outcomes(totals=totals, by_function=totals[:, :, None], response_tokens=24)
+    drawn = Outcomes(totals=totals, by_function=totals[:, :, None], response_tokens=24, truncated=2)
     assert set_metrics("x", drawn, ["f"], threshold=1.0) == {
         "eval/x/mean@4": 0.5,
         "eval/x/pass@1": 0.125,
@@ -117,16 +119,21 @@ def test_excluded_samples_have_not_passed_and_stand_in_no_mean():
         "eval/x/pass@4": 0.5,
         "eval/x/f": 0.5,
         "eval/x/response_tokens_mean": 3.0,
+        "eval/x/truncated_share": 0.25,
         "eval/x/excluded": 6.0,
     }
     nothing = set_metrics(
-        "x", Outcomes(totals=totals[1:], by_function=totals[1:, :, None], response_tokens=4), ["f"], threshold=0.0
+        "x",
+        Outcomes(totals=totals[1:], by_function=totals[1:, :, None], response_tokens=4, truncated=0),
+        ["f"],
+        threshold=0.0,
     )
     assert nothing == {
         "eval/x/pass@1": 0.0,
         "eval/x/pass@2": 0.0,
         "eval/x/pass@4": 0.0,
         "eval/x/response_tokens_mean": 1.0,
+        "eval/x/truncated_share": 0.0,
         "eval/x/excluded": 4.0,
     }
 

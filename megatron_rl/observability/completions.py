@@ -1,0 +1,230 @@
+"""Sampled completions and their rewards: chosen, cut short, written as JSON lines, shown as text, and read back.
+
+A completion is hostile text. In completions.jsonl it stands inside JSON strings; a terminal, a page and every other
+place get ``visible`` text, in which no character can move a cursor, reverse a line or pass for another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import pathlib
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl.config.json_text import check, parse_json
+from megatron_rl.types import Rollout
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "completions.jsonl"
+TRAIN = "train"  # the source of a rollout's completions
+LOGGED_CHARS = 400  # of each text in the log
+LOGGED_PER_SOURCE = 2  # the best and the worst of one prompt
+_ASIDE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # numbers that JSON cannot hold
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Holds one completion as it is recorded, its texts cut short.
+
+    source:    "train", or the evaluation that it was made for, as in its metrics: "eval/<name>", "eval/<name>_before".
+    sample:    the sample's name, ``<prompt>#<number in its group>``.
+    answer:    the column that reward functions are given as ``answer``; None where the data have none.
+    reward:    the total that the advantage is made of; None where the sample was taken out of its group.
+    rewards:   of each reward function, None where it did not apply.
+    advantage: the sample's, the mean of its loss tokens' where they differ; None at evaluation.
+    response_tokens: the number of its response tokens.
+    weight_version: the version of the oldest weights that any of its tokens comes from.
+    excluded:  the error of its environment that took the sample out of its group; None: no error.
+    rollout:   the number of the rollout, from 1; None at evaluation.
+    step:      of the row in metrics.jsonl that it was written with.
+    """
+
+    source: str
+    sample: str
+    prompt: str
+    response: str
+    answer: str | None
+    reward: float | None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    advantage: float | None = None
+    finish_reason: str
+    response_tokens: int
+    weight_version: int
+    excluded: str | None = None
+    rollout: int | None = None
+    step: int | None = None
+
+
+def cut(value: object, most_chars: int) -> str:
+    """Return a value as text of about ``most_chars`` characters at most; the middle of a longer one is left out.
+
+    Half a surrogate pair, which no strict JSON reader takes, is replaced by U+FFFD.
+
+    Example: ``cut("abcdefgh", 4)`` is ``"ab […4 characters…] gh"``.
+    """
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > most_chars:
+        head, tail = most_chars // 2, most_chars - most_chars // 2
+        text = f"{text[:head]} […{len(text) - most_chars} characters…] {text[len(text) - tail :]}"
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def visible(text: str) -> str:
+    r"""Return text whose control, format and other invisible characters are written as escapes.
+
+    Line breaks ("\n") stay; spaces and tabs too.
+
+    Example: ``visible("\x1b[2J")`` is ``"\\x1b[2J"``.
+    """
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def of_rollout(
+    rollout: Rollout,
+    *,
+    source: str,
+    reward: float | None,
+    rewards: Mapping[str, float | None],
+    most_chars: int,
+    advantage: float | None = None,
+    number: int | None = None,
+) -> Completion:
+    """Make the record of a sample. ``number``: of the rollout; ``reward``: None or NaN for an excluded sample."""
+    answer = rollout.prompt.columns.get("answer")
+    return Completion(
+        source=source,
+        sample=rollout.sample_id,
+        prompt=cut(rollout.prompt.text, most_chars),
+        response=cut(rollout.text, most_chars),
+        answer=None if answer is None else cut(answer, most_chars),
+        reward=None if reward is None or math.isnan(reward) else float(reward),
+        rewards=dict(rewards),
+        advantage=advantage,
+        finish_reason=rollout.finish_reason,
+        response_tokens=len(rollout.response_ids),
+        weight_version=rollout.weight_version,
+        excluded=None if rollout.excluded is None else cut(rollout.excluded, most_chars),
+        rollout=number,
+    )
+
+
+def share_of_groups(num_groups: int, group_size: int, count: int) -> list[int]:
+    """Return how many completions to take of each group, in order: ``count`` in all, if there are so many.
+
+    Two are taken of a group, its best and its worst, and more only where there are too few groups.
+
+    Example: 3 of 8 groups of 4 samples: ``[2, 1, 0, 0, 0, 0, 0, 0]``.
+    """
+    each = min(group_size, max(2, math.ceil(count / max(num_groups, 1))))
+    return [max(0, min(each, count - each * number)) for number in range(num_groups)]
+
+
+def best_to_worst(rewards: Sequence[float | None], count: int) -> list[int]:
+    """Return ``count`` samples of a group, evenly from the best to the worst; one without a reward is the worst.
+
+    Example: ``best_to_worst([0.0, 1.0, None, 0.5], 2)`` is ``[1, 2]``.
+    """
+    values = [-math.inf if value is None or math.isnan(value) else value for value in rewards]
+    order = sorted(range(len(values)), key=lambda index: -values[index])
+    places = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)
+    return [order[place] for place in places]
+
+
+def to_row(completion: Completion) -> dict[str, object]:
+    """Return a completion as one JSON line's object; a number that JSON cannot hold is its name, as "inf"."""
+
+    def plain(value: object) -> object:
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    row = {key: plain(value) for key, value in dataclasses.asdict(completion).items()}
+    row["rewards"] = {name: plain(value) for name, value in completion.rewards.items()}
+    return row
+
+
+def _from_row(row: Mapping[str, object]) -> Completion:
+    def number(value: object) -> object:
+        return _ASIDE[value] if isinstance(value, str) and value in _ASIDE else value
+
+    row = {**row, "reward": number(row["reward"]), "advantage": number(row["advantage"])}
+    row["rewards"] = {name: number(value) for name, value in row["rewards"].items()}
+    return Completion(**row)
+
+
+def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
+    """Yield the completions of a completions.jsonl, in order; a last line that was cut off is left out.
+
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line.
+    """
+    names = {each.name for each in dataclasses.fields(Completion)}
+    with pathlib.Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return  # the run was interrupted while writing it
+            where = f"{path}:{number}"
+            row = check(parse_json(line, where, error=ValueError), where, dict, error=ValueError)
+            if row.keys() != names:
+                odd = sorted(map(repr, row.keys() ^ names))
+                raise ValueError(f"{where}: the fields {', '.join(odd)[:200]} are missing or unknown; delete the line")
+            yield _from_row(row)
+
+
+def short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def headline(completion: Completion) -> str:
+    """Return the facts of a completion in one line: its name, reward, advantage, length and end."""
+    facts = [f"reward {short(completion.reward)}"]
+    if len(completion.rewards) > 1:
+        facts += [f"{name} {short(value)}" for name, value in completion.rewards.items()]
+    if completion.advantage is not None:
+        facts.append(f"advantage {short(completion.advantage)}")
+    facts += [f"{completion.response_tokens} tokens", completion.finish_reason]
+    if completion.excluded is not None:
+        facts.append(f"excluded: {completion.excluded}")
+    return visible(f"{completion.sample}: {', '.join(facts)}").replace("\n", " ")
+
+
+def as_text(completion: Completion, *, most_chars: int | None = None) -> str:
+    """Return a completion as lines of plain text, each of them marked, so that no completion can pass for another line.
+
+    most_chars: of each text; None: as recorded.
+    """
+    lines = [headline(completion)]
+    for name in ("prompt", "response", "answer"):
+        text = getattr(completion, name)
+        if text is not None:
+            shown = visible(text if most_chars is None else cut(text, most_chars))
+            lines += [f"  {name if first else '':<8} | {line}" for first, line in _numbered(shown)]
+    return "\n".join(lines)
+
+
+def print_some(completions: Sequence[Completion], *, every_rollouts: int) -> None:
+    """Log the best and the worst completion of one prompt: of an evaluation, or of every so manyth rollout; 0: none.
+
+    completions: of one source and one row.
+    """
+    first = completions[0]
+    if every_rollouts == 0 or (first.rollout is not None and (first.rollout - 1) % every_rollouts):
+        return
+    where = first.source if first.rollout is None else f"rollout {first.rollout}"
+    shown = "\n".join(as_text(each, most_chars=LOGGED_CHARS) for each in completions[:LOGGED_PER_SOURCE])
+    log.info("completions of %s (step %s), more in %s:\n%s", where, first.step, FILE_NAME, shown)
+
+
+def _numbered(text: str) -> list[tuple[bool, str]]:
+    return [(number == 0, line) for number, line in enumerate(text.split("\n"))]

@@ -1,0 +1,111 @@
+"""Sums a run's rows up to its headline figures."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.observability.metrics import Row
+from megatron_rl.types import StepKind
+
+WARMUP_PHASE = "warmup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Holds a run's headline figures over its steps after the warm-up; None for a metric that the run lacks.
+
+    window: steps in ``first`` and ``last`` means: 10, or half of the run if it is shorter.
+    reward, zero_advantage_ratio: (mean of the first window, mean of the last).
+    tokens_executed, tokens_dense: tokens, summed over the steps that report both.
+    step_s: median seconds per step.
+    total_s: seconds, the sum over all steps, warm-up included.
+    evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last evaluation.
+    truncated_share: of the last window's mean, the share of samples that were cut off.
+    """
+
+    window: int
+    num_real: int
+    num_ghost: int
+    num_warmup: int
+    reward: tuple[float, float] | None
+    zero_advantage_ratio: tuple[float, float] | None
+    tokens_executed: int | None
+    tokens_dense: int | None
+    step_s: float | None
+    total_s: float | None
+    evaluations: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
+    truncated_share: float | None = None
+
+    @property
+    def executed_ratio(self) -> float | None:
+        """Return the executed tokens over the dense run's tokens."""
+        return self.tokens_executed / self.tokens_dense if self.tokens_dense else None
+
+
+def _finite(rows: Sequence[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if key in row and math.isfinite(row[key])]
+
+
+def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return the evaluations of each set: by set and by metric (mean@k, pass@k), the (step, value) of each.
+
+    ``..._before`` in a step's row was measured before that step, so it stands at the step before.
+    """
+    found: dict[str, dict[tuple[str, int], list[tuple[int, float]]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if match := re.fullmatch(r"eval/(.+)/(mean|pass)@(\d+)(_before)?", key):
+                name, kind, k, before = match.groups()
+                points = found.setdefault(name, {}).setdefault((kind, int(k)), [])
+                points.append((row["step"] - (before is not None), value))
+    return {
+        name: {f"{kind}@{k}": sorted(points) for (kind, k), points in sorted(metrics.items())}
+        for name, metrics in sorted(found.items())
+    }
+
+
+def summarize(rows: Sequence[Row]) -> RunSummary:
+    """Return the headline figures of a run's rows."""
+    trained = [row for row in rows if row["phase"] != WARMUP_PHASE]
+    window = min(10, max(1, len(trained) // 2))
+
+    def ends(key: str) -> tuple[float, float] | None:
+        values = _finite(trained, key)
+        return (statistics.fmean(values[:window]), statistics.fmean(values[-window:])) if values else None
+
+    counted = [row for row in trained if "skip/tokens_executed" in row and "skip/tokens_dense" in row]
+    step_times, all_times = _finite(trained or rows, "time/step_s"), _finite(rows, "time/step_s")
+    num_ghost = sum(row["step_kind"] != StepKind.REAL.value for row in trained)
+    return RunSummary(
+        window=window,
+        num_real=len(trained) - num_ghost,
+        num_ghost=num_ghost,
+        num_warmup=len(rows) - len(trained),
+        reward=ends("reward/mean"),
+        zero_advantage_ratio=ends("skip/zero_advantage_ratio"),
+        tokens_executed=sum(row["skip/tokens_executed"] for row in counted) if counted else None,
+        tokens_dense=sum(row["skip/tokens_dense"] for row in counted) if counted else None,
+        step_s=statistics.median(step_times) if step_times else None,
+        total_s=math.fsum(all_times) if all_times else None,
+        evaluations={
+            f"{name} {metric}": (points[0], points[-1])
+            for name, metrics in eval_points(rows).items()
+            for metric, points in metrics.items()
+            if metric.startswith("mean@")
+        },
+        truncated_share=truncated[1] if (truncated := ends("rollout/truncated_share")) else None,
+    )
+
+
+def duration(seconds: float) -> str:
+    """Format seconds for people: ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``."""
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds < 59.5 else "1 min 00 s"
+    whole = round(seconds)
+    return (
+        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    )
