@@ -41,6 +41,7 @@ setup(
         "wandb": ["wandb>=0.17"],
         # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither
         "data": ["pyarrow>=18", "datasets>=4"],
+        "mlflow": ["mlflow-skinny>=2.20"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         # verl itself has no place here: it asks for an older transformers. `make test-oracles` installs it without
         # what it asks for.
@@ -61,6 +62,8 @@ setup(
             "uv>=0.5",
             "pyarrow>=18",
             "datasets>=4",
+            "wandb>=0.17",
+            "mlflow-skinny>=2.20",
         ],
     },
     entry_points={"console_scripts": ["megatron_rl-doctor = megatron_rl.doctor:main"]},

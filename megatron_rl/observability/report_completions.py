@@ -64,7 +64,7 @@ def _batch(batch: list[Completion]) -> str:
     more = f", {SHOWN} of {len(batch)} recorded" if len(batch) > SHOWN else ""
     title = f"{where}step {first.step}{more}"
     cards = "".join(_card(completion) for completion in batch[:SHOWN])
-    return f"<h3>{html.escape(title[:1].upper() + title[1:])}</h3><div class="plots">{cards}</div>"
+    return f'<h3>{html.escape(title[:1].upper() + title[1:])}</h3><div class="plots">{cards}</div>'
 
 
 def completions_section(path: pathlib.Path) -> str:
