@@ -71,7 +71,7 @@ class MetricsConfig:
     """Characters of a recorded prompt, response or answer; the middle of a longer one is left out."""
     completions_every_rollouts: Annotated[int, Range(1)] = 1
     """Rollouts between those whose completions are recorded; every evaluation's are."""
-    print_every_rollouts: Annotated[int, Range(0)] = 20
+    print_completions_every_rollouts: Annotated[int, Range(0)] = 20
     """Rollouts between those of which two recorded completions are logged, as of every evaluation; 0: none."""
     progress: bool = True
     """Whether the first rank shows a live progress bar."""

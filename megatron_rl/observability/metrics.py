@@ -227,7 +227,7 @@ class MetricsWriter:
             members = [each for each in sampled if each.source == source]
             for sink in self._sinks:
                 sink.show(members[0].step, source, members)
-            completions.print_some(members, every_rollouts=self._settings.print_every_rollouts)
+            completions.print_some(members, every_rollouts=self._settings.print_completions_every_rollouts)
 
     def close(self, *, failed: bool = False) -> None:
         """Close every sink; a second call does nothing. ``failed``: the run ended with an error, which sinks show."""

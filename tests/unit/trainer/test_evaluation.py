@@ -187,7 +187,7 @@ def alone() -> Iterator[None]:
 
 
 class FakeGeneration:
-    """Gives prompt p's sample s its p + s + 1 tokens, and the total p + s / 4."""
+    """Gives prompt p's sample s its p + s + 1 tokens, the total p + s / 4, and no end to sample 1 of prompt 1."""
 
     def produce(self, prompts: Mapping[int, Prompt], samples_per_prompt: int, *, temperature: float) -> RolloutJob:
         self.asked = ([prompt.prompt_id for prompt in prompts.values()], samples_per_prompt, temperature)
@@ -199,9 +199,9 @@ class FakeGeneration:
                     sample_index=index,
                     response_ids=(5,) * (place + index + 1),
                     logprobs=(),
-                    text="",
-                    finish_reason="stop",
-                    weight_versions=(),
+                    text=f"answer {index}",
+                    finish_reason="length" if (place, index) == (1, 1) else "stop",
+                    weight_versions=((7, place + index + 1),),
                 )
                 for index in range(samples_per_prompt)
             ]
@@ -226,7 +226,8 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
     )
     found = evaluation.run(generation, step=3, suffix=suffix)
     assert generation.asked == (["eval/a/0@0", "eval/a/1@0", "eval/b/0@0"], 2, 0.5)
-    assert found.pop("time/eval_s") >= 0
+    metrics = dict(found.metrics)
+    assert metrics.pop("time/eval_s") >= 0
     # totals: 0, 1/4 and 1, 5/4 in a; 2, 9/4 in b
     values = {
         "a/mean@2": 0.625,
@@ -234,15 +235,25 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
         "a/pass@2": 0.5,
         "a/m:f": 0.625,
         "a/response_tokens_mean": 2.0,
+        "a/truncated_share": 0.25,
         "a/excluded": 0.0,
         "b/mean@2": 2.125,
         "b/pass@1": 1.0,
         "b/pass@2": 1.0,
         "b/m:f": 2.125,
         "b/response_tokens_mean": 3.5,
+        "b/truncated_share": 0.0,
         "b/excluded": 0.0,
     }
-    assert found == {f"eval/{name}{suffix}": value for name, value in values.items()}
+    assert metrics == {f"eval/{name}{suffix}": value for name, value in values.items()}
+    # of each set the best and the worst of each prompt
+    shown = [(each.source, each.sample, each.response, each.reward) for each in found.completions]
+    assert shown == [
+        (f"eval/{name}{suffix}", f"eval/{name}/{row}@0#{index}", f"answer {index}", total + index / 4)
+        for name, row, total in (("a", 0, 0.0), ("a", 1, 1.0), ("b", 0, 2.0))
+        for index in (1, 0)
+    ]
+    assert {each.rewards["m:f"] for each in found.completions} == {each.reward for each in found.completions}
 
 
 def test_when_it_is_due():
