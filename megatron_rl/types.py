@@ -222,6 +222,7 @@ class LossInputs:
     importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
     token_advantages: [T], weight · advantage of each token in place of its sample's (``gae``), or None.
     kl_coefficient: of the KL to the reference in the loss; None: ``loss.kl_coefficient``; 0 only measures the KL.
+    measured: bool [S], the samples whose tokens the step's metrics count; None: all that run. It changes no gradient.
     """
 
     advantages: np.ndarray
@@ -231,6 +232,7 @@ class LossInputs:
     importance_weights: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
     kl_coefficient: float | None = None
+    measured: np.ndarray | None = None
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray | float]:
         """Return the inputs [N] at N loss tokens, and ``kl_coefficient``.
@@ -243,6 +245,8 @@ class LossInputs:
         logprobs = {"old_logprobs": self.old_logprobs, "reference_logprobs": self.reference_logprobs}
         if self.kl_coefficient is not None:
             inputs["kl_coefficient"] = self.kl_coefficient
+        if self.measured is not None:
+            inputs["measured"] = self.measured[samples]
         return inputs | {name: values[flat] for name, values in logprobs.items() if values is not None}
 
 

@@ -190,8 +190,9 @@ def loss_inputs(
 ) -> LossInputs:
     """Fold the reduction's weights into the advantages, by the denominators of this mini-batch.
 
-    signal: bool [S]; under ``loss.denominator=kept`` only the members with signal are counted, even where others run in
-            their micro-batches.
+    signal: bool [S]; under ``loss.denominator=kept`` only the members with signal are counted, and the metrics measure
+            them alone, even where others run in their micro-batches (``plan.repack=false``). With ``skip.mode=off``
+            everything is counted and measured, as in the dense run.
 
     old, reference, importance: [T] flat, see LossInputs.
     """
@@ -210,4 +211,5 @@ def loss_inputs(
         importance_weights=importance,
         token_advantages=per_token,
         kl_coefficient=kl_coefficient,
+        measured=None if config.skip.mode == "off" else signal,
     )

@@ -16,6 +16,7 @@ class LossTokens(Protocol):
     """Describes the fields of a packed micro-batch that the loss reads, over its N loss tokens.
 
     kl_coefficient: β, or None for the configuration's.
+    measured: [N], 1 at tokens that the sums for the metrics count and 0 at others; None: all count.
     """
 
     num_sequences: int
@@ -26,6 +27,7 @@ class LossTokens(Protocol):
     rollout_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None
     kl_coefficient: float | None
+    measured: torch.Tensor | None
 
 
 class Objective:
@@ -66,22 +68,28 @@ class Objective:
         kl = logprobs.new_zeros(())
         if tokens.reference_logprobs is not None:
             per_token = kl_per_token(logprobs, tokens.reference_logprobs, old, estimator=config.kl_estimator)
-            kl = per_token.detach().sum()
+            kl = per_token
             coefficient = config.kl_coefficient if tokens.kl_coefficient is None else tokens.kl_coefficient
             if coefficient:  # a coefficient of 0 only measures the KL: 0 · inf would be NaN
                 loss = loss + coefficient * (tokens.weights * per_token).sum()
         if self.trains_entropy:
             loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
-        return loss, _sums(loss, logprobs, entropy, kl, term.clipped.sum(), term.ratio.detach().sum())
+        return loss, _sums(loss, tokens.measured, logprobs, entropy, kl, term.clipped, term.ratio)
 
     def supervised(
         self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss = cross_entropy(logprobs, tokens.weights)
         zero = logprobs.new_zeros(())
-        return loss, _sums(loss, logprobs, entropy, zero, zero, zero)
+        return loss, _sums(loss, None, logprobs, entropy, zero, zero, zero)
 
 
-def _sums(loss, logprobs, entropy, kl, clipped, ratio) -> torch.Tensor:
+def _sums(loss: torch.Tensor, measured: torch.Tensor | None, logprobs: torch.Tensor, *per_token) -> torch.Tensor:
+    """Return float64 [6]: the loss, and over the measured tokens their count and the sums of entropy, kl, ... [N]."""
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
-    return torch.stack([x.detach().double() for x in (loss, tokens, entropy.sum(), kl, clipped, ratio)])
+    per_token = [x.detach() for x in per_token]
+    if measured is not None:
+        counted = measured > 0  # a token that is not measured may be NaN or infinite
+        per_token = [torch.where(counted, x, 0) for x in per_token]
+        tokens = counted.sum()
+    return torch.stack([x.detach().double() for x in (loss, tokens, *(x.sum() for x in per_token))])

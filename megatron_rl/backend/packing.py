@@ -32,7 +32,7 @@ class PackedMicroBatch:
     flat: [N] on the host, the loss token's place in the batch's flat response array.
     sequences: [N], the number of the loss token's sequence in the micro-batch.
     rollout_logprobs: [N], the engine's log-probs.
-    advantages, weights, old_logprobs, reference_logprobs: [N], and kl_coefficient: a policy's inputs.
+    advantages, weights, old_logprobs, reference_logprobs, measured: [N], and kl_coefficient: a policy's inputs.
     weights, returns, old_values: [N], a critic's inputs.
     """
 
@@ -50,6 +50,7 @@ class PackedMicroBatch:
     reference_logprobs: torch.Tensor | None = None
     rollout_logprobs: torch.Tensor | None = None
     kl_coefficient: float | None = None
+    measured: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
 

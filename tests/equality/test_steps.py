@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantage import GroupRewards
+from megatron_rl.algorithm.advantage import GroupRewards, loss_inputs
 from megatron_rl.algorithm.advantage import advantages as estimate
 from megatron_rl.backend.optimizer import NonFiniteGradient
-from megatron_rl.types import Sample, StepKind
+from megatron_rl.types import Advantages, Sample, StepKind
 from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick
 from tests.reference import make_samples
@@ -265,3 +265,34 @@ def test_token_mean_is_032_and_never_040(pool: Pool, pipeline: int, data: int) -
         assert len(found) == 8
         for cut, loss in found.items():
             assert abs(loss - 0.32) < 1e-5, (cut, loss)  # the ratio is 1 within 1e-6 (two packings in float32)
+
+
+def step_sums(rank: int, world: int, mode: str) -> list[dict[str, float]]:
+    """Return the sums of one step whose survivors share their micro-batches with dropped samples, and do not."""
+    found = []
+    signal = ADVANTAGES != 0
+    for repack in ("true", "false"):
+        cut = ("plan.samples_per_microbatch=3", f"plan.repack={repack}", f"skip.mode={mode}")
+        with open_rig("qwen2_tied", *cut, samples=8) as rig:
+            plan = rig.plan(ADVANTAGES, drops=mode == "exact")
+            (step,) = plan.mini_batches
+            shares = bool(np.isin(step.order, np.flatnonzero(~signal)).any())
+            assert shares == (mode == "off" or repack == "false")
+            old = rig.backend.logprobs(rig.batch, np.ones(8, dtype=bool)).flat + np.float32(0.3)
+            advantages = Advantages(of_sample=ADVANTAGES)
+            inputs = loss_inputs(rig.backend.config, rig.batch.facts, step, advantages, signal, old=old)
+            rig.backend.forward_backward(rig.batch, step, inputs, fingerprint=plan.fingerprints()[0])
+            found.append(dict(rig.backend.optim_step(step.kind).sums))
+            found[-1]["wanted tokens"] = float(rig.batch.facts.loss_tokens[signal | (mode == "off")].sum())
+    return found
+
+
+@pytest.mark.parametrize(("mode", "world"), [("exact", 1), ("exact", 2), ("off", 1)])
+def test_metrics_count_survivors_alone_whoever_shares_their_micro_batches(pool: Pool, mode: str, world: int) -> None:
+    """Entropy, ratio, clipped share and KL are the survivors' without ``plan.repack``, as they are with it.
+
+    The dense run (``skip.mode=off``) measures everything. Sums of some 60 float32 numbers in another order.
+    """
+    for repacked, shared in pool.run(world, step_sums, mode, timeout_s=60):
+        assert shared["tokens"] == repacked["tokens"] == repacked["wanted tokens"] > 0
+        assert shared == pytest.approx(repacked, rel=1e-5)

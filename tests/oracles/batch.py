@@ -178,6 +178,7 @@ def ours(batch: Batch, config: LossConfig, correction: CorrectionConfig | None =
         rollout_logprobs=batch.rollout[batch.mask],
         reference_logprobs=batch.reference[batch.mask] if config.kl_coefficient else None,
         kl_coefficient=None,
+        measured=None,
     )
     objective = Objective(config)
     return outcome(

@@ -240,19 +240,13 @@ def test_an_infinite_reward_is_refused_before_it_becomes_nan(pool, arithmetic, t
     assert code == 1 and "inf" in said, said
 
 
-@pytest.mark.parametrize(
-    ("setting", "said_by_all"),
-    [
-        ("reward.functions=[tests.reward_functions:huge]", "1e+308, beyond float32's 3.4e+38"),
-        ("reward.weights=[1e308]", "1e+308, beyond float32's 3.4e+38"),
-    ],
-)
-def test_an_overflow_on_the_way_to_an_advantage_ends_every_rank_alike(pool, arithmetic, tmp_path, setting, said_by_all):
+def test_an_overflow_on_the_way_to_an_advantage_ends_every_rank_alike(pool, arithmetic, tmp_path):
     """(1e308)² is infinite, and a reward over an infinite spread is 0: every step was a ghost, with exit 0."""
-    results = pool.run(2, command_line, arguments(arithmetic, tmp_path, setting), timeout_s=60)
+    given = arguments(arithmetic, tmp_path, "reward.functions=[tests.reward_functions:huge]")
+    results = pool.run(2, command_line, given, timeout_s=60)
     assert [code for code, _ in results] == [1, 1], results
     for _, said in results:
         # a rank may also be ended by its peer's report of the same error
         (line,) = [line for line in said.splitlines() if "the reward of sample " in line]
         assert line.startswith("megatron_rl: "), said
-        assert "@0#" in line and said_by_all in line and "reward.weights" in line and "Traceback" not in said
+        assert "@0#" in line and "1e+308, beyond float32's 3.4e+38" in line and "reward.weights" in line and "Traceback" not in said

@@ -50,6 +50,7 @@ def make_tokens(seed: int = 0) -> SimpleNamespace:
         reference_logprobs=old - 0.3 * gap,
         logprobs=old + gap,
         kl_coefficient=None,
+        measured=None,
     )
 
 
@@ -245,6 +246,26 @@ def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
     torch.testing.assert_close(entropy_gradient, -0.02 * tokens.weights, **DOUBLE)
     listed = [loss.item(), 60.0, entropy.sum(), (gap**2 / 2).sum(), term.clipped.sum(), term.ratio.detach().sum()]
     torch.testing.assert_close(sums, torch.tensor([float(x) for x in listed], dtype=torch.float64), **DOUBLE)
+
+
+def test_metrics_count_the_measured_tokens_alone() -> None:
+    """Metrics of a micro-batch that dropped samples share count the survivors; loss and gradients hold all tokens.
+
+    A token that is not measured may have an infinite ratio.
+    """
+    tokens, entropy = make_tokens(), torch.linspace(0.1, 3, 60, dtype=torch.float64)
+    config = LossConfig(kl_coefficient=0.3, entropy_coefficient=0.02)
+    loss, _, gradients = run_objective(config, tokens, entropy)
+    tokens.measured = (tokens.sequences != 2).float()
+    masked_loss, sums, masked_gradients = run_objective(config, tokens, entropy)
+    assert torch.equal(masked_loss, loss) and sums[0] == loss
+    assert all(torch.equal(a, b) for a, b in zip(masked_gradients, gradients, strict=True))
+    chosen = tokens.sequences != 2
+    fields = {k: x[chosen] if isinstance(x, torch.Tensor) else x for k, x in vars(tokens).items()}
+    _, alone, _ = run_objective(config, SimpleNamespace(**{**fields, "measured": None}), entropy[chosen])
+    torch.testing.assert_close(sums[1:], alone[1:], **DOUBLE)
+    tokens.old_logprobs = torch.where(chosen, tokens.old_logprobs, -torch.inf)
+    assert run_objective(LossConfig(), tokens, entropy)[1].isfinite()[1:].all()
 
 
 def test_objective_without_old_logprobs_is_on_policy() -> None:
