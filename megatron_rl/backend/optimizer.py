@@ -234,6 +234,26 @@ class Optimizer:
                 chunk.start_grad_sync()
         finalize_model_grads(self.chunks, None)
 
+    def gather_gradients(self) -> None:
+        """Make the reduced gradient whole on every rank, where the distributed optimizer left each its shard.
+
+        Each bucket is gathered over the ranks that it was scattered over, which are not the same for all parameters:
+        data-parallel and context ranks for dense ones, the ranks that hold the same expert for experts (tensor ranks
+        among them under ``parallel.expert_tensor=1``).
+        """
+        for group in (g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
+            if not group.ddp_config.use_distributed_optimizer:
+                continue
+            size, rank = (
+                group.intra_distributed_optimizer_instance_size,
+                group.intra_distributed_optimizer_instance_rank,
+            )
+            for bucket in group.buckets:
+                shard = bucket.grad_data.chunk(size)[rank].clone()
+                dist.all_gather_into_tensor(
+                    bucket.grad_data, shard, group=group.intra_distributed_optimizer_instance_group
+                )
+
     def _clip(self, norm: float) -> None:
         for optimizer in self.megatron.chained_optimizers:
             if optimizer.is_stub_optimizer or optimizer.config.clip_grad <= 0.0:

@@ -356,11 +356,8 @@ class TrainableModel:
         Names are Hugging Face's, an adapter's are PEFT's (``….q_proj.lora_A.weight``). For tests and tools: it consumes
         the reduction, so ``optim_step`` must not follow; call ``zero_grad()``.
         """
-        if self.config.optimizer.distributed and self.topology.data_size * self.topology.context_size > 1:
-            raise ValueError(
-                "gradient() needs optimizer.distributed=false: a reduce-scatter leaves each rank its shard only"
-            )
         self.optimizer._reduce_gradients()
+        self.optimizer.gather_gradients()
         gradients = [
             {name: p.main_grad for name, p in chunk.module.named_parameters() if p.requires_grad}
             for chunk in self.chunks

@@ -4,7 +4,8 @@ test_matrix.py asserts it, matrix_table.py prints it.
 
 Per cell and model: log-probs and gradient, dense and skip, packed (token cap) and padded (a fixed number of samples,
 each padded to the longest); the gradient norm of the first step; and all weights after three AdamW steps of
-mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-batches, with the distributed optimizer.
+mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-batches. All is measured with the
+distributed optimizer, whose shards of the gradient ``gradient()`` gathers.
 """
 
 from __future__ import annotations
@@ -184,10 +185,9 @@ def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
     """Return every error of a cell on the main rank, and {} on the others."""
     want = wanted(family, cell.layers) if rank == 0 else None
     found: dict[str, float] = {}
-    plain = [
-        x for x in cell.overrides if "overlap_param_gather" not in x
-    ]  # which needs the distributed optimizer; gradient() the other
-    with open_rig(family, *plain, samples=NUM_SAMPLES, layers=cell.layers) as rig:
+    with open_rig(
+        family, *cell.overrides, "optimizer.distributed=true", samples=NUM_SAMPLES, layers=cell.layers
+    ) as rig:
         one_step(rig, want, found)
     for layout, drops in (("padded", False), ("packed", True)):
         with open_rig(family, *cell.overrides, *STEPS, samples=NUM_SAMPLES, layers=cell.layers) as rig:

@@ -62,7 +62,8 @@ ONCE = {  # with one family each
     "EP2-recompute": (2, (*layout(expert=2), *RECOMPUTE), "mixtral"),
     "EP2-overlap": (2, (*layout(expert=2), *OVERLAP), "qwen3_moe"),
     "TP2-SP-EP1-ETP2": (2, layout(tensor=2), "mixtral"),
-    "TP2-SP-EP1-ETP1": (2, layout(tensor=2, expert_tensor=1), "qwen3_moe"),
+    # experts' gradients are scattered over the tensor ranks here, dense ones over no rank
+    "TP2-SP-EP1-ETP1": (2, (*layout(tensor=2, expert_tensor=1), "optimizer.distributed=true"), "qwen3_moe"),
     "TP1-EP1-ETP2": (2, layout(expert_tensor=2), "qwen3_moe_unnormalised"),
     "PP2-VPP2": (2, layout(pipeline=2, virtual=2), "qwen3_moe"),
     "CP2-EP2": (2, FUSED_RANKS, "mixtral"),

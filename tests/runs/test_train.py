@@ -249,4 +249,9 @@ def test_an_overflow_on_the_way_to_an_advantage_ends_every_rank_alike(pool, arit
         # a rank may also be ended by its peer's report of the same error
         (line,) = [line for line in said.splitlines() if "the reward of sample " in line]
         assert line.startswith("megatron_rl: "), said
-        assert "@0#" in line and "1e+308, beyond float32's 3.4e+38" in line and "reward.weights" in line and "Traceback" not in said
+        assert (
+            "@0#" in line
+            and "1e+308, beyond float32's 3.4e+38" in line
+            and "reward.weights" in line
+            and "Traceback" not in said
+        )

@@ -83,7 +83,7 @@ class Bench:
         if self.fault == "drop-gradient" and self.is_last:
             for buffer in self.backend.chunks[0].buffers:
                 buffer.grad_data.mul_(0.5)
-        gradient = whole_gradient(self.backend)
+        gradient = self.backend.gradient()
         self.backend.zero_grad()
         return {name: x.float().cpu() for name, x in gradient.items()}
 
@@ -105,23 +105,6 @@ class Bench:
         parameters = dict(self.backend.chunks[0].module.named_parameters())
         tensors = export_weights([parameters], self.backend.shape, self.backend.topology)
         return {name: x.float().cpu().clone() for name, x in tensors}
-
-
-def whole_gradient(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    """Return ``backend.gradient()``, whole on every rank.
-
-    The distributed optimizer's reduce-scatter leaves each rank its shard of the sum; the shards are gathered here.
-    """
-    ranks = backend.topology
-    if ranks.data_size == 1 or not backend.config.optimizer.distributed:
-        return backend.gradient()
-    backend.optimizer._reduce_gradients()
-    for group in backend.chunks[0].bucket_groups:
-        for bucket in group.buckets:
-            mine = bucket.grad_data.chunk(ranks.data_size)[ranks.data_rank].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks.data_group)
-    gradients = {name: p.main_grad for name, p in backend.chunks[0].module.named_parameters()}
-    return {name: x.clone() for name, x in export_weights([gradients], backend.shape, ranks)}
 
 
 @contextlib.contextmanager
