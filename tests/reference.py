@@ -57,8 +57,8 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
-        case "mixtral":
-            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+        case "mixtral" | "mixtral_top1":
+            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2 if family == "mixtral" else 1)
         case "qwen3_moe" | "qwen3_moe_unnormalised":
             return Qwen3MoeConfig(
                 **sizes,
@@ -89,7 +89,7 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         torch.manual_seed(seed)
         config = tiny_config(family, layers=layers, hidden=hidden)
         # a loop over experts, no grouped kernel
-        experts = {"experts_implementation": "eager"} if family in MIXTURES else {}
+        experts = {"experts_implementation": "eager"} if family in (*MIXTURES, "mixtral_top1") else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -192,9 +192,13 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
     )
     fields.update(extra)
     try:
-        return TransformerConfig(**fields)
+        transformer = TransformerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
+    # It refuses to normalise the weight of a single expert, which leaves the router without a gradient (0.16.1
+    # ``transformer_config.py:1641``). The checkpoint asks for just that: p / p = 1, as transformers computes it.
+    transformer.moe_router_pre_softmax = shape.router_pre_softmax
+    return transformer
 
 
 def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
@@ -206,7 +210,7 @@ def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
         moe_ffn_hidden_size=shape.ffn_hidden_size,
         moe_router_topk=shape.experts_per_token,
         moe_router_score_function="softmax",
-        moe_router_pre_softmax=shape.router_pre_softmax,
+        moe_router_pre_softmax=shape.router_pre_softmax or shape.experts_per_token == 1,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_z_loss_coeff=None,

@@ -181,6 +181,31 @@ def test_mixtures_equal_reference(pool: Pool, world: int, overrides: tuple[str, 
             assert fillers >= 2, fillers
 
 
+def one_normalised_expert(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:
+    """Return the errors of log-probs and gradient of a mixture whose tokens take one expert, of weight p / p = 1."""
+    logprobs, gradient, _, _ = wanted("mixtral_top1", LAYERS)
+    advantages = ragged_advantages(NUM_SAMPLES)
+    with open_rig("mixtral_top1", *overrides, samples=NUM_SAMPLES) as rig:
+        found = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
+        ours = rig.gradient(advantages, rig.plan(advantages, drops=True))
+    routers = {name: x for name, x in ours.items() if name.endswith(".gate.weight")}
+    return {
+        "logprobs": float(np.abs(found - logprobs).max()),
+        "gradient": relative_error(ours, gradient),
+        "routers": max(float(x.abs().max()) for x in routers.values()),
+    }
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.expert=2",)], ids=["EP1", "EP2"])
+def test_one_normalised_expert_per_token_equals_the_reference(pool: Pool, overrides: tuple[str, ...]) -> None:
+    """A normalised mixture with one expert per token equals transformers', and its routers have no gradient.
+
+    Megatron-Core refuses it under its own name; in transformers the router's gradient is the rounding of 0.
+    """
+    for found in pool.run(1 + len(overrides), one_normalised_expert, overrides, timeout_s=60):
+        assert found["logprobs"] < 1e-5 and found["gradient"] < TOLERANCE and found["routers"] == 0.0, found
+
+
 def one_sample_with_signal(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, object]:
     """Take a step in which one sample has signal.
 
