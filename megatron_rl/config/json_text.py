@@ -57,10 +57,10 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
             parse_int=lambda digits: _number(digits, int, refuse),
             parse_float=lambda digits: _number(digits, float, refuse),
         )
-        if _SURROGATE.search(text) or text.count("[") + text.count("{") > MOST_LEVELS:
-            for place, part, depth in walk(value):
-                if depth >= MOST_LEVELS and isinstance(part, (dict, list)):
-                    refuse(f"brackets are nested deeper than {MOST_LEVELS} levels")
+        if text.count("[") + text.count("{") > MOST_LEVELS and _levels(value) > MOST_LEVELS:
+            refuse(f"brackets are nested deeper than {MOST_LEVELS} levels")
+        if _SURROGATE.search(text):
+            for place, part in walk(value):
                 if isinstance(part, str) and re.search("[\ud800-\udfff]", part):
                     refuse(f"{place or 'the text'} holds half a surrogate pair ({quoted(part)}), which is no character")
         return value
@@ -89,22 +89,31 @@ def _number(digits: str, kind: type, refuse: Callable[[str], None]) -> int | flo
     return value
 
 
-def walk(value: object) -> Iterator[tuple[str, object, int]]:
-    """Yield (place, part, depth) of a value, of every part of it and of every key, without recursion.
+def _levels(value: object) -> int:
+    """Return the depth of nested lists and objects: 0 for a number, 2 for [[1], 2]."""
+    level, count = [value], 0
+    while level := [part for part in level if isinstance(part, (dict, list))]:
+        level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
+        count += 1
+    return count
 
-    Example: {"a": [1]} gives ("", {...}, 0), ("a", "a", 1), ("a", [1], 1) and ("a[0]", 1, 2), in some order.
+
+def walk(value: object) -> Iterator[tuple[str, object]]:
+    """Yield (place, part) of a value, of every part of it and of every key, without recursion.
+
+    Example: {"a": [1]} gives ("", {...}), ("a", "a"), ("a", [1]) and ("a[0]", 1), in some order.
     """
-    waiting = [("", value, 0)]
+    waiting = [("", value)]
     while waiting:
-        place, part, depth = waiting.pop()
-        yield place, part, depth
+        place, part = waiting.pop()
+        yield place, part
         if isinstance(part, dict):
             for name, inner in part.items():
                 below = f"{place}.{quoted(name)[1:-1]}".lstrip(".")
-                yield below, name, depth + 1
-                waiting.append((below, inner, depth + 1))
+                yield below, name
+                waiting.append((below, inner))
         elif isinstance(part, list):
-            waiting += [(f"{place}[{i}]", inner, depth + 1) for i, inner in enumerate(part)]
+            waiting += [(f"{place}[{i}]", inner) for i, inner in enumerate(part)]
 
 
 def read_json(

@@ -74,7 +74,7 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     if config.rollout.engine == "vllm":
         check_served(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config, hf_config.vocab_size)
     prompts = load_prompts(config, tokenizer, hf_config)
     rl_steps = total_rl_steps(config, len(prompts))
     check_critic_model(config, hf_config)

@@ -14,7 +14,7 @@ from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
-# The fields that are numbers, with the bounds that any model keeps; those that a family lacks are passed over.
+# The fields that are numbers, with the bounds that any model keeps; null leaves the family's default.
 RANGES: dict[str, tuple[type, float, float]] = {
     "num_hidden_layers": (int, 1, 10_000),
     "hidden_size": (int, 1, 2**20),
@@ -23,6 +23,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "num_attention_heads": (int, 1, 2**16),
     "num_key_value_heads": (int, 1, 2**16),
     "num_local_experts": (int, 1, 2**16),
+    "num_experts": (int, 1, 2**16),
     "num_experts_per_tok": (int, 1, 2**16),
     "vocab_size": (int, 1, 2**26),
     "max_position_embeddings": (int, 1, 2**40),
@@ -34,7 +35,7 @@ _READ = {
     *RANGES,
     *("model_type", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
-    *("num_experts", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
+    *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
 }
 # The fields that say nothing of the numbers that a forward pass gives.
@@ -75,9 +76,13 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> An
     Raises ConfigError, naming the file and the field.
     """
     path = pathlib.Path(folder) / CONFIG
-    check_family(read_fields(folder, key).get("model_type"), str(path))
+    fields = read_fields(folder, key)
+    check_family(fields.get("model_type"), str(path))
+    for name, (kind, least, most) in RANGES.items():  # before transformers makes a list of num_hidden_layers
+        if fields.get(name) is not None:
+            check(fields[name], f"{path}: {name}", kind, least=least, most=most)
     config = parse_hf_config(folder, key)
-    _check_ranges(config, str(path))
+    _check_sizes(config, str(path))
     return config
 
 
@@ -108,13 +113,10 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
     return read_object(path, most_bytes=MOST_CONFIG_BYTES)
 
 
-def _check_ranges(config: Any, where: str) -> None:
-    """Raise ConfigError for a size that no model has or that another one contradicts."""
+def _check_sizes(config: Any, where: str) -> None:
+    """Raise ConfigError for a size that another one contradicts, and for a rotary embedding's number out of range."""
     fields = config.to_dict()
     fields = {config.attribute_map.get(name, name): value for name, value in fields.items()}
-    for name, (kind, least, most) in RANGES.items():
-        if name in fields:
-            check(fields[name], f"{where}: {name}", kind, least=least, most=most)
     heads, groups, hidden = (fields[x] for x in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads % groups:
         raise ConfigError(f"{where}: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
@@ -128,6 +130,8 @@ def _check_ranges(config: Any, where: str) -> None:
             f"{where}: num_experts_per_tok={fields['num_experts_per_tok']} is more than the "
             f"{fields['num_local_experts']} experts"
         )
+    if isinstance(pad := fields.get("pad_token_id"), int) and pad >= fields["vocab_size"]:
+        raise ConfigError(f"{where}: pad_token_id={pad} is beyond vocab_size={fields['vocab_size']}; set it to null")
     rope = check(fields.get("rope_parameters") or {}, f"{where}: rope_parameters", dict)
     for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
         if rope.get(name) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
@@ -26,5 +27,5 @@ MISSING = {
 def check_family(family: object, where: str) -> None:
     """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
     if family not in FAMILIES:
-        missing = f"; missing for {family}: {MISSING[family]}" if family in MISSING else ""
-        raise ConfigError(f"{where} holds a {family!r} model; this version builds {', '.join(FAMILIES)}{missing}")
+        missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
+        raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

@@ -1,0 +1,147 @@
+"""An odd tokenizer's folder ends in one sentence that names the file."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import ConfigError
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "tools"))
+
+import make_tokenizer
+
+TOKENS = 16  # EOS, PAD and 14 characters
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+Change = Callable[[pathlib.Path], object]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer.save(make_tokenizer.make_characters("0123456789+-= "), folder)
+    return folder
+
+
+def edit(name: str, change: Callable[[dict], object]) -> Change:
+    def edited(folder: pathlib.Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return edited
+
+
+def settings(**values: object) -> Change:
+    return edit(SETTINGS, lambda content: content.update(values))
+
+
+def vocabulary(**values: object) -> Change:
+    return edit(TOKENIZER, lambda content: content["model"]["vocab"].update(values))
+
+
+def raw(name: str, change: Callable[[bytes], bytes]) -> Change:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "no tokens": (
+        lambda folder: ((folder / TOKENIZER).unlink(), settings(tokenizer_class="Qwen2Tokenizer")(folder)),
+        "it holds none of tokenizer.json, vocab.json",
+    ),
+    "no settings": (lambda folder: (folder / SETTINGS).unlink(), "has no eos_token, so no completion would end"),
+    "cut short": (raw(TOKENIZER, lambda b: b[: len(b) // 2]), "tokenizer.json: not valid JSON: .*line 48"),
+    "empty": (raw(TOKENIZER, lambda b: b""), "tokenizer.json: not valid JSON: Expecting value"),
+    "a list": (raw(TOKENIZER, lambda b: b"[]"), r"tokenizer.json must be an object, and it is \[\]"),
+    "an empty object": (raw(TOKENIZER, lambda b: b"{}"), "tokenizer.json lacks the field model"),
+    "deep brackets": (raw(TOKENIZER, lambda b: b"[" * 10**5), "tokenizer.json: not read: brackets are nested deeper"),
+    "no UTF-8": (raw(TOKENIZER, lambda b: b'{"a":"\xff"}'), "tokenizer.json: not UTF-8"),
+    "5,000 digits": (
+        raw(SETTINGS, lambda b: b.replace(b"{", b'{"n":' + b"9" * 5000 + b",", 1)),
+        "tokenizer_config.json: the number 9+… has 5000 characters",
+    ),
+    "half a surrogate pair": (settings(eos_token="\ud800"), "tokenizer_config.json: eos_token holds half a surrogate"),
+    "a key twice": (
+        raw(SETTINGS, lambda b: b.replace(b"{", b'{"a": 1, "a": 2,', 1)),
+        "tokenizer_config.json: the key 'a' stands twice",
+    ),
+    "a folder in place of the file": (
+        lambda folder: ((folder / TOKENIZER).unlink(), (folder / TOKENIZER).mkdir()),
+        "tokenizer.json cannot be read: Is a directory",
+    ),
+    "an id of 2³¹": (
+        vocabulary(**{"5": 2**31}),
+        "model.vocab has 1 of 16 ids beyond the model's vocab_size=16, 2147483648 of '5' the largest",
+    ),
+    "an id below 0": (vocabulary(**{"5": -1}), "the id of '5' must be at least 0, and it is -1"),
+    "an id that is no integer": (vocabulary(**{"5": 1.5}), "the id of '5' must be an integer, and it is 1.5"),
+    "an id twice": (vocabulary(**{"5": 3}), "gives the id 3 to 2 tokens, '1', '5'; each needs one of its own"),
+    "a token more than the model has": (
+        lambda folder: (folder / "added_tokens.json").write_text('{"<x>": 16}'),
+        "added_tokens.json has 1 of 1 ids beyond the model's vocab_size=16, 16 of '<x>' the largest",
+    ),
+    "a token more by its settings": (
+        settings(added_tokens_decoder={"500": {"content": "<far>", "special": True}}),
+        "has 1 of 17 ids beyond the model's vocab_size=16, 16 of '<far>' the largest",
+    ),
+    "an end that is no token": (settings(eos_token="<end>"), "has the eos_token '<end>', which is none of its tokens"),
+    "an end that is a number": (settings(eos_token=5), "no tokenizer can be loaded .*TypeError"),
+    "a template that is a number": (
+        settings(chat_template=5),
+        "tokenizer_config.json: chat_template must be a text, and it is 5",
+    ),
+    "a length that is a text": (settings(model_max_length="x"), "model_max_length must be a number, and it is 'x'"),
+    "a model of no kind": (
+        edit(TOKENIZER, lambda content: content["model"].update(type="None")),
+        "no tokenizer can be loaded from .*Exception: ",
+    ),
+    "a pattern that is none": (
+        edit(
+            TOKENIZER,
+            lambda content: content.update(
+                pre_tokenizer={
+                    "type": "Split",
+                    "pattern": {"Regex": "(("},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            ),
+        ),
+        "no tokenizer can be loaded from .*unmatched parenthesis",
+    ),
+}
+
+
+def load(folder: pathlib.Path, vocab_size: int = TOKENS):
+    model = SimpleNamespace(tokenizer_path=None, hf_path=str(folder))
+    return load_tokenizer(SimpleNamespace(model=model), vocab_size)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_odd_tokenizer_is_refused_by_file(name: str, whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    change, message = REFUSED[name]
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    change(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_a_tokenizer_may_be_smaller_than_the_model_and_not_larger(whole: pathlib.Path) -> None:
+    assert len(load(whole, TOKENS)) == len(load(whole, TOKENS + 100)) == TOKENS
+    with pytest.raises(ConfigError, match="model.vocab has 1 of 16 ids beyond the model's vocab_size=15, 15 of "):
+        load(whole, TOKENS - 1)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_network() -> None:
+    with pytest.raises(ConfigError, match="'Qwen/Qwen3-8B': there is no such directory"):
+        load(pathlib.Path("Qwen/Qwen3-8B"))

@@ -1,0 +1,128 @@
+"""An odd config.json or generation_config.json ends in one sentence that names file and field."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.config_json import check_served, ignored_fields, read_hf_config, stop_ids
+from tests.reference import FAMILIES, MIXTURES, tiny_config
+
+# changed fields of config.json, and the message behind "<folder>/config.json"
+FIELDS: list[tuple[dict[str, object], str]] = [
+    ({"model_type": "gemma2"}, " holds a 'gemma2' model; this version builds .*; missing for gemma2: soft-capped"),
+    ({"model_type": None}, " holds a None model; this version builds qwen2"),
+    ({"model_type": ["qwen3"]}, " holds a .'qwen3'. model; this version builds qwen2"),
+    ({"num_hidden_layers": "2"}, ": num_hidden_layers must be an integer, and it is '2'"),
+    ({"num_hidden_layers": 0}, ": num_hidden_layers must be 1 to 10000, and it is 0"),
+    ({"num_hidden_layers": 10**9, "layer_types": None}, ": num_hidden_layers must be 1 to 10000, and it is 1000000000"),
+    ({"num_hidden_layers": 3}, " is refused by transformers: .*num_hidden_layers"),
+    ({"hidden_size": -64}, ": hidden_size must be 1 to 1048576, and it is -64"),
+    ({"hidden_size": 64.5}, ": hidden_size must be an integer, and it is 64.5"),
+    ({"hidden_size": True}, ": hidden_size must be an integer, and it is True"),
+    ({"vocab_size": 10**18}, ": vocab_size must be 1 to 67108864, and it is 1000000000000000000"),
+    ({"num_key_value_heads": 3}, ": num_key_value_heads=3 does not divide num_attention_heads=4"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads must be 1 to 65536, and it is 0"),
+    ({"head_dim": 31}, " is refused by transformers: .*head_dim"),
+    ({"rms_norm_eps": 0.0}, ": rms_norm_eps must be 1e-30 to 1.0, and it is 0.0"),
+    ({"rms_norm_eps": "small"}, ": rms_norm_eps must be a number, and it is 'small'"),
+    ({"initializer_range": -1.0}, ": initializer_range must be 0.0 to 1000000.0, and it is -1.0"),
+    ({"max_position_embeddings": 0}, ": max_position_embeddings must be 1 to "),
+    ({"pad_token_id": 99}, ": pad_token_id=99 is beyond vocab_size=99"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ": rope_parameters.rope_theta must be "),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta"),
+    ({"rope_parameters": [1]}, "rope_parameters"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"quantization_config": []}, ": quantization_config must be an object"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "must be two integers"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, "weight_block_size must be 1 to"),
+    ({"quantization_config": {"quant_method": "x" * 10_000}}, "quantised by 'x+… .10002 characters"),
+    ({"compression_config": {"format": "pack-quantized"}}, ": compression_config says that the weights are quantised"),
+    ({"eos_token_id": "a"}, "eos_token_id"),
+    ({"dtype": "float7"}, "is refused by transformers"),
+]
+TEXTS: list[tuple[bytes, str]] = [
+    (b"", ": not valid JSON"),
+    (b"[]", r" must be an object, and it is \[\]"),
+    (b'{"model_type": "qwen3"', ": not valid JSON"),
+    (b'{"model_type": "qwen3", "model_type": "llama"}', ": the key 'model_type' stands twice"),
+    (b'{"hidden_size": ' + b"9" * 5000 + b"}", ": the number 9+… has 5000 characters"),
+    (b'{"hidden_size": NaN}', ": NaN is no JSON number"),
+    (b'{"model_type": "\\ud800"}', ": model_type holds half a surrogate pair"),
+    (b'{"a":' * 5000, ": not read: brackets are nested"),
+    (b"\xff\xfe{}", ": not UTF-8"),
+]
+
+
+def write(folder: pathlib.Path, **changes: object) -> None:
+    tiny_config("qwen3").save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), FIELDS, ids=lambda x: json.dumps(x)[:60] if isinstance(x, dict) else ""
+)
+def test_an_odd_field_is_refused_by_name(tmp_path: pathlib.Path, changes: dict, message: str) -> None:
+    write(tmp_path, **changes)
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(tmp_path)
+    assert re.match(f"{tmp_path}/config.json.*{message}", str(caught.value)), str(caught.value)
+    assert len(str(caught.value)) < 900 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), TEXTS, ids=range(len(TEXTS)))
+def test_odd_text_is_refused_by_file(tmp_path: pathlib.Path, text: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.json{message}"):
+        read_hf_config(tmp_path)
+    (tmp_path / "generation_config.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/generation_config.json{message}"):
+        stop_ids(tmp_path)
+
+
+def test_a_folder_without_a_config_is_named_by_its_key(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=f"^critic.hf_path='{tmp_path}' holds no config.json"):
+        read_hf_config(tmp_path, "critic.hf_path")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_every_familys_config_is_read_as_transformers_reads_it(tmp_path: pathlib.Path, family: str) -> None:
+    from transformers import AutoConfig
+
+    tiny_config(family).save_pretrained(tmp_path)
+    assert read_hf_config(tmp_path).to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert ignored_fields(tmp_path) == {}
+
+
+def test_fields_that_are_not_read_are_named(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, attention_dropout=0.1, final_logit_softcapping=30.0, resid_pdrop=0.0, transformers_version="4")
+    assert ignored_fields(tmp_path) == {"attention_dropout": 0.1, "final_logit_softcapping": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(None, []), (3, [3]), ([3, 5], [3, 5]), ("3", None), (True, None), ([3, 1.5], None), ({}, None)],
+)
+def test_stop_ids_are_the_generation_configs(tmp_path: pathlib.Path, value: object, wanted: list[int] | None) -> None:
+    write(tmp_path, eos_token_id=7)
+    assert stop_ids(tmp_path) == [7]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    if wanted is None:
+        with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id must be a token id, a list"):
+            stop_ids(tmp_path)
+    else:
+        assert stop_ids(tmp_path) == wanted
+
+
+def test_an_engine_that_reads_the_folder_itself_is_refused_fp8(tmp_path: pathlib.Path) -> None:
+    write(tmp_path)
+    check_served(tmp_path)
+    write(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert "quantization_config" not in read_hf_config(tmp_path).to_dict()
+    with pytest.raises(ConfigError, match="rollout.engine=vllm would hold FP8 weights"):
+        check_served(tmp_path)
