@@ -42,7 +42,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
             if is_main:
                 simulate_job(config, options)
             return 0
-        return 0 if train(config) else EXIT_PREEMPTED
+        return 0 if _run(train, config) else EXIT_PREEMPTED
     except (ConfigError, FileNotFoundError) as error:
         if is_main:
             print(f"megatron_rl: {error}", file=sys.stderr)
@@ -50,6 +50,17 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     except RunError as error:
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _run(train: Callable[[Config], bool], config: Config) -> bool:
+    """Call ``train``. Raises RunError where something within it asks to exit, with whatever code: no run ended well."""
+    try:
+        return train(config)
+    except SystemExit as error:
+        raise RunError(
+            f"something within the run called sys.exit({error.code!r}), which is a failure; mend what calls it:\n"
+            f"{traceback.format_exc()}"
+        ) from error
 
 
 def end_process(main: Callable[[], int]) -> NoReturn:

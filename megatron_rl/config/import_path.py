@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Mapping
 from types import ModuleType
 
+from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.errors import ConfigError
 
 
@@ -40,7 +41,8 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         raise ConfigError(f"{what} is not known; {hint}{listed}your own is written {form}")
     is_file = module_name.endswith(".py") or "/" in module_name
     try:
-        module = _module_of_file(module_name, what) if is_file else importlib.import_module(module_name)
+        with exit_is_an_error():
+            module = _module_of_file(module_name, what) if is_file else importlib.import_module(module_name)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

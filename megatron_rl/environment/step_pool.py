@@ -19,6 +19,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 
+from megatron_rl.config.no_exit import exit_is_an_error
+
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +85,8 @@ class StepPool:
                 self._change.notify_all()
             value, error = None, None
             try:
-                value = ticket.act()
+                with exit_is_an_error():
+                    value = ticket.act()
             except BaseException as raised:  # noqa: BLE001 (raised by result, in the thread that asks)
                 error = raised
             with self._change:
@@ -94,7 +97,10 @@ class StepPool:
                 self._change.notify_all()
 
     def result(self, ticket: Ticket) -> object:
-        """Return the call's value, or raise its error, Overdue, or RuntimeError if it was forgotten before it began."""
+        """Return the call's value, or raise its error or Overdue.
+
+        Raises RuntimeError for a call that ``sys.exit`` or ``os._exit`` ended, or that was forgotten before it began.
+        """
         with self._change:
             while not ticket.ended:
                 self._give_up_overdue()
@@ -103,7 +109,11 @@ class StepPool:
                 nearest = min((x.ends_at for x in self._running), default=time.monotonic() + self.deadline_s)
                 self._change.wait(max(0.0, nearest - time.monotonic()))
         if ticket.error is not None:
-            raise ticket.error
+            if isinstance(ticket.error, Exception):
+                raise ticket.error
+            raise RuntimeError(  # its own kind would end this thread too, and a SystemExit the run, as a success
+                f"a step of an environment ended with {type(ticket.error).__name__}: {ticket.error}"
+            ) from ticket.error
         return ticket.value
 
     def _give_up_overdue(self) -> None:

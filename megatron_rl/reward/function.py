@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config import RewardConfig, import_path
+from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.data.columns import ANSWER, RequiredColumn
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Rollout
@@ -137,15 +138,16 @@ def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[st
 def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[Outcome], str | None]:
     """Call ``function``; return (an outcome per sample, None), or ([], the traceback) where the call fails.
 
-    A call fails where it raises or returns a wrong number of values. A coroutine is run to its end in an event loop
-    of its own.
+    A call fails where it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of values. A coroutine
+    is run to its end in an event loop of its own. KeyboardInterrupt passes: in a rank it is the user's.
     """
     try:
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
+        with exit_is_an_error():
+            returned = function(**arguments)
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_awaited(returned))
         return [_outcome(value) for value in _as_list(returned, len(arguments["completions"]))], None
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001
         # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code they interrupt.

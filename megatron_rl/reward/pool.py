@@ -67,9 +67,11 @@ class Pool:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
 
-    def score(self, rollouts: Sequence[Rollout]) -> TaskQueue:
+    def score(self, rollouts: Sequence[Rollout], *, stop_at_failure: bool = False) -> TaskQueue:
         """Call every function on every sample; neighbours with the same prompt form a group.
 
+        stop_at_failure: whether the other samples are given up once one has failed: a sample that hangs is known after
+            two deadlines, its group's and its own.
         Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no
         worker starts.
         """
@@ -79,13 +81,14 @@ class Pool:
             work = TaskQueue(rollouts, len(self.functions), self.most_samples)
             try:
                 self._wait(None, until=time.monotonic())  # a death since the last batch is no sample's fault
-                while not work.done:
+                while not (work.done or (stop_at_failure and work.has_failed)):
                     self._fill()
                     self._hand_out(work, columns)
                     self._wait(work)
             finally:
                 for worker in [worker for worker in self._workers if worker.task is not None]:
                     self._end(worker)  # after an error nobody waits for its task any more
+            work.give_up_rest()
         # The next batches get tasks that a worker can finish in time.
         slow = work.slow_samples()
         if slow is not None:

@@ -55,9 +55,9 @@ class Reward:
     ``reward.in_process`` names them; other functions are called in this process, on the whole batch. Only a worker can
     be interrupted: ``reward.deadline_s`` bounds the functions that run in one.
 
-    A function **fails on a sample** when it raises on it, gives a value that is not a finite number or None, or (in a
-    worker) takes too long or kills its process. When a call on several samples fails whole, the guilty sample is
-    unknown: the function is called again **one sample at a time**, and only those that fail alone are guilty. So a
+    A function **fails on a sample** when it raises or exits on it, gives a value that is not a finite number or None,
+    or (in a worker) takes too long or kills its process. When a call on several samples fails whole, the guilty sample
+    is unknown: the function is called again **one sample at a time**, and only those that fail alone are guilty. So a
     function must not depend on the other samples of a call, and may be called more than once on the same one. If none
     raises alone, the first call itself is the error.
 
@@ -102,8 +102,9 @@ class Reward:
         """Return [S], one Score per rollout, in order.
 
         ``total`` is the weighted sum over the functions that applied, None if none did. A sample on which any function
-        failed meets ``reward.on_error``: ``fail`` raises RewardError with its id and the traceback, ``drop`` gives a
-        total of None, ``zero`` a total of 0.0. Raises ConfigError where a function cannot take the dataset's columns.
+        failed meets ``reward.on_error``: ``fail`` raises RewardError with its id and the traceback, without waiting for
+        the other samples, ``drop`` gives a total of None, ``zero`` a total of 0.0. Raises ConfigError where a function
+        cannot take the dataset's columns.
         """
         self.last_errors = ()
         scores = iter(self._score([rollout for rollout in rollouts if rollout.excluded is None]))
@@ -129,7 +130,7 @@ class Reward:
 
     def _answers_here(self, name: str, rollouts: Sequence[Rollout]) -> _Answers:
         if name != ENVIRONMENT:
-            return _call_here(name, self._functions[name], rollouts)
+            return _call_here(name, self._functions[name], rollouts, stop_at_failure=self._on_error == "fail")
         without = [rollout.sample_id for rollout in rollouts if rollout.environment_reward is None]
         if without:
             raise RewardError(
@@ -141,7 +142,7 @@ class Reward:
     def _ask_workers(self, rollouts: Sequence[Rollout]) -> dict[str, _Answers]:
         if self.pool is None:
             return {}
-        work = self.pool.score(rollouts)
+        work = self.pool.score(rollouts, stop_at_failure=self._on_error == "fail")
         return {
             name: _Answers(outcomes=work.outcomes[number], unexplained=work.unexplained(number))
             for number, name in enumerate(self.pool.functions)
@@ -171,14 +172,17 @@ class Reward:
             first = failures[0]
             raise RewardError(
                 f"reward function {name!r} failed on sample {first.sample_id} "
-                f"({len(failures)} of {len(rollouts)} samples failed); "
+                f"({len(failures)} of {len(rollouts)} samples had failed by then); "
                 f"mend it, or set reward.on_error to drop or zero:\n{first.message}"
             )
         return failures
 
 
-def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout]) -> _Answers:
-    """Call one function on the whole batch in this process."""
+def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout], *, stop_at_failure: bool) -> _Answers:
+    """Call one function on the whole batch in this process.
+
+    stop_at_failure: whether the samples behind the first that fails alone are left without an answer.
+    """
     columns = columns_of(rollouts)
     check_signature(name, function, columns)
     outcomes, batch_error = call(function, arguments_of(rollouts, columns))
@@ -189,4 +193,7 @@ def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout])
         single, error = call(function, arguments_of([rollout], columns))
         outcomes += single if error is None else [Outcome(error=error)]
         found_guilty |= error is not None
+        if found_guilty and stop_at_failure:
+            break
+    outcomes += [Outcome()] * (len(rollouts) - len(outcomes))
     return _Answers(outcomes=outcomes, unexplained=() if found_guilty else [(rollouts, batch_error)])

@@ -33,6 +33,11 @@ class Split:
     left: int
     found_guilty: bool = False
 
+    @property
+    def is_innocent(self) -> bool:
+        """Return whether every one of its samples was tried alone, and none failed."""
+        return self.left == 0 and not self.found_guilty
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
@@ -61,6 +66,7 @@ class TaskQueue:
         self.rollouts = rollouts
         self.outcomes: list[list[Outcome | None]] = [[None] * len(rollouts) for _ in range(num_functions)]
         self.splits: list[Split] = []
+        self.has_failed = False  # a sample that is known to be guilty
         self._left = num_functions * len(rollouts)
         groups = [
             list(indices)
@@ -86,8 +92,15 @@ class TaskQueue:
             assert self.outcomes[task.function][sample] is None
             self.outcomes[task.function][sample] = outcome
         self._left -= len(task.samples)
+        self.has_failed |= any(outcome.error is not None for outcome in outcomes)
         if task.split is not None:
             task.split.left -= 1
+
+    def give_up_rest(self) -> None:
+        """Give every sample without an answer an empty one."""
+        self.outcomes = [[outcome or Outcome() for outcome in of_function] for of_function in self.outcomes]
+        self._waiting.clear()
+        self._left = 0
 
     def failed(self, task: Task, failure: Failure, error: str) -> None:
         if len(task.samples) > 1:
@@ -106,10 +119,10 @@ class TaskQueue:
 
     def unexplained(self, function: int) -> list[tuple[list[Rollout], str]]:
         """Return (samples, traceback) of each task that raised as a whole, and on none of its samples alone."""
-        raised = [split for split in self.splits if split.failure is Failure.RAISED and not split.found_guilty]
+        raised = [split for split in self.splits if split.failure is Failure.RAISED and split.is_innocent]
         return [([self.rollouts[i] for i in s.task.samples], s.error) for s in raised if s.task.function == function]
 
     def slow_samples(self) -> int | None:
         """Return the size of the smallest task that was overdue while its samples alone were not; None without one."""
-        slow = [s for s in self.splits if s.failure is Failure.OVERDUE and not s.found_guilty]
+        slow = [s for s in self.splits if s.failure is Failure.OVERDUE and s.is_innocent]
         return min((len(s.task.samples) for s in slow), default=None)

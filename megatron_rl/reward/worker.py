@@ -38,7 +38,7 @@ def answer(task: dict, function: RewardFunction) -> dict:
         return {"id": task["id"], "refused": str(error)}
     try:
         outcomes, error = call(function, {**columns, **fixed})
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         error = formatted_traceback()  # the function raised it: nobody interrupts a worker
     if error is not None:
         return {"id": task["id"], "error": error}

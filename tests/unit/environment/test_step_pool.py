@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
@@ -19,6 +21,18 @@ def test_results_and_errors_reach_who_asks() -> None:
     assert [pool.result(ticket) for ticket in tickets[1:]] == [10 // k for k in range(1, 20)]
     with pytest.raises(ZeroDivisionError):
         pool.result(tickets[0])
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("leave", "message"),
+    [(sys.exit, "SystemExit: 0"), (lambda code: os._exit(code), r"SystemExit: os\._exit\(0\) was called")],
+)
+def test_a_step_that_exits_is_an_error_of_its_call(leave, message) -> None:
+    pool = StepPool(1, BOUND_S)
+    with pytest.raises(RuntimeError, match=f"a step of an environment ended with {message}"):
+        pool.result(pool.submit(lambda: leave(0)))
+    assert pool.result(pool.submit(lambda: 5)) == 5
     pool.close()
 
 

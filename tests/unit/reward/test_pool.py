@@ -72,7 +72,7 @@ def test_failing_equals_the_main_process():
     rollouts = groups_of(["a", "raise it"], ["raise again", "b"])
     with reward_of("act", on_error="fail") as apart, reward_of("act", on_error="fail", num_workers=0) as here:
         with pytest.raises(
-            RewardError, match="(?s)sample 0@0#1 .2 of 4 samples failed.*RuntimeError: no reward for 'raise it'"
+            RewardError, match="(?s)sample 0@0#1 .1 of 4 samples had failed.*RuntimeError: no reward for 'raise it'"
         ) as met:
             apart.score(rollouts)
         with pytest.raises(RewardError) as expected:
@@ -166,6 +166,7 @@ def test_columns_that_a_function_or_a_socket_cannot_take():
         ("base", "OfBaseException: base"),
         ("math_timeout", "TimeoutException: math_timeout"),
         ("exit", "SystemExit: 3"),
+        ("os_exit", "os._exit(0) was called"),
         ("interrupt", "KeyboardInterrupt"),
     ],
 )
@@ -191,13 +192,25 @@ def test_only_the_guilty_sample_meets_on_error(only_endless, text, message, on_e
     rollouts = groups_of(["a", text, "bc"], ["none", "d"])
     with reward_of("act", "group_size", on_error=on_error, deadline_s=SHORT_S, num_workers=2) as reward:
         if on_error == "fail":
-            with pytest.raises(RewardError, match=f"(?s)failed on sample 0@0#1 .1 of 5 samples failed.*{message}"):
+            with pytest.raises(RewardError, match=f"(?s)failed on sample 0@0#1 .1 of 5 samples had failed.*{message}"):
                 reward.score(rollouts)
         else:
             scores = reward.score(rollouts)
             assert totals(scores) == [4.0, total, 5.0, 2.0, 3.0] and scores[1].by_function == (None, 3.0)
             assert [failure.sample_id for failure in reward.last_errors] == ["0@0#1"]
         assert totals(reward.score(groups_of(["a"], ["bc"]))) == [2.0, 3.0]
+
+
+def test_under_fail_a_hanging_reward_costs_two_deadlines_and_not_two_a_sample(only_endless):
+    """Under on_error=fail the first failure ends the batch.
+
+    One worker meets the group's deadline, the next one the first sample's; nobody waits for the other 31.
+    """
+    with reward_of("act", on_error="fail", deadline_s=SHORT_S) as reward:
+        with pytest.raises(RewardError, match=r"(?s)sample 0@0#0 .1 of 32 samples had failed.*took over 0\.2 s"):
+            reward.score(groups_of(["hang"] * 16, ["hang"] * 16))
+        assert reward.pool.num_started == 2
+        assert totals(reward.score(groups_of(["a"]))) == [1.0]
 
 
 def test_a_worker_that_dies_once_costs_no_sample(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import threading
 import types
@@ -275,7 +276,7 @@ def test_only_the_guilty_sample_meets_the_policy(module, function, message, on_e
 @pytest.mark.parametrize(("function", "message"), GUILTY_ON_B)
 def test_fail_names_the_sample_and_the_cause(module, function, message):
     with pytest.raises(
-        RewardError, match="(?s)failed on sample 1@0#0 .1 of 3 samples failed.*reward.on_error"
+        RewardError, match="(?s)failed on sample 1@0#0 .1 of 3 samples had failed.*reward.on_error"
     ) as caught:
         reward_of(module, function).score(make_rollouts("abc"))
     assert message in str(caught.value)
@@ -295,13 +296,41 @@ def test_what_is_not_a_list_is_an_error(module):
         reward_of(module, lambda completions, **_: None).score(make_rollouts("a"))
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_interrupts_are_not_reward_errors(module, stop):
+def test_an_interrupt_is_the_users_and_no_reward_error(module):
     def interrupted(completions, **_):
-        raise stop
+        raise KeyboardInterrupt
 
-    with pytest.raises(stop):
+    with pytest.raises(KeyboardInterrupt):
         reward_of(module, interrupted, on_error="drop").score(make_rollouts("a"))
+
+
+@pytest.mark.parametrize(
+    ("leave", "message"), [(sys.exit, "SystemExit: 0"), (lambda code: os._exit(code), "os._exit(0) was called")]
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_exits_fails_on_its_sample(module, leave, message, is_async):
+    def exits(completions, **_):
+        return [leave(0) if text == "b" else 1.0 for text in completions]
+
+    async def exits_later(completions, **_):
+        return exits(completions)
+
+    reward = reward_of(module, exits_later if is_async else exits, on_error="drop")
+    assert totals(reward.score(make_rollouts("abc"))) == [1.0, None, 1.0]
+    assert [failure.sample_id for failure in reward.last_errors] == ["1@0#0"]
+    assert message in reward.last_errors[0].message
+
+
+def test_under_fail_the_samples_behind_the_first_failure_are_not_called(module):
+    called = []
+
+    def fails(completions, **_):
+        called.append("".join(completions))
+        raise RuntimeError("down")
+
+    with pytest.raises(RewardError, match="(?s)sample 0@0#0 .1 of 4 samples had failed by then.*RuntimeError: down"):
+        reward_of(module, fails).score(make_rollouts("abcd"))
+    assert called == ["abcd", "a"]
 
 
 # --- what an environment gave

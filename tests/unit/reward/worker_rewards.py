@@ -57,6 +57,8 @@ def _act(text: str) -> float | None:
             raise TimeoutException(text)
         case "exit":
             sys.exit(3)
+        case "os_exit":
+            os._exit(0)
         case "interrupt":
             raise KeyboardInterrupt
         case "sleep":
