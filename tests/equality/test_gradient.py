@@ -249,3 +249,37 @@ def test_dropped_microbatches_leave_the_dense_gradient_bitwise(
         for found in pool.run(pipeline * data, bitwise_pairs, 1, pipeline, extra, cut, timeout_s=60):
             assert found["dropped"] > 0 and found["norm"] > 0, found
             assert all(found["equal"])
+
+
+def with_pad_tokens(rank: int, world: int) -> dict[str, float]:
+    """Train on samples that hold the pad's id as a token, filled up to a multiple by pads too; return the errors.
+
+    "frozen" is the largest gradient of its embedding in transformers as it stands, whose ``padding_idx`` leaves it out.
+    """
+    samples = [
+        dataclasses.replace(s, token_ids=np.where(s.token_ids % 5 == 0, 0, s.token_ids)) for s in make_samples(6)
+    ]
+    advantages, name = ragged_advantages(6), "model.embed_tokens.weight"
+    with open_rig("qwen2_untied") as rig:
+        assert rig.model.config.pad_token_id == 0
+        rig.rules(pad_multiple=8)
+        rig.take(samples)
+        found = rig.gradient(advantages, rig.plan(advantages, drops=True))
+        frozen, _ = reference_gradient(rig.model, samples, rig.groups, list(advantages))
+        rig.model.get_input_embeddings().padding_idx = None
+        expected, _ = reference_gradient(rig.model, samples, rig.groups, list(advantages))
+    return {
+        "all": relative_error(found, expected),
+        "the pad's row": relative_error({name: found[name][0]}, {name: expected[name][0]}),
+        "frozen": float(frozen[name][0].abs().max()),
+    }
+
+
+def test_the_pads_id_is_a_token_like_any_other(pool: Pool) -> None:
+    """A token of the pad's id trains its embedding, as the derivative of the loss says; pads that fill up do not.
+
+    transformers leaves out that one row of the input embedding's gradient (``padding_idx``), which many models share
+    with a token that means something; the head's row it trains.
+    """
+    (found,) = pool.run(1, with_pad_tokens, timeout_s=60)
+    assert found["frozen"] == 0.0 and found["all"] < TOLERANCE and found["the pad's row"] < TOLERANCE, found
