@@ -20,7 +20,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
-        "omegaconf>=2.3",
+        "pyyaml>=6.0",
         "transformers>=5.0",
         "safetensors>=0.4",
         "tokenizers>=0.20",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.json_text import quoted
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.simulator.command import add_arguments, simulate_job
@@ -97,8 +98,12 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]
     parser.add_argument("--dry-run", action="store_true", help="print what the job would take, join no world, and end")
     add_arguments(parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)"))
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_intermixed_args(arguments)
-    config = load_config(options.config, options.overrides)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    for name in unknown:
+        if "=" not in name:
+            known = ", ".join(option for action in parser._actions for option in action.option_strings)
+            raise ConfigError(f"{quoted(name)} is no option; those are {known}; a setting is section.key=value")
+    config = load_config(options.config, [*unknown, *options.overrides])  # it names the fault of --section.key=value
     if options.run_dir:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=options.run_dir))
     return config, options

@@ -25,7 +25,7 @@ from megatron_rl.distributed.versions import MEGATRON_BELOW, MEGATRON_LEAST, old
 REQUIRED = {
     "torch": "2.6",
     "megatron-core": MEGATRON_LEAST,
-    "omegaconf": "2.3",
+    "pyyaml": "6.0",
     "transformers": "5.0",
     "safetensors": "0.4",
     "tokenizers": "0.20",

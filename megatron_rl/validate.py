@@ -7,6 +7,7 @@ import os
 
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, critic_config
+from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 
 
@@ -23,7 +24,8 @@ def validate_config(config: Config) -> None:
         )
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(
-            f"model.hf_path={config.model.hf_path!r} holds no config.json; give a local Hugging Face directory"
+            f"model.hf_path={quoted(config.model.hf_path, 300)} holds no config.json; give a local Hugging Face "
+            "directory"
         )
     if config.train.num_rollouts != 0 and not config.reward.functions:
         raise ConfigError(
@@ -114,7 +116,8 @@ def _check_critic(config: Config) -> None:
     critic_config(config)
     if critic.hf_path is not None and not os.path.isfile(os.path.join(critic.hf_path, "config.json")):
         raise ConfigError(
-            f"critic.hf_path={critic.hf_path!r} holds no config.json; give a local Hugging Face directory, or null"
+            f"critic.hf_path={quoted(critic.hf_path, 300)} holds no config.json; give a local Hugging Face "
+            "directory, or null"
         )
     if config.correction.off_policy_delta is not None:
         raise ConfigError(
@@ -161,12 +164,12 @@ def check_critic_model(config: Config, policy) -> None:
     if not config.has_critic or config.critic.hf_path is None:
         return
     critic = read_hf_config(config.critic.hf_path, "critic.hf_path")
-    check_lengths(config, critic.max_position_embeddings, of=f"critic.hf_path={config.critic.hf_path!r}")
+    check_lengths(config, critic.max_position_embeddings, of=f"critic.hf_path={quoted(config.critic.hf_path, 300)}")
     if critic.vocab_size < policy.vocab_size:
         raise ConfigError(
-            f"critic.hf_path={config.critic.hf_path!r} has a vocabulary of {critic.vocab_size} and "
-            f"model.hf_path={config.model.hf_path!r} one of {policy.vocab_size}: it could not read the policy's "
-            "tokens; give a model of the same tokenizer"
+            f"critic.hf_path={quoted(config.critic.hf_path, 300)} has a vocabulary of {critic.vocab_size} and "
+            f"model.hf_path={quoted(config.model.hf_path, 300)} one of {policy.vocab_size}: it could not read the "
+            "policy's tokens; give a model of the same tokenizer"
         )
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from megatron_rl.config.checks import choose
-from megatron_rl.config.ranges import Range
+from megatron_rl.config.json_text import quoted
+from megatron_rl.config.ranges import Range, hints_of
+from megatron_rl.config.typed import typed_value
 from megatron_rl.errors import ConfigError
 
 OWN_SECTIONS = ("parallel", "optimizer")
@@ -59,8 +61,8 @@ class CriticConfig:
             )
         if self.init == "policy" and self.hf_path is not None:
             raise ConfigError(
-                f"critic.init=policy takes the policy's weights, and critic.hf_path={self.hf_path!r} names others; "
-                "set one"
+                f"critic.init=policy takes the policy's weights, and critic.hf_path={quoted(self.hf_path, 300)} names "
+                "others; set one"
             )
 
 
@@ -88,9 +90,11 @@ def _changed(config, section: str, fields: dict[str, Any]):
     known = [field.name for field in dataclasses.fields(before)]
     for name, value in fields.items():
         if (section, name) == ("optimizer", "lr"):
-            raise ConfigError(f"critic.optimizer.lr={value!r} is set by critic.lr={config.critic.lr}; set that alone")
+            raise ConfigError(
+                f"critic.optimizer.lr={quoted(value)} is set by critic.lr={config.critic.lr}; set that alone"
+            )
         if name not in known:
-            raise ConfigError(f"critic.{section}.{name}={value!r} is not known; {section} has {', '.join(known)}")
-    return dataclasses.replace(
-        before, **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    )
+            raise ConfigError(f"critic.{section}.{name}={quoted(value)} is not known; {section} has {', '.join(known)}")
+    hints = hints_of(type(before))
+    changed = {name: typed_value(f"critic.{section}.{name}", value, hints[name]) for name, value in fields.items()}
+    return dataclasses.replace(before, **changed)

@@ -50,4 +50,4 @@ class DataConfig:
             )
         choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
         if self.template != "chat" and "{prompt}" not in self.template:
-            raise ConfigError(f"data.template={self.template!r} has no {{prompt}} in it; add it, or use 'chat'")
+            raise ConfigError(f"data.template={quoted(self.template)} has no {{prompt}} in it; add it, or use 'chat'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
@@ -45,14 +46,14 @@ class EvalConfig:
             )
         if self.path is not None and self.name in self.sets:
             raise ConfigError(
-                f"eval.name={self.name!r} names both eval.path={self.path!r} and "
-                f"eval.sets.{self.name}={self.sets[self.name]!r}; rename one of them, or drop eval.path"
+                f"eval.name={quoted(self.name)} names both eval.path={quoted(self.path, 300)} and "
+                f"eval.sets.{self.name}={quoted(self.sets[self.name], 300)}; rename one of them, or drop eval.path"
             )
         for name in self.named_sets:
             if not name or "/" in name:
                 raise ConfigError(
-                    f"{name!r} cannot name an evaluation set: metrics are called eval/<name>/...; use a name without "
-                    "'/'"
+                    f"{quoted(name)} cannot name an evaluation set: metrics are called eval/<name>/...; use a name "
+                    "without '/'"
                 )
 
     @property

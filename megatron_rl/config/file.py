@@ -1,115 +1,129 @@
-"""Files and overrides, which OmegaConf merges into a Config; and a Config written as YAML."""
+"""Files and overrides, merged over the defaults into a Config; and a Config written as YAML."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
+import yaml
+
+from megatron_rl.config.json_text import quoted, shortened
+from megatron_rl.config.ranges import hints_of
+from megatron_rl.config.references import References
 from megatron_rl.config.sections import Config
+from megatron_rl.config.typed import RENAMED, build_section, hint_at, is_text
+from megatron_rl.config.yaml_text import FLOAT, Lines, parse_yaml, read_yaml
 from megatron_rl.errors import ConfigError
 
-# Keys of earlier releases and their names of today; a section's name renames all of its keys.
-RENAMED = {
-    "train.steps": "train.num_rollouts",
-    "train.prompts_per_step": "train.prompts_per_rollout",
-    "train.export_every": "train.export_every_rollouts",
-    "warmup": "sft",
-    "critic.warmup_steps": "critic.warmup_rollouts",
-    "checkpoint.save_every": "checkpoint.save_every_rollouts",
-    "reference.refresh_every": "reference.refresh_every_rollouts",
-    "eval.every": "eval.every_rollouts",
-    "metrics.dense_every": "metrics.dense_every_rollouts",
-    "weight_sync.interval": "weight_sync.interval_steps",
-    "rollout.producer.depth": "rollout.producer.prefetch_rollouts",
-    "rollout.producer.max_staleness": "rollout.producer.max_staleness_steps",
-    "reward.overlong_buffer": "reward.overlong_buffer_tokens",
-    "replay.size": "replay.capacity_groups",
-    "replay.max_age": "replay.max_age_versions",
-    "reroll.buffer_size": "reroll.capacity_prompts",
-}
+Tree = dict[str, object]
 
 
-def _check_keys(tree: dict, cls: type, prefix: str = "") -> None:
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    for key, value in tree.items():
-        if f"{prefix}{key}" in RENAMED:
-            raise ConfigError(
-                f"config key {prefix}{key} (value {value!r}) is called {RENAMED[f'{prefix}{key}']} now; rename it"
-            )
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
-            raise ConfigError(
-                f"unknown config key {prefix}{key} (value {value!r}); the nearest known key is {prefix}{nearest[0]}"
-            )
-        section = known[key].default_factory
-        if dataclasses.is_dataclass(section) and isinstance(section, type):
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{prefix}{key}={value!r} must be a section with keys, as in "
-                    f"{prefix}{key}.{dataclasses.fields(section)[0].name}"
-                )
-            _check_keys(value, section, f"{prefix}{key}.")
-
-
-def _with_lists(tree: dict, cls: type) -> dict:
-    """Return the settings with a bare text in place of a list as a list of one; an empty text is an empty list."""
-    sections = {f.name: f for f in dataclasses.fields(cls)}
-    lists = {}
-    for key, value in tree.items():
-        section = sections[key].default_factory
-        if dataclasses.is_dataclass(section):
-            lists[key] = _with_lists(value, section)
-        elif isinstance(value, str) and sections[key].type.startswith("tuple[str"):
-            lists[key] = [value] if value else []
-        else:
-            lists[key] = value
-    return lists
-
-
-def load_config(path: str | pathlib.Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Load the defaults, then the YAML file, then ``section.key=value`` overrides.
 
-    Raises ConfigError or FileNotFoundError.
+    Raises ConfigError with the file and line of the setting, where it stands in a file.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    layers = []
-    if path is not None:
-        layers.append(OmegaConf.load(path))
+    tree, lines = read_yaml(path) if path is not None else ({}, {})
+    tree = {name: value for name, value in tree.items() if value is not None}  # a section whose keys are comments
     for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        setting = _parse_override(override)
+        tree = _merged(tree, setting)
+        lines = {key: line for key, line in lines.items() if not _holds(setting, key)}
     try:
-        layers.append(OmegaConf.from_dotlist(list(overrides)))
-        settings = OmegaConf.merge(*layers)
-        if OmegaConf.select(settings, "skip.mode") is False:  # YAML reads a bare off as the boolean
-            OmegaConf.update(settings, "skip.mode", "off")
-        tree = OmegaConf.to_container(settings, resolve=True)
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must hold sections with keys, and it holds a {type(tree).__name__}")
-        _check_keys(tree, Config)
-        return OmegaConf.to_object(OmegaConf.merge(_defaults(), _with_lists(tree, Config)))
-    except OmegaConfBaseException as error:
-        key = error.full_key or ""
-        cause = error.__cause__
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise ConfigError(f"config key {key}: {str(error).splitlines()[0]}") from error
+        defaults = json.loads(json.dumps(dataclasses.asdict(Config())))
+        settings = References(_merged(defaults, tree)).resolved(tree, "")
+        if isinstance(skip := settings.get("skip"), dict) and skip.get("mode") is False:
+            skip["mode"] = "off"  # YAML reads a bare off as the boolean
+        return build_section(Config, settings)
+    except ConfigError as error:
+        raise ConfigError(_with_place(str(error), str(path), lines)) from None
 
 
-@functools.cache
-def _defaults():
-    """Build OmegaConf's typed tree of the defaults, once.
+def right_key(key: str) -> str:
+    """Return a key's name of today, or the nearest one there is."""
+    if key in RENAMED or hint_at(Config, key) is not None:
+        return RENAMED.get(key, key)
+    return difflib.get_close_matches(key[:100], list(all_keys()), n=1, cutoff=0.0)[0]
 
-    It takes four fifths of the time of reading a configuration; merging copies it.
-    """
-    from omegaconf import OmegaConf
 
-    return OmegaConf.structured(Config)
+def all_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every setting."""
+    for name, hint in hints_of(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from all_keys(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _parse_override(override: str) -> Tree:
+    key, equals, text = override.partition("=")
+    bare = key.strip().lstrip("+~-")
+    if not equals or not bare:
+        raise ConfigError(
+            f"override {quoted(override)} is not of the form section.key=value, without spaces around the ="
+        )
+    if bare != key.strip():
+        raise ConfigError(
+            f"override {quoted(override)}: a setting is written without {quoted(key.strip()[0])} before it, as in "
+            f"{right_key(bare)}={shortened(text)}"
+        )
+    value = _override_value(bare, text, override)
+    for name in reversed(bare.split(".")):
+        value = {name: value}
+    return value
+
+
+def _override_value(key: str, text: str, override: str) -> object:
+    """Return the value of an override; what is no YAML scalar is still a text where the field holds one."""
+    if re.search("[\ud800-\udfff]", override):
+        raise ConfigError(f"override {quoted(override)} is not UTF-8")
+    if not text.strip():
+        raise ConfigError(f"override {quoted(override)} gives no value; write null for none, '\"\"' for an empty text")
+    wants_text = is_text(hint_at(Config, key))
+    try:
+        value = parse_yaml(text, f"override {quoted(override)}")
+    except ConfigError:
+        if wants_text:
+            return text
+        raise
+    return (
+        text if wants_text and isinstance(value, int | float | dict | list) and not isinstance(value, bool) else value
+    )
+
+
+def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
+    """Return ``below`` with the settings of ``above`` over it, section by section."""
+    both = dict(below)
+    for name, value in above.items():
+        held = both.get(name)
+        both[name] = _merged(held, value) if isinstance(held, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _holds(tree: Tree, key: str) -> bool:
+    """Tell whether a tree sets the value at a dotted key, or a section that it stands in."""
+    found: object = tree
+    for name in key.split("."):
+        if not isinstance(found, dict):
+            return True
+        if name not in found:
+            return False
+        found = found[name]
+    return not isinstance(found, dict)
+
+
+def _with_place(message: str, path: str, lines: Lines) -> str:
+    """Return a message that begins with the file and the lines of the keys that it names."""
+    named = set(re.findall(r"[\w-]+(?:\.[\w-]+)+", message))
+    named |= set(re.findall(r"^(?:unknown )?(?:config key )?([\w-]+)(?![\w.-])", message))
+    found = sorted({lines[key] for key in named if key in lines})
+    if not found:
+        return message
+    return f"{path}, line{'s' * (len(found) > 1)} {', '.join(map(str, found))}: {message}"
 
 
 def config_to_dict(config: Config) -> dict[str, dict]:
@@ -117,8 +131,13 @@ def config_to_dict(config: Config) -> dict[str, dict]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around every text that ``parse_yaml`` would read as a number."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
 def config_to_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML, every default filled in."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
+    return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)

@@ -25,7 +25,11 @@ _KINDS = {dict: "an object", list: "a list", str: "a text", int: "an integer", f
 
 def quoted(value: object, most: int = 60) -> str:
     """Return a value for a message, cut behind ``most`` characters."""
-    text = repr(value) if not isinstance(value, str) or value.isascii() else ascii(value)
+    return shortened(repr(value) if not isinstance(value, str) or value.isascii() else ascii(value), most)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Return a text for a message without quotes, cut behind ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
@@ -124,17 +128,29 @@ def read_json(
     most_bytes: the size of the largest file that is read.
     error: the class to raise for a file that cannot be read or whose text is refused.
     """
+    return parse_json(read_bytes(path, "a JSON file", most_bytes=most_bytes, error=error), str(path), error=error)
+
+
+def read_bytes(path: str | pathlib.Path, wanted: str, *, most_bytes: int, error: type[Exception]) -> bytes:
+    """Return the bytes of a regular file.
+
+    wanted: the kind of file, for messages.
+    most_bytes: the size of the largest file that is read.
+    Raises ``error`` for a file that is missing, larger, or no regular one; a pipe is not waited for.
+    """
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
-                raise error(f"{path} is no regular file; a JSON file is wanted")
+                raise error(f"{path} is no regular file; {wanted} is wanted")
             content = file.read(most_bytes + 1)
-    except OSError as fault:
-        raise error(f"{path} cannot be read: {fault.strerror or fault}") from None
+    except (OSError, ValueError) as fault:  # ValueError: a path with NUL in it
+        reason = fault.strerror if isinstance(fault, OSError) else str(fault)
+        place = f" (working directory {os.getcwd()})" * (isinstance(fault, FileNotFoundError) and str(path)[:1] != "/")
+        raise error(f"{shortened(str(path), 300)} cannot be read: {reason}{place}") from None
     if len(content) > most_bytes:
         raise error(f"{path} has {max(facts.st_size, len(content))} bytes; at most {most_bytes} are read")
-    return parse_json(content, str(path), error=error)
+    return content
 
 
 def read_object(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl.config.checks import choose
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
@@ -33,7 +34,7 @@ class LoraConfig:
         for name in self.targets:
             choose("lora.targets", name, TARGETS)
         if len(set(self.targets)) != len(self.targets):
-            raise ConfigError(f"lora.targets={list(self.targets)} names a layer twice; name each once")
+            raise ConfigError(f"lora.targets={quoted(list(self.targets))} names a layer twice; name each once")
         if not self.targets:
             raise ConfigError(
                 "lora.targets=[] puts adapters nowhere; name a layer, or set lora.rank=null to train every weight"

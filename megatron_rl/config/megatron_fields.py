@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 
 
@@ -33,11 +34,12 @@ def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refused: M
     resolved = {}
     for name, value in given.items():
         if name in refused:
-            raise ConfigError(f"{section}.{name}={value!r} is refused: {refused[name]}; remove it")
+            raise ConfigError(f"{section}.{name}={quoted(value)} is refused: {refused[name]}; remove it")
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"unknown field {section}.{name} (value {value!r}); the nearest field of {cls.__name__} is {nearest}"
+                f"unknown field {section}.{name} (value {quoted(value)}); the nearest field of {cls.__name__} is "
+                f"{nearest}"
             )
         resolved[name] = _typed(value, hints[name], f"{section}.{name}")
     return resolved
@@ -51,12 +53,16 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
     if torch.dtype in kinds:
         dtype = vars(torch).get(value.removeprefix("torch."))
         if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"{key}={value!r} names no torch dtype; use one as in bfloat16, float32, float8_e4m3fn")
+            raise ConfigError(
+                f"{key}={quoted(value)} names no torch dtype; use one as in bfloat16, float32, float8_e4m3fn"
+            )
         return dtype
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             if value not in kind.__members__:
-                raise ConfigError(f"{key}={value!r} is no {kind.__name__}; choose one of {', '.join(kind.__members__)}")
+                raise ConfigError(
+                    f"{key}={quoted(value)} is no {kind.__name__}; choose one of {', '.join(kind.__members__)}"
+                )
             return kind[value]
     return value
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import choose
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
@@ -134,22 +135,26 @@ class RolloutConfig:
         for name in self.vllm:
             if name in OWNED_ARGUMENTS:
                 raise ConfigError(
-                    f"rollout.vllm.{name}={self.vllm[name]!r} may not be set there: {OWNED_ARGUMENTS[name]} decides it"
+                    f"rollout.vllm.{name}={quoted(self.vllm[name])} may not be set there: {OWNED_ARGUMENTS[name]} "
+                    "decides it"
                 )
 
     def _check_servers(self) -> None:
         if self.servers and self.engine != "vllm":
             raise ConfigError(
-                f"rollout.servers={list(self.servers)} belong to rollout.engine=vllm and the engine is {self.engine}"
+                f"rollout.servers={quoted(list(self.servers))} belong to rollout.engine=vllm and the engine is "
+                f"{self.engine}"
             )
         for server in self.servers:
             parts = urlsplit(server)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-                raise ConfigError(f"rollout.servers names {server!r}; a server is http://host:port, without a path")
+                raise ConfigError(
+                    f"rollout.servers names {quoted(server)}; a server is http://host:port, without a path"
+                )
         if self.servers and self.num_engines is not None:
             raise ConfigError(
-                f"rollout.num_engines={self.num_engines} starts engines and rollout.servers={list(self.servers)} are "
-                "running ones; drop one"
+                f"rollout.num_engines={self.num_engines} starts engines and "
+                f"rollout.servers={quoted(list(self.servers))} are running ones; drop one"
             )
 
 

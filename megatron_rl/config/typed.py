@@ -1,0 +1,162 @@
+"""Plain values, as YAML holds them, become a section of the configuration: keys, types and ranges are checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+
+from megatron_rl.config.json_text import quoted, shortened
+from megatron_rl.config.ranges import Range, check_number, hints_of, parts_of
+from megatron_rl.errors import ConfigError
+
+# Keys of earlier releases and their names of today; a section's name renames all of its keys.
+RENAMED = {
+    "train.steps": "train.num_rollouts",
+    "train.prompts_per_step": "train.prompts_per_rollout",
+    "train.export_every": "train.export_every_rollouts",
+    "warmup": "sft",
+    "critic.warmup_steps": "critic.warmup_rollouts",
+    "checkpoint.save_every": "checkpoint.save_every_rollouts",
+    "reference.refresh_every": "reference.refresh_every_rollouts",
+    "eval.every": "eval.every_rollouts",
+    "metrics.dense_every": "metrics.dense_every_rollouts",
+    "weight_sync.interval": "weight_sync.interval_steps",
+    "rollout.producer.depth": "rollout.producer.prefetch_rollouts",
+    "rollout.producer.max_staleness": "rollout.producer.max_staleness_steps",
+    "reward.overlong_buffer": "reward.overlong_buffer_tokens",
+    "replay.size": "replay.capacity_groups",
+    "replay.max_age": "replay.max_age_versions",
+    "reroll.buffer_size": "reroll.capacity_prompts",
+}
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "keys with values"}
+
+
+def build_section(cls: type, values: Mapping[str, object], key: str = ""):
+    """Return a section of the configuration with the given values, and the defaults for all others.
+
+    cls: a dataclass of megatron_rl/config.
+    key: the section's own key, for messages; empty for the whole configuration.
+    Raises ConfigError for a key that the section lacks, or a value of another type or beyond its range.
+    """
+    hints, prefix = hints_of(cls), f"{key}." * bool(key)
+    built = {}
+    for name, value in values.items():
+        check_known(cls, name, value, prefix)
+        if not dataclasses.is_dataclass(hints[name]):
+            built[name] = typed_value(f"{prefix}{name}", value, hints[name])
+        elif isinstance(value, dict):
+            built[name] = build_section(hints[name], value, f"{prefix}{name}")
+        else:
+            raise ConfigError(
+                f"{prefix}{name}={_written(value)} must be a section with keys, as in "
+                f"{prefix}{name}.{dataclasses.fields(hints[name])[0].name}"
+            )
+    return cls(**built)
+
+
+def check_known(cls: type, name: str, value: object, prefix: str = "") -> None:
+    """Raise ConfigError for a key that the section ``cls`` lacks, with its name of today or the nearest one."""
+    if f"{prefix}{name}" in RENAMED:
+        raise ConfigError(
+            f"config key {prefix}{name} (value {quoted(value)}) is called {RENAMED[f'{prefix}{name}']} now; rename it"
+        )
+    known = [field.name for field in dataclasses.fields(cls)]
+    if name not in known:
+        nearest = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"unknown config key {shortened(prefix + name)} (value {quoted(value)}); the nearest known key is "
+            f"{prefix}{nearest[0]}"
+        )
+
+
+def hint_at(cls: type, key: str) -> object | None:
+    """Return the type of the field at a dotted key; None where there is none, or it is a section."""
+    name, _, rest = key.partition(".")
+    hint = hints_of(cls).get(name)
+    if rest:
+        return hint_at(hint, rest) if dataclasses.is_dataclass(hint) else None
+    return None if dataclasses.is_dataclass(hint) else hint
+
+
+def is_text(hint: object) -> bool:
+    """Tell whether a field holds one text, or null."""
+    return hint in (str, str | None)
+
+
+def typed_value(key: str, value: object, hint: object) -> object:
+    """Return a field's value as its type wants it: a bare value for a list of one, ``1e3`` for the whole number 1000.
+
+    key: the field's key, for messages.
+    hint: the field's type, with its range.
+    Raises ConfigError for a value of another type, or beyond its range.
+    """
+    if isinstance(value, str) and value == "???":
+        raise ConfigError(f"{key}=??? is a place to be filled in; give a value")
+    may_be_null = type(None) in typing.get_args(hint)
+    if may_be_null:
+        if value is None:
+            return None
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is tuple:
+        return _tuple(key, value, arguments)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key}={_written(value)} must be keys with values, as in {{name: value}}")
+        return {
+            name: part if arguments[1] is typing.Any else typed_value(f"{key}.{name}", part, arguments[1])
+            for name, part in value.items()
+        }
+    kind, bounds = next(parts_of(hint))
+    return _scalar(key, value, kind, bounds, may_be_null)
+
+
+def _tuple(key: str, value: object, arguments: tuple) -> tuple:
+    if isinstance(value, str) and not value.strip():
+        value = []
+    if value is None or isinstance(value, dict):
+        raise ConfigError(f"{key}={_written(value)} must be a list, as in [a, b]; [] is the empty one")
+    parts = value if isinstance(value, list) else [value]
+    hints = [arguments[0]] * len(parts) if arguments[-1] is ... else arguments
+    if len(parts) != len(hints):
+        raise ConfigError(f"{key}={quoted(value)} must be a list of {len(hints)} values, and it has {len(parts)}")
+    return tuple(typed_value(key, part, hint) for part, hint in zip(parts, hints, strict=True))
+
+
+def _scalar(key: str, value: object, kind: type, bounds: Range | None, may_be_null: bool) -> object:
+    found = _converted(value, kind)
+    if found is None:
+        numbers = f", {bounds.words}" if bounds is not None else ""
+        quotes = "; put quotes around it" if kind is str and isinstance(value, bool) else ""
+        raise ConfigError(f"{key}={_written(value)} must be {_WORDS[kind]}{numbers}{', or null' * may_be_null}{quotes}")
+    if bounds is not None:
+        check_number(key, found, bounds, or_null=may_be_null)
+    return float(found) if kind is float else found
+
+
+def _written(value: object) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(repr(value)[:60], quoted(value))
+
+
+def _converted(value: object, kind: type) -> object | None:
+    """Return a value as ``kind``, or None where it has no such meaning."""
+    if kind is str:
+        return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    if kind is bool:
+        if isinstance(value, str):
+            return _FLAGS.get(value.strip().lower())
+        return bool(value) if isinstance(value, bool | int) and value in (0, 1) else None
+    if isinstance(value, str) and len(value) < 400:  # as from an environment variable, or in quotes
+        try:
+            value = float(value) if kind is float else int(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if kind is int and isinstance(value, float):
+        return int(value) if math.isfinite(value) and value.is_integer() else None
+    return value
