@@ -15,7 +15,7 @@ from megatron_rl.config.json_text import quoted, shortened
 from megatron_rl.config.ranges import hints_of
 from megatron_rl.config.references import References
 from megatron_rl.config.sections import Config
-from megatron_rl.config.typed import RENAMED, build_section, hint_at, is_text
+from megatron_rl.config.typed import RENAMED, build_section, hint_at, holds_text
 from megatron_rl.config.yaml_text import FLOAT, Lines, parse_yaml, read_yaml
 from megatron_rl.errors import ConfigError
 
@@ -83,7 +83,8 @@ def _override_value(key: str, text: str, override: str) -> object:
         raise ConfigError(f"override {quoted(override)} is not UTF-8")
     if not text.strip():
         raise ConfigError(f"override {quoted(override)} gives no value; write null for none, '\"\"' for an empty text")
-    wants_text = is_text(hint_at(Config, key))
+    hint = hint_at(Config, key)
+    wants_text = holds_text(hint) and not (text.lstrip()[0] == "[" and hint == tuple[str, ...])
     try:
         value = parse_yaml(text, f"override {quoted(override)}")
     except ConfigError:

@@ -82,9 +82,9 @@ def hint_at(cls: type, key: str) -> object | None:
     return None if dataclasses.is_dataclass(hint) else hint
 
 
-def is_text(hint: object) -> bool:
-    """Tell whether a field holds one text, or null."""
-    return hint in (str, str | None)
+def holds_text(hint: object) -> bool:
+    """Tell whether a field holds a text, or a list of texts: without brackets around it, each is written as it is."""
+    return hint in (str, str | None, tuple[str, ...])
 
 
 def typed_value(key: str, value: object, hint: object) -> object:

@@ -89,6 +89,8 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or error.context or "not valid YAML"
     if "'\\t'" in problem:
         return "a tab stands there; indent with spaces"
+    if "undefined alias" in problem:
+        return f"no value is called &{problem.split(chr(39))[1]}; put quotes around a text that begins with *"
     if "expected a single document" in (error.context or ""):
         return "a second document begins there; keep one"
     return f"not valid YAML: {error.context + ', ' if error.context else ''}{problem}"

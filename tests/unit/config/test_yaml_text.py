@@ -20,7 +20,10 @@ FAULTS = {
         "line 3: the key 'train' stands on line 1 already",
     ),
     "a key twice": (b"train:\n  epochs: 3\n  epochs: 4\n", "line 3: the key 'epochs' stands on line 2 already"),
-    "an unknown alias": (b"critic: {lr: *lr}\n", "line 1: not valid YAML: found undefined alias 'lr'"),
+    "an unknown alias": (
+        b"critic: {lr: *lr}\n",
+        "line 1: no value is called &lr; put quotes around a text that begins with *",
+    ),
     "an alias of itself": (b"environment:\n  arguments: &a {b: *a}\n", "line 2: more than 20 levels"),
     "a bomb": (BOMB, "line 3: more than 10000 values, aliases written out"),
     "a bomb of references": (
@@ -69,7 +72,7 @@ FAULTS = {
     "a flag for a text": (b"run: {name: yes}\n", "run.name=true must be a text; put quotes around it"),
     "a text for a flag": (b"data: {shuffle: maybe}\n", "data.shuffle='maybe' must be true or false"),
     "a list for a number": (b"train: {epochs: [3]}\n", "train.epochs=[3] must be a whole number"),
-    "keys for a text": (b"data: {train: {a: b}}\n", "data.train={'a': 'b'} must be a text"),
+    "keys for a text": (b"data: {answer_key: {a: b}}\n", "data.answer_key={'a': 'b'} must be a text"),
     "one of two": (b"optimizer: {betas: [0.9]}\n", "optimizer.betas=[0.9] must be a list of 2 values, and it has 1"),
     "a text for sets": (b"eval: {sets: a.jsonl}\n", "eval.sets='a.jsonl' must be keys with values"),
     "two keys at odds": (b"train:\n  epochs: 2\n", "line 2: train.num_rollouts=100 and train.epochs=2"),
@@ -163,6 +166,8 @@ def test_a_text_needs_no_quotes_in_an_override(written: str, read: str) -> None:
     assert load_config(None, [f"data.template={written}"]).data.template == read
     assert load_config(None, ["run.name=1.10"]).run.name == "1.10"
     assert load_config(None, ["run.dir=null"]).run.dir is None
+    assert load_config(None, ["data.train=*.jsonl"]).data.train == ("*.jsonl",)
+    assert load_config(None, ["data.train=[a.jsonl, '*.csv']"]).data.train == ("a.jsonl", "*.csv")
 
 
 def test_an_override_in_place_of_a_line_is_not_blamed_on_it(tmp_path: pathlib.Path) -> None:
