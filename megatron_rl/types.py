@@ -222,7 +222,7 @@ class LossInputs:
     importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
     token_advantages: [T], weight · advantage of each token in place of its sample's (``gae``), or None.
     kl_coefficient: of the KL to the reference in the loss; None: ``loss.kl_coefficient``; 0 only measures the KL.
-    measured: bool [S], the samples whose tokens the step's metrics count; None: all that run. It changes no gradient.
+    measured: bool [S], the samples whose tokens the step's metrics count; None: all that run.
     """
 
     advantages: np.ndarray
@@ -243,10 +243,8 @@ class LossInputs:
         advantages = self.advantages[samples] if self.token_advantages is None else self.token_advantages[flat]
         inputs = {"advantages": advantages * importance, "weights": self.weights[samples]}
         logprobs = {"old_logprobs": self.old_logprobs, "reference_logprobs": self.reference_logprobs}
-        if self.kl_coefficient is not None:
-            inputs["kl_coefficient"] = self.kl_coefficient
-        if self.measured is not None:
-            inputs["measured"] = self.measured[samples]
+        inputs |= {} if self.kl_coefficient is None else {"kl_coefficient": self.kl_coefficient}
+        inputs |= {} if self.measured is None else {"measured": self.measured[samples]}
         return inputs | {name: values[flat] for name, values in logprobs.items() if values is not None}
 
 

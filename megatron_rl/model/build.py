@@ -190,13 +190,20 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         batch_p2p_comm=topology.virtual_size == 1,
         **_mixture_fields(shape),
     )
-    fields.update(extra)
+    return _build_config({**fields, **extra}, extra, shape)
+
+
+def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
+    """Build the TransformerConfig; raise ConfigError where Megatron-Core refuses its fields. extra: the user's.
+
+    Megatron-Core refuses to normalise the weight of a single expert, which leaves the router without a gradient (0.16.1
+    ``transformer_config.py:1641``). A checkpoint may ask for just that, p / p = 1, as transformers computes it: the
+    field is set behind the check.
+    """
     try:
         transformer = TransformerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
-    # It refuses to normalise the weight of a single expert, which leaves the router without a gradient (0.16.1
-    # ``transformer_config.py:1641``). The checkpoint asks for just that: p / p = 1, as transformers computes it.
     transformer.moe_router_pre_softmax = shape.router_pre_softmax
     return transformer
 
