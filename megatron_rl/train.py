@@ -29,8 +29,8 @@ def train(config: Config) -> bool:
     if holds_critic(config):
         return serve(config)
     with joined(config, of_critic=False) as critic_link, build_trainer(config, critic_link) as trainer:
-        if trainer.rollouts_done is None:
-            supervised_start(trainer)
+        if trainer.rollouts_done is None and supervised_start(trainer):
+            return False
         trainer.evaluate_at_start()
         if trainer.rollouts_done is None:
             trainer.begin_rl()

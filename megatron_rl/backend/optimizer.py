@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_rl.backend.offload import Offload, OffloadedBytes
 from megatron_rl.config import Config
 from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.config.optimizer import OptimizerConfig as OptimizerSettings
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
@@ -101,30 +102,27 @@ class Optimizer:
         topology: Topology,
         *,
         total_steps: int,
-        lr: float | None = None,
-        weight_decay: float | None = None,
-        constant: bool = False,
+        settings: OptimizerSettings | None = None,
     ):
-        settings = config.optimizer
+        """Build AdamW by ``settings``; None takes those of ``config.optimizer``."""
+        settings = settings or config.optimizer
         self.chunks = list(chunks)
         self.topology = topology
         self.on_nonfinite = settings.on_nonfinite
         self.ghost = config.skip.ghost
         self.kernel = choose_kernel(settings.kernel)
-        lr = settings.lr if lr is None else lr
-        weight_decay = settings.weight_decay if weight_decay is None else weight_decay
         self._offload = Offload()
-        self._megatron = get_megatron_optimizer(megatron_config(config, lr, weight_decay), self.chunks)
+        self._megatron = get_megatron_optimizer(megatron_config(config, settings), self.chunks)
         self.scheduler = OptimizerParamScheduler(
             self._megatron,
-            init_lr=lr / (settings.warmup_steps + 1),
-            max_lr=lr,
-            min_lr=min(settings.min_lr, lr),
-            lr_warmup_steps=0 if constant else settings.warmup_steps,
+            init_lr=settings.lr / (settings.warmup_steps + 1),
+            max_lr=settings.lr,
+            min_lr=min(settings.min_lr, settings.lr),
+            lr_warmup_steps=settings.warmup_steps,
             lr_decay_steps=max(settings.decay_steps or total_steps, settings.warmup_steps + 1, 1),
-            lr_decay_style="constant" if constant else settings.schedule,
-            start_wd=weight_decay,
-            end_wd=weight_decay,
+            lr_decay_style=settings.schedule,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
@@ -271,16 +269,15 @@ class Optimizer:
         return bool(value.item())
 
 
-def megatron_config(config: Config, lr: float, weight_decay: float) -> OptimizerConfig:
+def megatron_config(config: Config, settings: OptimizerSettings) -> OptimizerConfig:
     """Build Megatron-Core's OptimizerConfig: own fields first, overruled by those of ``megatron.optimizer``."""
-    settings = config.optimizer
     bf16 = config.model.dtype == "bfloat16"
     extra = resolve_fields(config.megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = dict(
         optimizer="adam",
-        lr=lr,
-        min_lr=min(settings.min_lr, lr),
-        weight_decay=weight_decay,
+        lr=settings.lr,
+        min_lr=min(settings.min_lr, settings.lr),
+        weight_decay=settings.weight_decay,
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
         adam_eps=settings.epsilon,

@@ -27,6 +27,7 @@ from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
 from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.config import Config, LoraConfig
+from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.adapter import put_adapters
@@ -132,20 +133,13 @@ class TrainableModel:
             model = AutoModelForCausalLM.from_config(self.hf_config)
             return MemoryReader(file_tensors(model.state_dict(), self.hf_config.model_type))
 
-    def reset_optimizer(
-        self, *, total_steps: int, lr: float | None = None, weight_decay: float | None = None, constant: bool = False
-    ) -> None:
-        """Start AdamW anew over the same weights: moments and schedule at zero (between supervised warm-up and RL)."""
+    def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
+        """Start AdamW anew over the same weights: moments and schedule at zero.
+
+        settings: those of the supervised start, in place of ``config.optimizer``.
+        """
         self.optimizer.refuse_offloaded("reset_optimizer()")
-        self.optimizer = Optimizer(
-            self.chunks,
-            self.config,
-            self.topology,
-            total_steps=total_steps,
-            lr=lr,
-            weight_decay=weight_decay,
-            constant=constant,
-        )
+        self.optimizer = Optimizer(self.chunks, self.config, self.topology, total_steps=total_steps, settings=settings)
         self.optimizer.zero_grad()
 
     # ---- the batch -------------------------------------------------------------------------------------------------

@@ -7,32 +7,30 @@ the state after the supervised warm-up. ``state.json`` holds the state that ever
 
 A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before the policy's of that
 iteration is, and a run never resumes from a policy's checkpoint without its critic's.
+
+Checkpoints within the supervised start lie under ``supervised/``, and their iteration is the number of its steps. They
+hold no critic, which that start does not train, and go as soon as there are ``checkpoint.keep_last`` later ones.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import logging
 import os
 import pathlib
-import random
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import torch
+from collections.abc import Callable, Mapping
 
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, remove, verify, whole_checkpoints
 from megatron_rl.checkpoint.pickled import check_pickle
+from megatron_rl.checkpoint.random_state import random_state, set_random_state
+from megatron_rl.checkpoint.run_state import RestoredRun, ResumePoint, RunState
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, config_to_dict
 from megatron_rl.distributed.collectives import gather_json
-from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import CheckpointError
 from megatron_rl.observability.metrics import set_aside
 
@@ -42,51 +40,6 @@ APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
-    """Names a verified checkpoint to resume from. ``state``: its state.json."""
-
-    folder: pathlib.Path
-    state: Mapping
-
-    @property
-    def rollouts(self) -> int:
-        return self.state["rollouts"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
-    """Holds all that a checkpoint keeps of a run beside model, critic and random states.
-
-    queue, queue_rows: states of the rollout queue, the first the same on every rank, the second this rank's bytes.
-    prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and the metrics.
-    trace_rollouts:    the number of rollouts in trace.jsonl.
-    """
-
-    queue: Mapping
-    queue_rows: bytes
-    prompts: Mapping
-    reference: Mapping
-    metrics: Mapping
-    trace_rollouts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredRun:
-    """Holds a run's state from a checkpoint; fields not named here are RunState's.
-
-    rollouts: the number trained so far.
-    queue_rows: the bytes of one or several ranks of the saved run.
-    """
-
-    rollouts: int
-    queue: Mapping
-    queue_rows: Sequence[bytes]
-    prompts: Mapping
-    reference: Mapping
-    trace_rollouts: int
-
-
 class CheckpointManager:
     """Saves and restores a run's checkpoints. Methods are collectives unless they say otherwise."""
 
@@ -94,13 +47,14 @@ class CheckpointManager:
         self.config, self.backend, self.critic = config, backend, critic
         self.settings = config.checkpoint
         self.root = config.run.path / "checkpoints"
+        self.supervised_root = self.root / "supervised"
         self.is_main = backend.topology.is_main
         self.pending: list[PendingSave] = []  # in the order in which they are to be whole
         self.waited_s = 0.0  # seconds that the loop waited for the last checkpoint
         self.preempted = False
         self.leaves = False  # all ranks decided it together
         self.resumes = False  # the run goes on from a checkpoint
-        if self.settings.save_every_rollouts:
+        if config.saves_checkpoints:
             for number in SIGNALS:
                 signal.signal(number, self._ask_to_leave)
 
@@ -122,26 +76,29 @@ class CheckpointManager:
         Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown
         format and for another model.
         """
-        first, *others = gather_json([whole_checkpoints(self.root), whole_checkpoints(self.critic_root)])
+        roots = (self.root, self.critic_root, self.supervised_root)
+        first, *others = gather_json([whole_checkpoints(root) for root in roots])
         if any(theirs != first for theirs in others):
             raise CheckpointError(
                 f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts "
                 "share"
             )
-        iterations, of_critic = first
-        # the iterations to choose from
-        if not iterations or self.settings.resume == "never":
-            if iterations and self.is_main:
+        iterations, of_critic, supervised = first
+        # the checkpoints to choose from, the oldest first
+        if not (iterations or supervised) or self.settings.resume == "never":
+            if (iterations or supervised) and self.is_main:
                 set_aside(self.root)
             return None
-        if self.critic is not None:
+        if self.critic is not None and iterations:
             iterations = self._of_both(iterations, of_critic)
+        folders = [self.supervised_root / name_of(steps) for steps in supervised]
+        folders += [self.root / name_of(iteration) for iteration in iterations]
         # the newest of them that is not damaged
-        for iteration in reversed(iterations):
-            folder = self.root / name_of(iteration)
+        for folder in reversed(folders):
+            has_critic = self.critic is not None and folder.parent == self.root
             try:
                 self._verify(folder)
-                if self.critic is not None:
+                if has_critic:
                     self._verify(self.critic_root / folder.name)
             except DamagedCheckpoint as error:
                 if self.settings.on_damage == "fail":
@@ -152,12 +109,12 @@ class CheckpointManager:
                 continue
             state = json.loads((folder / STATE).read_text(encoding="utf-8"))
             model_state.check_model(self.backend, folder, state["model"])  # before the run's files are cut back
-            if self.critic is not None:
+            if has_critic:
                 self.critic.check(self.critic_root / folder.name)
             self.resumes = True
             return ResumePoint(folder=folder, state=state)
         raise CheckpointError(
-            f"all {len(iterations)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never"
+            f"all {len(folders)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never"
         )
 
     @property
@@ -213,7 +170,7 @@ class CheckpointManager:
         """Load model, critic and random states, and return the rest of the run."""
         state = found.state
         model_state.load(self.backend, found.folder, state["backend"], state["model"])
-        if self.critic is not None:
+        if self.critic is not None and found.supervised_steps is None:
             self.critic.load(self.critic_root / found.folder.name)
         topology = self.backend.topology
         saved_ranks = range(topology.rank, state["world_size"], topology.world_size)
@@ -227,7 +184,8 @@ class CheckpointManager:
             self.backend.step_index,
         )
         return RestoredRun(
-            rollouts=found.rollouts,
+            rollouts=found.rollouts if found.supervised_steps is None else None,
+            supervised_steps=found.supervised_steps,
             queue=state["feed"],
             queue_rows=[(found.folder / own_file(rank)).read_bytes() for rank in saved_ranks],
             prompts=state["prompts"],
@@ -254,17 +212,45 @@ class CheckpointManager:
         rollouts: the number trained so far.
         take_state: gives the run's state if it is saved; a collective.
         """
-        every = self.settings.save_every_rollouts
-        if not every:
+        if not self.config.saves_checkpoints:
             return False
+        every = self.settings.save_every_rollouts
+        due = last or rollouts == 0 or (every > 0 and rollouts % every == 0)
+        return self._save_and_vote(self.root, rollouts, take_state, due=due, last=last, progress={"rollouts": rollouts})
+
+    def save_supervised_if_due(self, steps: int, take_state: Callable[[], RunState]) -> bool:
+        """Save between steps of the supervised start as ``save_if_due`` does between rollouts.
+
+        steps: the supervised steps taken so far.
+        """
+        if not self.config.saves_checkpoints:
+            return False
+        every = self.config.sft.save_every_steps
+        due, progress = every > 0 and steps % every == 0, {"rollouts": 0, "supervised_steps": steps}
+        return self._save_and_vote(self.supervised_root, steps, take_state, due=due, last=False, progress=progress)
+
+    def _save_and_vote(
+        self,
+        root: pathlib.Path,
+        iteration: int,
+        take_state: Callable[[], RunState],
+        *,
+        due: bool,
+        last: bool,
+        progress: Mapping[str, int],
+    ) -> bool:
+        """Save if one is due or any rank was told to leave; return whether the run is to leave.
+
+        progress: the state's fields that say how far the run is.
+        """
         ended = all(pending.is_written for pending in self.pending)
         votes = gather_json([ended, self.preempted or (self.critic is not None and self.critic.is_told_to_leave)])
         leave = any(preempted for _, preempted in votes)
         if self.pending and all(ended for ended, _ in votes):
             self._finish()
-        if leave or last or rollouts % every == 0:
+        if leave or due:
             self._finish()
-            self._save(rollouts, take_state)
+            self._save(root, iteration, take_state, progress)
             if leave or last or not self.settings.asynchronous:
                 self._finish()
         self.leaves = leave and not last
@@ -274,13 +260,15 @@ class CheckpointManager:
         """Finish the checkpoints that are still being written."""
         self._finish()
 
-    def _save(self, rollouts: int, take_state: Callable[[], RunState]) -> None:
+    def _save(
+        self, root: pathlib.Path, iteration: int, take_state: Callable[[], RunState], progress: Mapping[str, int]
+    ) -> None:
         started = time.perf_counter()
         run = take_state()
         state = {
             "feed": run.queue,
             "world_size": self.backend.topology.world_size,
-            "rollouts": rollouts,
+            **progress,
             "model": model_state.identity(self.backend),
             "backend": model_state.numbers(self.backend),
             "prompts": run.prompts,
@@ -294,10 +282,10 @@ class CheckpointManager:
         }
         try:
             own_files = {own_file(self.backend.topology.rank): run.queue_rows}
-            if self.critic is not None:
-                self.pending.append(self.critic.save(self.critic_root, rollouts))
+            if self.critic is not None and root == self.root:
+                self.pending.append(self.critic.save(self.critic_root, iteration))
             self.pending.append(
-                model_state.save(self.backend, self.root, rollouts, {STATE: json.dumps(state) + "\n"}, own_files)
+                model_state.save(self.backend, root, iteration, {STATE: json.dumps(state) + "\n"}, own_files)
             )
         except CheckpointError as error:
             self._give_up()
@@ -324,13 +312,22 @@ class CheckpointManager:
             self._failed(error)
             return
         if self.is_main:
-            prune(self.root, self.settings.keep_last)
+            self._prune()
             for iteration in set(whole_checkpoints(self.critic_root)) - set(whole_checkpoints(self.root)):
                 remove(self.critic_root / name_of(iteration))
             self.waited_s += time.perf_counter() - started
             log.info(
                 "checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, written_s
             )
+
+    def _prune(self) -> None:
+        """Remove all but the newest ``checkpoint.keep_last``, those of the supervised start first. On the main rank."""
+        keep_last = self.settings.keep_last
+        prune(self.root, keep_last)
+        if keep_last is not None:
+            left = keep_last - len(whole_checkpoints(self.root))
+            for steps in whole_checkpoints(self.supervised_root)[: -left or None]:
+                remove(self.supervised_root / name_of(steps))
 
     def _give_up(self) -> None:
         """Abandon the parts still being written, whose checkpoint will never be whole."""
@@ -348,38 +345,6 @@ class CheckpointManager:
 
 def own_file(rank: int) -> str:
     return f"rollouts_{rank}.npz"
-
-
-def random_state() -> dict[str, object]:
-    """Return the state of every global generator of this process, as JSON-able values."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, object] = {
-        "torch": _text(torch.get_rng_state()),
-        "python": [version, list(words), gauss],
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
-    }
-    if HOST.is_cuda:
-        state["cuda"] = _text(torch.cuda.get_rng_state())
-    return state
-
-
-def set_random_state(state: Mapping) -> None:
-    torch.set_rng_state(_bytes(state["torch"]))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    if HOST.is_cuda and "cuda" in state:
-        torch.cuda.set_rng_state(_bytes(state["cuda"]))
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _changed(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:

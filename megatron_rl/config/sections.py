@@ -71,3 +71,8 @@ class Config:
     @property
     def kl_in_reward(self) -> bool:
         return self.loss.kl_coefficient != 0 and self.reference.kl_in == "reward"
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Return whether the run saves checkpoints, and catches the signals that ask it to leave."""
+        return self.checkpoint.save_every_rollouts > 0 or (self.sft.steps > 0 and self.sft.save_every_steps > 0)

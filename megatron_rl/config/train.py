@@ -2,25 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
+from megatron_rl.config.checks import choose
+from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """Takes supervised steps on `data.solution_key` before RL; the optimizer starts anew after them."""
+    """Takes supervised steps on `data.solution_key` before RL; the optimizer starts anew after them.
+
+    Held-out solutions are evaluated before the first of these steps, every `sft.eval_every_steps` and after the last.
+    """
 
     steps: Annotated[int, Range(0)] = 0
     """Supervised optimizer steps; 0: none."""
     samples_per_step: Annotated[int, Range(1, 10**6)] = 64
     """Samples of each supervised step."""
     lr: Annotated[float, Range(0, 10)] = 1e-3
-    """Learning rate of the supervised steps."""
+    """Learning rate of the supervised steps, after their warm-up."""
+    min_lr: Annotated[float, Range(0, 10)] = 0.0
+    """Learning rate at the end of the supervised steps, under `cosine` and `linear`."""
+    schedule: str = "constant"
+    """`constant`, `cosine` or `linear`; the last two decay over `sft.steps`."""
+    warmup_steps: Annotated[int, Range(0)] = 0
+    """Supervised steps of linear warm-up, the first step already above 0."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """AdamW's weight decay in the supervised steps."""
+    eval_path: str | None = None
+    """File of held-out solutions, with the columns of `data.train`; null: none."""
+    eval_share: Annotated[float, Range(0, 1, open_high=True)] = 0.0
+    """Share of the rows of `data.train` that no step trains and whose solutions are evaluated; 0: none."""
+    eval_every_steps: Annotated[int, Range(1)] | None = None
+    """Supervised steps between evaluations; null: none between the first and the last."""
+    save_every_steps: Annotated[int, Range(0)] = 0
+    """Supervised steps between checkpoints; 0: none but those that `checkpoint.save_every_rollouts` asks for."""
+
+    def __post_init__(self) -> None:
+        choose("sft.schedule", self.schedule, ("constant", "cosine", "linear"))
+        if self.eval_path is not None and self.eval_share:
+            raise ConfigError(
+                f"sft.eval_path={self.eval_path!r} and sft.eval_share={self.eval_share:g} both name the held-out "
+                "solutions; give one of them"
+            )
+        if self.eval_every_steps and not self.has_evaluation:
+            raise ConfigError(
+                f"sft.eval_every_steps={self.eval_every_steps} and nothing is held out; name a file by sft.eval_path, "
+                "a share of data.train by sft.eval_share, or set sft.eval_every_steps=null"
+            )
+        if 0 < self.steps <= self.warmup_steps:
+            raise ConfigError(
+                f"sft.warmup_steps={self.warmup_steps} must be below sft.steps={self.steps}: the rate would never "
+                "reach sft.lr"
+            )
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Return whether solutions are held out."""
+        return self.eval_path is not None or self.eval_share > 0
+
+    def optimizer(self, of_rl: OptimizerConfig) -> OptimizerConfig:
+        """Return the optimizer of the supervised steps: RL's with the rates, schedule and weight decay given here."""
+        own = {name: vars(self)[name] for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay")}
+        return dataclasses.replace(of_rl, **own, decay_steps=None)
 
 
 @dataclass(frozen=True, kw_only=True)

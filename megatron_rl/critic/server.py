@@ -27,7 +27,7 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 def serve(config: Config) -> bool:
     """Run every rank of the critic, in place of the loop; return whether the run came to its end, as ``train`` does."""
     with joined(config, of_critic=True) as link:
-        if config.checkpoint.save_every_rollouts:
+        if config.saves_checkpoints:
             for number in SIGNALS:
                 signal.signal(number, lambda *_: vars(link).update(is_told_to_leave=True))
         service = Service(config, link)

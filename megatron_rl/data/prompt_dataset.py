@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,19 @@ def _place_of(prompt_id: str) -> tuple[int, int]:
     return int(row), int(epoch)
 
 
+def _held_out(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Return the given share of the rows, at least one if the share is above 0, as the seed draws them."""
+    if not share:
+        return rows[:0]
+    count = max(1, round(share * len(rows)))
+    if count >= len(rows):
+        raise ConfigError(
+            f"sft.eval_share={share:g} holds out {count} of {len(rows)} rows, which leaves none to train; lower it"
+        )
+    key = np.array([seed % 2**64, 2**64 - 1], dtype=np.uint64)  # no epoch's order has this stream
+    return np.sort(np.random.Generator(np.random.Philox(key=key)).choice(rows, count, replace=False))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """Holds a response that a supervised warm-up imitates.
@@ -54,6 +67,7 @@ class PromptDataset:
     context_tokens: the model's context in tokens, None for no limit; a prompt must leave room in it for one more token.
     vocab_size:     the number of tokens that the model knows, None for no limit.
     required:       the columns that every row must have beside the prompt.
+    held_out_share: the share of the rows, drawn by the seed, that are never drawn; see ``held_out_solutions``.
 
     Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it.
     Raises ConfigError for a row without ``data.prompt_key`` or another column that it must have (data/columns.py), a
@@ -74,6 +88,7 @@ class PromptDataset:
         context_tokens: int | None = None,
         vocab_size: int | None = None,
         required: Sequence[RequiredColumn] = (),
+        held_out_share: float = 0.0,
     ) -> None:
         if data.template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
@@ -98,6 +113,8 @@ class PromptDataset:
                 f"({self._limit()[1]}) and data.on_long_prompt='drop'; raise the limit or shorten the prompts"
             )
         self._kept = np.fromiter(self._token_ids, dtype=np.int64)
+        self._held_out = _held_out(self._kept, held_out_share, seed)
+        self._kept = np.setdiff1d(self._kept, self._held_out)
         self._order = Order(self._sources(), data.weights, seed=seed, shuffle=data.shuffle)
         self._cursors = {"prompts": 0, "solutions": 0}
         # (row, epoch, attempt), in the order in which they were put back
@@ -105,7 +122,7 @@ class PromptDataset:
         self._solutions_checked = False
 
     def __len__(self) -> int:
-        """Return the prompts per epoch: the number of rows that were not dropped."""
+        """Return the prompts per epoch: the number of rows that were neither dropped nor held out."""
         return len(self._kept)
 
     def next(self, count: int, epochs: int | None = None) -> list[Prompt]:
@@ -152,8 +169,16 @@ class PromptDataset:
         tokenizer has no end-of-sequence token, or prompt and solution together exceed ``context_tokens``.
         """
         self._check_solutions()
+        return self._solutions(self._draw("solutions", count))
+
+    def held_out_solutions(self) -> list[Solution]:
+        """Return the solutions of the rows that are held out; raise ConfigError as ``next_solutions`` does."""
+        self._check_solutions()
+        return self._solutions((int(row), 0) for row in self._held_out)
+
+    def _solutions(self, drawn: Iterable[tuple[int, int]]) -> list[Solution]:
         solutions = []
-        for row, epoch in self._draw("solutions", count):
+        for row, epoch in drawn:
             prompt = self._prompt(row, epoch)
             solution = self._solution(prompt, self._rows[row][self._data.solution_key])
             self._check_vocabulary(row, self._data.solution_key, solution.response_ids)
@@ -357,7 +382,7 @@ class PromptDataset:
             raise ConfigError(
                 "the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json"
             )
-        for row in self._kept:
+        for row in (*self._kept, *self._held_out):
             key = self._data.solution_key
             value = self._column(int(row), key, "data.solution_key", messages=True)
             if isinstance(value, list) and (value[0]["role"] != "assistant" or value[-1]["role"] != "assistant"):

@@ -133,10 +133,13 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
     first_last = f"first {summary.window} → last {summary.window} steps"
     if summary.reward is not None:
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
-    for name, ((first_step, first), (last_step, last)) in summary.evaluations.items():
+    evaluations = {f"eval {name}": points for name, points in summary.evaluations.items()}
+    if summary.supervised_loss is not None:
+        evaluations = {"held-out supervised loss": summary.supervised_loss, **evaluations}
+    for name, ((first_step, first), (last_step, last)) in evaluations.items():
         when = f"steps {first_step} → {last_step}" if last_step > first_step else f"step {last_step}"
         change = f"{first:.3f} → {last:.3f}" if last_step > first_step else f"{last:.3f}"
-        table.add_row(f"eval {name}", f"{change}  ({when})")
+        table.add_row(name, f"{change}  ({when})")
     if summary.truncated_share is not None:
         table.add_row("truncated responses", f"{100 * summary.truncated_share:.1f} %  (last {summary.window} steps)")
     if summary.zero_advantage_ratio is not None:

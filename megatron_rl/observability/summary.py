@@ -25,6 +25,7 @@ class RunSummary:
     total_s: seconds, the sum over all steps, warm-up included.
     evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last evaluation.
     truncated_share: of the last window's mean, the share of samples that were cut off.
+    supervised_loss: of the held-out solutions: (step, value) of the first and of the last evaluation.
     """
 
     window: int
@@ -39,6 +40,7 @@ class RunSummary:
     total_s: float | None
     evaluations: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
     truncated_share: float | None = None
+    supervised_loss: tuple[tuple[int, float], tuple[int, float]] | None = None
 
     @property
     def executed_ratio(self) -> float | None:
@@ -66,6 +68,16 @@ def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, floa
         name: {f"{kind}@{k}": sorted(points) for (kind, k), points in sorted(metrics.items())}
         for name, metrics in sorted(found.items())
     }
+
+
+def supervised_points(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """Return the (step, value) of each evaluation of held-out solutions; a ``_before`` stands at the step before."""
+    return [
+        (row["step"] - before, row[key])
+        for row in rows
+        for before, key in ((1, "sft/eval_loss_before"), (0, "sft/eval_loss"))
+        if key in row
+    ]
 
 
 def summarize(rows: Sequence[Row]) -> RunSummary:
@@ -97,6 +109,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
             for metric, points in metrics.items()
             if metric.startswith("mean@")
         },
+        supervised_loss=(points[0], points[-1]) if (points := supervised_points(rows)) else None,
         truncated_share=truncated[1] if (truncated := ends("rollout/truncated_share")) else None,
     )
 

@@ -37,6 +37,7 @@ from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.simulator.record import Recorder
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.reference_policy import ReferencePolicy
+from megatron_rl.trainer.supervised import held_out_solutions, start_supervised_optimizer
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.update import UpdatePlanner
 from megatron_rl.types import Rollout, Score
@@ -59,6 +60,7 @@ def load_prompts(config: Config, tokenizer, hf_config) -> PromptDataset:
         context_tokens=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
         required=required_columns(config.reward),
+        held_out_share=config.sft.eval_share if config.sft.steps else 0.0,
     )
 
 
@@ -105,6 +107,8 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
                     config, backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress
                 )
                 if resume_point is not None:
+                    if resume_point.supervised_steps is not None:
+                        start_supervised_optimizer(backend, config)  # which takes the checkpoint's moments
                     trainer.resume(checkpoints.restore(resume_point))
                 announce(trainer)
                 yield trainer
@@ -164,6 +168,7 @@ def _assemble(
         reference=reference,
         planner=UpdatePlanner(config, backend, rule, reference, timer),
         evaluation=evaluation,
+        held_out=held_out_solutions(config, prompts, tokenizer, shape.context_tokens, shape.vocab_size),
         checkpoints=checkpoints,
         recorder=Recorder(config, backend, resumed=checkpoints.resumes),
         watchdog=watchdog,

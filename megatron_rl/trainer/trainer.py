@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_rl.algorithm.signal import SignalRule
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.checkpoint.manager import CheckpointManager, RestoredRun, RunState
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.run_state import RestoredRun, RunState
 from megatron_rl.config import Config
 from megatron_rl.critic import Critic, RemoteCritic
-from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.prompt_dataset import PromptDataset, Solution
 from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.metrics import MetricsWriter, skip_metrics, step_metrics
@@ -40,7 +41,10 @@ log = logging.getLogger(__name__)
 class Trainer:
     """Holds all parts of a run (``trainer.build.build_trainer``). Methods are collectives unless they say otherwise.
 
-    rollouts_done: rollouts that a checkpoint has trained; None where the run did not resume.
+    rollouts_done: rollouts that a checkpoint has trained; None where the run did not resume, or within the supervised
+                   start.
+    supervised_steps_done: supervised steps that a checkpoint within the supervised start has taken; else 0.
+    held_out:      solutions whose loss the supervised start evaluates.
     total_steps:   optimizer steps of RL that may move the policy; its learning rate's schedule ends after them.
     next_row:      metrics that join the next row of metrics.jsonl.
     sampled:       completions that are recorded with that row; none but on the main rank.
@@ -58,6 +62,7 @@ class Trainer:
     reference: ReferencePolicy
     planner: UpdatePlanner
     evaluation: Evaluation
+    held_out: Sequence[Solution]
     checkpoints: CheckpointManager
     recorder: Recorder
     watchdog: Watchdog
@@ -67,6 +72,7 @@ class Trainer:
     watch: TrainingWatch
     total_steps: int
     rollouts_done: int | None = None
+    supervised_steps_done: int = 0
     next_row: dict[str, float] = field(default_factory=dict)
     sampled: list[Completion] = field(default_factory=list)
 
@@ -77,6 +83,7 @@ class Trainer:
         self.rollouts.restore(restored.queue, restored.queue_rows)
         self.recorder.num_rollouts = restored.trace_rollouts
         self.rollouts_done = restored.rollouts
+        self.supervised_steps_done = restored.supervised_steps or 0
 
     def begin_rl(self) -> None:
         """Give the critic the policy's weights if it starts from them, and make the current policy the reference."""
@@ -193,6 +200,10 @@ class Trainer:
         """Save a checkpoint if one is due; return whether the run was told to leave, with everything saved."""
         last = num_rollouts > 0 and not self.rollouts.has(num_rollouts)
         return self.checkpoints.save_if_due(num_rollouts, self._state, last=last)
+
+    def save_supervised_if_due(self, num_steps: int) -> bool:
+        """Save a checkpoint between supervised steps if one is due; return whether the run was told to leave."""
+        return self.checkpoints.save_supervised_if_due(num_steps, self._state)
 
     def _state(self) -> RunState:
         queue, rows = self.rollouts.save()

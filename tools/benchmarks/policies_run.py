@@ -143,9 +143,8 @@ def train(
     the trajectory's start. The backend's own weights are unchanged; its optimizer is not: it belongs to the trajectory.
     """
     with backend.reference_weights():
-        backend.reset_optimizer(
-            total_steps=sum(len(x.mini_batches) for x in rollouts), lr=lr, weight_decay=weight_decay
-        )
+        settings = dataclasses.replace(backend.config.optimizer, lr=lr, weight_decay=weight_decay)
+        backend.reset_optimizer(total_steps=sum(len(x.mini_batches) for x in rollouts), settings=settings)
         for rollout in rollouts:
             old = backend.logprobs(rollout.batch, np.ones(rollout.batch.facts.num_samples, dtype=bool)).flat
             plan = rollout.plan(policy, rules)

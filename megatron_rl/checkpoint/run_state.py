@@ -1,0 +1,59 @@
+"""The state of a run in a checkpoint, beside model, critic and random states: as taken, as found, as restored."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Names a verified checkpoint to resume from. ``state``: its state.json."""
+
+    folder: pathlib.Path
+    state: Mapping
+
+    @property
+    def rollouts(self) -> int:
+        return self.state["rollouts"]
+
+    @property
+    def supervised_steps(self) -> int | None:
+        """Return the supervised steps taken, where the checkpoint is one within the supervised start; else None."""
+        return self.state.get("supervised_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Holds all that a checkpoint keeps of a run beside model, critic and random states.
+
+    queue, queue_rows: states of the rollout queue, the first the same on every rank, the second this rank's bytes.
+    prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and the metrics.
+    trace_rollouts:    the number of rollouts in trace.jsonl.
+    """
+
+    queue: Mapping
+    queue_rows: bytes
+    prompts: Mapping
+    reference: Mapping
+    metrics: Mapping
+    trace_rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredRun:
+    """Holds a run's state from a checkpoint; fields not named here are RunState's.
+
+    rollouts: the number trained so far; None within the supervised start.
+    supervised_steps: the supervised steps taken; None after the supervised start.
+    queue_rows: the bytes of one or several ranks of the saved run.
+    """
+
+    rollouts: int | None
+    supervised_steps: int | None
+    queue: Mapping
+    queue_rows: Sequence[bytes]
+    prompts: Mapping
+    reference: Mapping
+    trace_rollouts: int
