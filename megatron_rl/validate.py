@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from megatron_rl.algorithm import own_estimator
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, critic_config
+from megatron_rl.config.import_path import is_own
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 
@@ -16,6 +18,7 @@ def validate_config(config: Config) -> None:
 
     Raises ConfigError, naming the keys, their values and the way out.
     """
+    check_own_parts(config)
     signal_rule(config)
     check_reference(config)
     if not config.model.hf_path:
@@ -31,7 +34,8 @@ def validate_config(config: Config) -> None:
         raise ConfigError(
             "reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]"
         )
-    if config.train.num_rollouts != 0 and config.rollout.samples_per_prompt < 2 and not config.has_critic:
+    baseline = config.has_critic or config.advantage.moves_equal_rewards
+    if config.train.num_rollouts != 0 and config.rollout.samples_per_prompt < 2 and not baseline:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives "
             f"advantage.estimator={config.advantage.estimator} no baseline: every advantage would be 0; use at least 2"
@@ -54,6 +58,19 @@ def validate_config(config: Config) -> None:
             f"eval.every_rollouts={evaluation.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL "
             "file, or set eval.every_rollouts=null"
         )
+
+
+def check_own_parts(config: Config) -> None:
+    """Raise ConfigError where a policy loss or an estimator of the user's own breaks its contract (docs/your-own.md).
+
+    Each is called on random numbers. A loss that trains at a zero advantage is for ``skip.mode`` to refuse.
+    """
+    if is_own(config.advantage.estimator):
+        own_estimator.require(config.advantage)
+    if is_own(config.loss.policy):
+        from megatron_rl.algorithm import own_policy_check  # brings torch along
+
+        own_policy_check.require(config.loss)
 
 
 def check_overlong(config: Config) -> None:
@@ -128,9 +145,14 @@ def _check_critic(config: Config) -> None:
 
 def _check_dead_groups(config: Config) -> None:
     """Raise ConfigError for settings about groups without signal where no such groups exist."""
-    if not (config.has_critic or config.kl_in_reward):
+    causes = {
+        "advantage.estimator=gae": config.has_critic,
+        "reference.kl_in=reward": config.kl_in_reward,
+        "advantage.moves_equal_rewards=true": config.advantage.moves_equal_rewards,
+    }
+    cause = next((name for name, holds in causes.items() if holds), None)
+    if cause is None:
         return
-    cause = "advantage.estimator=gae" if config.has_critic else "reference.kl_in=reward"
     settings = {
         "replay.capacity_groups": config.replay.capacity_groups,
         "rollout.dynamic_sampling.max_rounds": config.rollout.dynamic_sampling.max_rounds,

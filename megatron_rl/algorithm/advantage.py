@@ -16,11 +16,12 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 
 from megatron_rl.algorithm.estimators import (
+    GroupRewards,
     Rewards,
     batch_std,
     dr_grpo,
@@ -31,7 +32,9 @@ from megatron_rl.algorithm.estimators import (
     whitened,
 )
 from megatron_rl.algorithm.finite import require_epsilon, require_finite
+from megatron_rl.algorithm.own_estimator import in_unequal_groups, own_advantages
 from megatron_rl.config import Config
+from megatron_rl.config.import_path import is_own
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
 
 _REWARD = (
@@ -40,42 +43,30 @@ _REWARD = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GroupRewards:
-    """Holds the rewards and the groups of a batch's samples, as an estimator over groups reads them.
-
-    totals:           float64 [S], the total reward of each sample.
-    groups:           int64 [S], the prompt of each sample.
-    included:         bool [S], False for a sample that is taken out of its group; its total is not read.
-    loss_tokens:      int64 [S], response tokens that carry loss: the weights of a whitening over tokens. None: each
-                      sample counts once.
-    by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone. None: not known.
-    function_weights: F numbers; empty: all 1.
-    sample_ids:       S names, for messages; empty: messages give the index.
-
-    Example: two groups of two, the last sample taken out: ``totals=[1, 0, 1, nan], groups=[0, 0, 1, 1],
-    included=[True, True, True, False]``.
-    """
-
-    totals: np.ndarray
-    groups: np.ndarray
-    included: np.ndarray
-    loss_tokens: np.ndarray | None = None
-    by_function: np.ndarray | None = None
-    function_weights: tuple[float, ...] = ()
-    sample_ids: tuple[str, ...] = ()
-
-
-def advantages(rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale") -> np.ndarray:
+def advantages(
+    rewards: GroupRewards,
+    *,
+    estimator: str,
+    epsilon: float = 1e-6,
+    whiten: str = "scale",
+    arguments: Mapping[str, object] | None = None,
+    moves_equal_rewards: bool = False,
+) -> np.ndarray:
     """Return [S] float64 advantages by the estimator (semantics §6); 0 for a sample that is taken out.
 
-    The estimators are the functions of algorithm/estimators.py. Raises NonFiniteAdvantage for a reward or an advantage
+    estimator: a function of algorithm/estimators.py, or ``module:function`` (algorithm/own_estimator.py), which alone
+        reads ``arguments`` and ``moves_equal_rewards``.
+
+    Raises NonFiniteAdvantage for a reward or an advantage
     that is not finite or beyond float32, naming the sample, ConfigError for an ``epsilon`` that is not a finite number,
     and ValueError for an unknown estimator.
     """
     require_epsilon("advantage.epsilon", epsilon)
     require_finite(rewards.totals, "the reward", rewards.sample_ids, _REWARD, included=rewards.included)
-    values = _estimate(rewards, estimator, epsilon, whiten)
+    if is_own(estimator):
+        values = own_advantages(rewards, estimator, arguments or {}, moves_equal_rewards=moves_equal_rewards)
+    else:
+        values = _estimate(rewards, estimator, epsilon, whiten)
     require_finite(
         values,
         "the advantage",
@@ -123,14 +114,22 @@ def _columns(seen: Rewards, rewards: GroupRewards) -> tuple[Rewards, ...]:
 
 
 def may_have_advantage(
-    rewards: GroupRewards, *, estimator: str, epsilon: float = 1e-6, whiten: str = "scale"
+    rewards: GroupRewards,
+    *,
+    estimator: str,
+    epsilon: float = 1e-6,
+    whiten: str = "scale",
+    moves_equal_rewards: bool = False,
 ) -> np.ndarray:
     """Return [S] bool: whether a sample's advantage can be other than 0, whatever batch its group is in.
 
     An estimator divides by statistics of the batch and uses them in no other way, so a part of a batch decides this
     like the whole. Two exceptions: ``center_and_scale`` moves every sample, and ``gae`` (algorithm/gae.py) measures
-    each against a critic.
+    each against a critic. An estimator of the user's own may move every sample of a group of unequal rewards, and under
+    ``moves_equal_rewards`` every sample.
     """
+    if is_own(estimator):
+        return rewards.included & (moves_equal_rewards | in_unequal_groups(rewards))
     if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
         return rewards.included.copy()
     if estimator == "gdpo":  # under another ε than the run's, its functions could cancel where the run's do not

@@ -16,6 +16,32 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupRewards:
+    """Holds the rewards and the groups of a batch's samples, as an estimator over groups reads them.
+
+    totals:           float64 [S], the total reward of each sample.
+    groups:           int64 [S], the prompt of each sample.
+    included:         bool [S], False for a sample that is taken out of its group; its total is not read.
+    loss_tokens:      int64 [S], response tokens that carry loss: the weights of a whitening over tokens. None: each
+                      sample counts once.
+    by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone. None: not known.
+    function_weights: F numbers; empty: all 1.
+    sample_ids:       S names, for messages; empty: messages give the index.
+
+    Example: two groups of two, the last sample taken out: ``totals=[1, 0, 1, nan], groups=[0, 0, 1, 1],
+    included=[True, True, True, False]``.
+    """
+
+    totals: np.ndarray
+    groups: np.ndarray
+    included: np.ndarray
+    loss_tokens: np.ndarray | None = None
+    by_function: np.ndarray | None = None
+    function_weights: tuple[float, ...] = ()
+    sample_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rewards:
     """Holds one reward of each sample, with its group.
 

@@ -6,10 +6,12 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.algorithm import own_policy
 from megatron_rl.algorithm.kl import kl_per_token
-from megatron_rl.algorithm.policy_loss import CompleteSums, identity, policy_term
+from megatron_rl.algorithm.policy_loss import CompleteSums, PolicyTerm, identity, policy_term
 from megatron_rl.algorithm.sft_loss import cross_entropy
 from megatron_rl.config import LossConfig
+from megatron_rl.config.import_path import is_own
 
 
 class LossTokens(Protocol):
@@ -42,6 +44,7 @@ class Objective:
     def __init__(self, config: LossConfig, whole: CompleteSums = identity):
         self.config = config
         self.whole = whole
+        self._own = own_policy.resolve(config) if is_own(config.policy) else None
 
     @property
     def trains_entropy(self) -> bool:
@@ -52,18 +55,7 @@ class Objective:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-        # dro's quadratic is against μ (semantics §7).
-        behaviour = tokens.rollout_logprobs if config.policy == "dro" else old
-        term = policy_term(
-            logprobs,
-            behaviour,
-            tokens.advantages,
-            tokens.weights,
-            tokens.sequences,
-            tokens.num_sequences,
-            config,
-            self.whole,
-        )
+        term = self._policy_term(tokens, logprobs, old)
         loss = term.loss.sum()
         kl = logprobs.new_zeros(())
         if tokens.reference_logprobs is not None:
@@ -75,6 +67,33 @@ class Objective:
         if self.trains_entropy:
             loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
         return loss, _sums(loss, tokens.measured, logprobs, entropy, kl, term.clipped, term.ratio)
+
+    def _policy_term(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
+        if self._own is not None:
+            return self._own(
+                own_policy.PolicyTokens(
+                    logprobs=logprobs,
+                    old_logprobs=old,
+                    rollout_logprobs=tokens.rollout_logprobs,
+                    advantages=tokens.advantages,
+                    weights=tokens.weights,
+                    sequences=tokens.sequences,
+                    num_sequences=tokens.num_sequences,
+                    complete_sums=self.whole,
+                )
+            )
+        # dro's quadratic is against μ (semantics §7).
+        behaviour = tokens.rollout_logprobs if self.config.policy == "dro" else old
+        return policy_term(
+            logprobs,
+            behaviour,
+            tokens.advantages,
+            tokens.weights,
+            tokens.sequences,
+            tokens.num_sequences,
+            self.config,
+            self.whole,
+        )
 
     def supervised(
         self, tokens: LossTokens, logprobs: torch.Tensor, entropy: torch.Tensor

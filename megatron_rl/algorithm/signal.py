@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_rl.algorithm.finite import require_epsilon, require_finite
 from megatron_rl.config import Config
+from megatron_rl.config.import_path import is_own
 from megatron_rl.errors import ConfigError
 
 # Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), with the values at
@@ -99,8 +100,8 @@ def coupling_terms(config: Config) -> tuple[str, ...]:
         terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
     if config.loss.entropy_coefficient != 0:
         terms.append(f"loss.entropy_coefficient={config.loss.entropy_coefficient}")
-    if config.loss.policy == "dro":
-        terms.append("loss.policy=dro")
+    if config.loss.policy == "dro" or (is_own(config.loss.policy) and _trains_without_advantage(config)):
+        terms.append(f"loss.policy={config.loss.policy}")
     if config.loss.denominator == "kept":
         terms.append("loss.denominator=kept")
     if config.skip.advantage_epsilon > 0:
@@ -109,6 +110,12 @@ def coupling_terms(config: Config) -> tuple[str, ...]:
         if field in config.megatron.transformer and config.megatron.transformer[field] not in harmless:
             terms.append(f"megatron.transformer.{field}={config.megatron.transformer[field]}")
     return tuple(terms)
+
+
+def _trains_without_advantage(config: Config) -> bool:
+    from megatron_rl.algorithm.own_policy_check import trains_without_advantage  # brings torch along
+
+    return trains_without_advantage(config.loss)
 
 
 def _neutral(term: str) -> str:

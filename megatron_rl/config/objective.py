@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from megatron_rl.config.checks import choose
+from megatron_rl.config.checks import choose, choose_or_own
+from megatron_rl.config.import_path import is_own
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
@@ -24,7 +25,11 @@ class AdvantageConfig:
     """
 
     estimator: str = "grpo"
-    """`grpo`, `dr_grpo`, `batch_std`, `rloo`, `reinforce_plus_plus`, `gdpo`, and with a critic `gae` (docs/ppo.md)."""
+    """`grpo`, `dr_grpo`, `batch_std`, `rloo`, `reinforce_plus_plus`, `gdpo`, `gae` (docs/ppo.md), `module:function`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an estimator of your own, by name (docs/your-own.md)."""
+    moves_equal_rewards: bool = False
+    """Whether an estimator of your own may give groups of equal rewards an advantage; none is dropped early then."""
     epsilon: Annotated[float, Range(0, 1)] = 1e-6
     """ε, added to standard deviations (n − 1)."""
     whiten: str = "scale"
@@ -39,8 +44,14 @@ class AdvantageConfig:
     """Number of RL's first steps; a rollout whose first step is one of them has the noise."""
 
     def __post_init__(self) -> None:
-        choose("advantage.estimator", self.estimator, ESTIMATORS)
+        choose_or_own("advantage.estimator", self.estimator, ESTIMATORS)
         choose("advantage.whiten", self.whiten, ("none", "scale", "center_and_scale"))
+        for name, value in (("arguments", self.arguments), ("moves_equal_rewards", self.moves_equal_rewards)):
+            if value and not is_own(self.estimator):
+                raise ConfigError(
+                    f"advantage.{name}={value} belongs to an estimator of your own, and advantage.estimator="
+                    f"{self.estimator} is built in; leave it out"
+                )
         if self.noise_std and not self.noise_steps:
             raise ConfigError(
                 f"advantage.noise_std={self.noise_std} is added for the first advantage.noise_steps=0 steps, which is "
@@ -78,7 +89,9 @@ class LossConfig:
     """
 
     policy: str = "ppo"
-    """Policy term: `ppo`, `gspo`, `cispo`, `importance_sampling`, `dro` or `reinforce`."""
+    """Policy term: `ppo`, `gspo`, `cispo`, `importance_sampling`, `dro`, `reinforce` or `module:function`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a policy term of your own, by name (docs/your-own.md)."""
     reduction: str = "token_mean"
     """`token_mean`, `token_sum`, `sequence_mean`, `sequence_sum_mean`, `sequence_sum_norm` or `prompt_mean`."""
     denominator: str = "original"
@@ -101,7 +114,12 @@ class LossConfig:
     """Whether samples cut off by `rollout.max_response_tokens` have no loss token; their groups keep their rewards."""
 
     def __post_init__(self) -> None:
-        choose("loss.policy", self.policy, POLICIES)
+        choose_or_own("loss.policy", self.policy, POLICIES)
+        if self.arguments and not is_own(self.policy):
+            raise ConfigError(
+                f"loss.arguments={self.arguments} belongs to a policy term of your own, and loss.policy={self.policy} "
+                "is built in; leave it out"
+            )
         choose("loss.reduction", self.reduction, REDUCTIONS)
         choose("loss.denominator", self.denominator, ("original", "kept"))
         choose("loss.kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "unbiased"))

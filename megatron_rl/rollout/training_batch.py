@@ -147,7 +147,13 @@ def scored_batch(config: Config, batch: Batch, totals: np.ndarray, by_function: 
         sample_ids=facts.sample_ids,
     )
     settings = config.advantage
-    live = may_have_advantage(rewards, estimator=settings.estimator, epsilon=settings.epsilon, whiten=settings.whiten)
+    live = may_have_advantage(
+        rewards,
+        estimator=settings.estimator,
+        epsilon=settings.epsilon,
+        whiten=settings.whiten,
+        moves_equal_rewards=settings.moves_equal_rewards,
+    )
     live &= facts.loss_tokens > 0
     return ScoredBatch(batch=batch, rewards=rewards, by_function=by_function, overlong=shape, live=live)
 

@@ -85,7 +85,12 @@ class Workload:
             function_weights=weights,
         )
         values = advantages(
-            group_rewards, estimator=advantage.estimator, epsilon=advantage.epsilon, whiten=advantage.whiten
+            group_rewards,
+            estimator=advantage.estimator,
+            epsilon=advantage.epsilon,
+            whiten=advantage.whiten,
+            arguments=advantage.arguments,
+            moves_equal_rewards=advantage.moves_equal_rewards,
         )
         return has_signal(values, self.loss_tokens, advantage_epsilon=signal_rule(config).advantage_epsilon)
 

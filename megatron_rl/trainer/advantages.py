@@ -20,6 +20,7 @@ from megatron_rl.algorithm.kl import kl_penalty_per_token
 from megatron_rl.algorithm.noise import with_noise
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import Config
+from megatron_rl.config.import_path import is_own
 from megatron_rl.distributed import collectives
 from megatron_rl.rollout.training_batch import ScoredBatch
 from megatron_rl.types import Advantages
@@ -101,7 +102,8 @@ def kl_penalty(
 def group_advantages(
     config: Config, scored: ScoredBatch, penalty: KLPenalty | None, loss_mask: np.ndarray | None, *, rl_step: int
 ) -> AdvantageResult:
-    """Return the advantages of an estimator over groups. A collective with a penalty or with noise.
+    """Return the advantages of an estimator over groups. A collective with a penalty, with noise, or
+    of an estimator of the user's own.
 
     penalty: its sum over a sample's loss tokens is taken from the sample's total reward; None without one.
     loss_mask: bool [T] flat; read only with a penalty.
@@ -110,6 +112,8 @@ def group_advantages(
     """
     settings, facts = config.advantage, scored.facts
     rewards, options = scored.rewards, {"epsilon": settings.epsilon, "whiten": settings.whiten}
+    if is_own(settings.estimator):
+        options |= {"arguments": settings.arguments, "moves_equal_rewards": settings.moves_equal_rewards}
     if penalty is not None:
         penalty_S = sum_per_sample(np.where(loss_mask, penalty.penalties, 0.0), facts.response_tokens)
         require_finite(penalty_S, "the KL in the reward", facts.sample_ids, _KL_IN_REWARD)
@@ -119,6 +123,8 @@ def group_advantages(
             advantages=Advantages(of_sample=values), plain=np.zeros(facts.num_samples), penalty=penalty
         )
     plain = advantages(rewards, estimator=settings.estimator, **options)
+    if is_own(settings.estimator):  # it may use exp or log
+        plain = collectives.broadcast_from_rank0(plain)
     if not settings.noise_std or rl_step >= settings.noise_steps:
         return AdvantageResult(advantages=Advantages(of_sample=plain), plain=plain)
     signal = has_signal(

@@ -1,0 +1,83 @@
+"""A policy loss of the user's own: ``loss.policy=module:function``, its contract, and the check of the contract.
+
+    def loss(tokens: PolicyTokens, **loss.arguments) -> Tensor [N] or PolicyTerm
+
+It returns one loss per loss token; their sum is the micro-batch's loss. The contract (docs/your-own.md) follows from
+the sum over tokens and from the skip: micro-batches, ranks and dropped samples cut a mini-batch anywhere, so that no
+token's loss may depend on where the cuts are. algorithm/own_policy_check.py tries each property on random tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.algorithm.policy_loss import CompleteSums, PolicyTerm, identity
+from megatron_rl.config import LossConfig, import_path
+from megatron_rl.errors import ConfigError
+
+OwnPolicy = Callable[["PolicyTokens"], PolicyTerm]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyTokens:
+    """Holds the N loss tokens of a micro-batch, as a policy loss reads them.
+
+    logprobs: float32 [N], log π_θ at the sampling temperature; the one tensor that carries a gradient.
+    old_logprobs: float32 [N], log π_old, the trainer's at the rollout's weights.
+    rollout_logprobs: float32 [N], log μ, the engine's.
+    advantages: float32 [N], w·A: the reduction's weight times the advantage (and times its importance weight).
+    weights: float32 [N], w, for a part of the loss that the advantage does not multiply.
+    sequences: int64 [N], the sample of each token within the micro-batch, from 0.
+    num_sequences: the number of samples in the micro-batch.
+    complete_sums: takes sums per sample [..., num_sequences] over the tokens held here, and returns them over all
+        tokens, without gradient: under context parallelism a rank holds a part of each sample.
+
+    Example: −ρ·A, with nothing clipped: ``-(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages``.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    sequences: torch.Tensor
+    num_sequences: int
+    complete_sums: CompleteSums = identity
+
+
+def resolve(config: LossConfig) -> OwnPolicy:
+    """Return the function of ``loss.policy`` with ``loss.arguments``, or raise ConfigError with the way out."""
+    key = f"loss.policy={config.policy!r}"
+    function = import_path.resolve(config.policy, {}, what=key, form="module:function")
+    if not callable(function):
+        raise ConfigError(f"{key} is a {type(function).__name__}, which cannot be called; name a function")
+    try:
+        inspect.signature(function).bind(None, **config.arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key} cannot be called with a PolicyTokens and loss.arguments={dict(config.arguments)}: {error}"
+        ) from None
+
+    def term(tokens: PolicyTokens) -> PolicyTerm:
+        return _as_term(function(tokens, **config.arguments), tokens, key)
+
+    return term
+
+
+def _as_term(returned: object, tokens: PolicyTokens, key: str) -> PolicyTerm:
+    if isinstance(returned, torch.Tensor):
+        ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
+        returned = PolicyTerm(loss=returned, ratio=ratio, clipped=torch.zeros_like(ratio, dtype=torch.bool))
+    if not isinstance(returned, PolicyTerm):
+        raise ConfigError(f"{key} returned a {type(returned).__name__}; return one loss per token, a tensor [N]")
+    wanted = tokens.logprobs
+    if returned.loss.shape != wanted.shape or returned.loss.dtype != wanted.dtype:
+        raise ConfigError(
+            f"{key} returned losses of shape {list(returned.loss.shape)} and {returned.loss.dtype} for "
+            f"{list(wanted.shape)} tokens of {wanted.dtype}; return one loss per token, without a sum or a mean"
+        )
+    return returned
