@@ -1,5 +1,7 @@
 """Tries a policy loss or an advantage estimator of your own against its contract, and shows the loss's gradient.
 
+Examples:
+
     python tools/check_own_parts.py --loss my_losses:clipped --arguments low=0.2
     python tools/check_own_parts.py --estimator ./my_estimator.py:median
 
