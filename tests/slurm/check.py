@@ -16,7 +16,7 @@ stands, but for its GPUs and cores. Three jobs, and three equalities:
                   requeues itself
 
 Each of the latter counts one restart, goes on from a checkpoint that it had saved, and exports bitwise the weights of
-the first.
+the first. Before them, the owner of another cluster is killed (SIGKILL) with a job running: nothing of it may go on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import psutil
+
 from tests.patience import patient
-from tests.slurm.cluster import Cluster, ClusterError, install
+from tests.slurm.cluster import END_S, HOSTS, Cluster, ClusterError, install
 
 ROOT = pathlib.Path(__file__).parents[2]
 SKIPPED = 77
@@ -216,7 +218,47 @@ def prepare(folder: pathlib.Path) -> None:
     )
 
 
+OWNER = """
+import pathlib, sys, time
+from tests.slurm.cluster import Cluster
+with Cluster(pathlib.Path(sys.argv[1])) as cluster:
+    cluster.run("sbatch", "--wrap", "sleep 1000", "--output=/dev/null")
+    while "R" not in cluster.run("squeue", "--noheader", "--format=%t"):
+        time.sleep(0.2)
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+
+def check_ends_with_its_owner(folder: pathlib.Path) -> None:
+    """Check that a cluster whose owner is killed ends, with its job, and leaves /etc/hosts as it was."""
+    folder.mkdir()
+    before = HOSTS.read_text()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE)
+    if owner.stdout.readline() != b"up\n":
+        raise CheckFailed(f"the cluster to be killed did not start; its owner ended with {owner.wait()}")
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + END_S
+    while (left := _processes_in(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left or HOSTS.read_text() != before:
+        raise CheckFailed(f"after SIGKILL to the cluster's owner these went on: {left}; {HOSTS}: {HOSTS.read_text()}")
+    print("killed: the cluster, its job and its line in /etc/hosts ended with their owner", flush=True)
+
+
+def _processes_in(folder: pathlib.Path) -> list[str]:
+    """Return the command lines that name the folder: its keeper, its daemons and its jobs' scripts."""
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(folder) in line]
+
+
 def check(folder: pathlib.Path, only: Sequence[str]) -> None:
+    if "killed" in only:
+        check_ends_with_its_owner(folder / "killed")
+    if set(only) == {"killed"}:
+        return
     prepare(folder)
     (folder / "cluster").mkdir()
     with Cluster(folder / "cluster") as cluster:
@@ -257,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="work there and leave everything; default: a temporary folder",
     )
-    parser.add_argument("--only", nargs="*", choices=("requeued", "signalled"), default=("requeued", "signalled"))
+    checks = ("killed", "requeued", "signalled")
+    parser.add_argument("--only", nargs="*", choices=checks, default=checks)
     options = parser.parse_args(arguments)
     if options.keep and options.keep.exists() and any(options.keep.iterdir()):
         parser.error(f"--keep {options.keep} is not empty; name a new folder")
@@ -265,7 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why:
         print(f"SKIPPED: {why}. A skip is not a pass: nothing was tested.")
         return SKIPPED
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cluster is stopped
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that the folder is removed; the keeper stops the cluster
     try:
         with contextlib.ExitStack() as stack:
             folder = options.keep or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))

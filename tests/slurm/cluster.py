@@ -5,7 +5,8 @@
 
     python -m tests.slurm.cluster [command ...]
 
-The command line starts it, runs the command (default: a shell) in its environment, and stops it.
+The command line starts it, runs the command (default: a shell) in its environment, and stops it. Its daemons and jobs
+are a keeper's (keeper.py), which ends them when the process that asked for them has ended, by whatever signal.
 
 Debian's packages (slurmctld, slurmd, slurm-client, munge 0.5; SLURM 22.05 was run), as root, since slurmd starts jobs
 as their user. Configuration, keys, state, logs and sockets lie in the folder and the ports are free ones: a SLURM that
@@ -33,11 +34,14 @@ import tempfile
 import time
 
 from tests.patience import patient
+from tests.slurm.keeper import KeeperError, kept
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "srun", "scontrol", "sinfo")
 NODES = ("n0", "n1")
 START_S, STOP_S, COMMAND_S, INSTALL_S = patient(60.0), patient(20.0), patient(60.0), patient(600.0)
+NO_JOBS_S = patient(40.0)  # after scancel: KillWait is 30 s
+END_S = NO_JOBS_S + 4 * STOP_S + COMMAND_S
 HOSTS = pathlib.Path("/etc/hosts")
 HOSTS_LINE = f"127.0.0.1 {' '.join(NODES)}  # megatron_rl tests/slurm/cluster.py, while it runs\n"
 
@@ -128,30 +132,12 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-class Cluster:
-    """The cluster, which starts on enter and ends its own processes on exit.
-
-    ``environment`` is for commands that talk to it.
-    """
+class Commands:
+    """Runs commands that talk to the cluster of a folder, in its ``environment``."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": search_path()}
-        self._processes: dict[str, subprocess.Popen] = {}
-        self._cleanup = contextlib.ExitStack()
-
-    def __enter__(self) -> Cluster:
-        if os.geteuid() != 0:
-            raise ClusterError(f"slurmd starts jobs as their user, so it needs root, and this is uid {os.geteuid()}")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_node_names())
-            stack.callback(self._stop)
-            self._start()
-            self._cleanup = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
 
     def run(self, *command: str, timeout_s: float = COMMAND_S) -> str:
         """Run a command and return its output; raises ClusterError with what it said where it fails."""
@@ -166,6 +152,46 @@ class Cluster:
         """Return ``scontrol show job``, by field."""
         fields = self.run("scontrol", "show", "job", job_id, "--oneliner").split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
+
+
+class Cluster(Commands):
+    """The cluster, which starts on enter and ends on exit, or when this process ends, be it by SIGKILL (keeper.py)."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__(folder)
+        self._kept = contextlib.ExitStack()
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._kept.enter_context(kept("tests.slurm.cluster:Daemons", self.folder, stop_s=END_S))
+        except KeeperError as error:
+            raise ClusterError(str(error)) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
+
+
+class Daemons(Commands):
+    """The cluster's daemons, which start on enter and are ended on exit, the jobs before them."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__(folder)
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> Daemons:
+        if os.geteuid() != 0:
+            raise ClusterError(f"slurmd starts jobs as their user, so it needs root, and this is uid {os.geteuid()}")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_node_names())
+            stack.callback(self._stop)
+            self._start()
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
 
     def _start(self) -> None:
         for name in ("munge", "state", *(f"spool.{node}" for node in NODES)):
@@ -240,11 +266,8 @@ class Cluster:
                 self._processes[name].wait()
 
     def _wait_for_no_jobs(self) -> None:
-        """Wait until no job runs: jobs that run on would outlive their slurmd.
-
-        KillWait (30 s) after scancel none is left.
-        """
-        deadline = time.monotonic() + 40.0
+        """Wait until no job runs: jobs that run on would outlive their slurmd."""
+        deadline = time.monotonic() + NO_JOBS_S
         while self.run("squeue", "--noheader", timeout_s=10.0).strip() and time.monotonic() < deadline:
             time.sleep(0.5)
 
@@ -282,7 +305,7 @@ def main(command: list[str]) -> int:
     if why:
         print(f"cluster: {why}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder is removed
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(pathlib.Path(folder)) as cluster:
         print(f"cluster: up in {folder}; {cluster.run('sinfo', '--noheader', '--Node').splitlines()}", file=sys.stderr)
         return subprocess.run(command or ["bash"], env=cluster.environment, check=False).returncode
