@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.config.json_text import check, parse_json
+from megatron_rl.config.json_text import check, parse_json, quoted
 from megatron_rl.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,15 @@ class Completion:
     excluded: str | None = None
     rollout: int | None = None
     step: int | None = None
+
+
+_KINDS = {
+    **dict.fromkeys(("source", "sample", "prompt", "response", "answer", "finish_reason", "excluded"), str),
+    **dict.fromkeys(("response_tokens", "weight_version", "rollout", "step"), int),
+    **dict.fromkeys(("reward", "advantage"), float),
+    "rewards": dict,
+}
+_NULLABLE = ("answer", "excluded", "rollout", "reward", "advantage")
 
 
 def cut(value: object, most_chars: int) -> str:
@@ -155,13 +164,22 @@ def to_row(completion: Completion) -> dict[str, object]:
     return row
 
 
-def _from_row(row: Mapping[str, object]) -> Completion:
-    def number(value: object) -> object:
-        return _ASIDE[value] if isinstance(value, str) and value in _ASIDE else value
+def _from_row(row: Mapping[str, object], where: str) -> Completion:
+    """Return the completion of a JSON line; raise ValueError for a missing, unknown or wrong field."""
+    if row.keys() != _KINDS.keys():
+        odd = ", ".join(sorted(map(quoted, row.keys() ^ _KINDS.keys())))
+        raise ValueError(f"{where}: fields are missing or unknown: {odd:.200}; delete the line")
 
-    row = {**row, "reward": number(row["reward"]), "advantage": number(row["advantage"])}
-    row["rewards"] = {name: number(value) for name, value in row["rewards"].items()}
-    return Completion(**row)
+    def checked(name: str, value: object, kind: type) -> object:
+        if kind is float and isinstance(value, str) and value in _ASIDE:
+            return _ASIDE[value]
+        return (
+            value if value is None and name in _NULLABLE else check(value, f"{where}: {name}", kind, error=ValueError)
+        )
+
+    values = {name: checked(name, value, _KINDS[name]) for name, value in row.items()}
+    values["rewards"] = {name: checked("reward", value, float) for name, value in values["rewards"].items()}
+    return Completion(**values)
 
 
 def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
@@ -169,17 +187,13 @@ def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
 
     Raises ValueError ``<file>:<line>: ...`` for a malformed line.
     """
-    names = {each.name for each in dataclasses.fields(Completion)}
     with pathlib.Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # the run was interrupted while writing it
             where = f"{path}:{number}"
             row = check(parse_json(line, where, error=ValueError), where, dict, error=ValueError)
-            if row.keys() != names:
-                odd = sorted(map(repr, row.keys() ^ names))
-                raise ValueError(f"{where}: the fields {', '.join(odd)[:200]} are missing or unknown; delete the line")
-            yield _from_row(row)
+            yield _from_row(row, where)
 
 
 def short(value: float | None) -> str:

@@ -133,14 +133,14 @@ class WandbSink:
                 dir=str(run_dir),
                 name=run_dir.resolve().name,
                 id=run_id,
-                resume="allow",
+                resume="allow" if run_id else None,
                 config=dict(config),
                 allow_val_change=True,
             )
         except wandb.Error as error:
-            again = f" and delete {IDS_FILE} to begin another W&B run" if run_id else ""
+            again = f", delete {IDS_FILE} to begin another W&B run" if run_id else ""
             raise ConfigError(
-                f"metrics.wandb_project={project!r}: W&B does not start: {error}; log in (wandb login), set "
+                f"metrics.wandb_project={project!r}: W&B does not start: {_one_line(error)}; log in (wandb login), set "
                 f"WANDB_MODE=offline{again}, or set it to null"
             ) from error
         self._table = wandb.Table
@@ -208,10 +208,10 @@ class MlflowSink:
                 sent = self._client.get_metric_history(run_id, "train/applied")  # every row has it
                 self._first_step = 1 + max((metric.step for metric in sent), default=-1)
         except mlflow.MlflowException as error:
-            again = f" or delete {IDS_FILE} to begin another MLflow run," if run_id else ""
+            again = f", delete {IDS_FILE} to begin another MLflow run" if run_id else ""
             raise ConfigError(
-                f"metrics.mlflow_experiment={experiment!r}: MLflow does not start: {str(error)[:400]}; set "
-                f"MLFLOW_TRACKING_URI to a server that runs,{again} or set it to null"
+                f"metrics.mlflow_experiment={experiment!r}: MLflow does not start: {_one_line(error)}; set "
+                f"MLFLOW_TRACKING_URI to a server that runs{again}, or set it to null"
             ) from error
         self._sender = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="mlflow")
         self._sent: list[concurrent.futures.Future] = []
@@ -250,6 +250,10 @@ class MlflowSink:
         if errors and not self._warned:
             self._warned = True
             log.warning("MLflow did not take a call, and the run goes on without it: %.300s", errors[0])
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.backend import MegatronBackend
@@ -21,8 +21,10 @@ from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.distributed.collectives import raise_on_all_ranks
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import DTYPES
 from megatron_rl.observability.metrics import MetricsWriter, read_metrics
 from megatron_rl.observability.progress_bar import ProgressBar
@@ -94,7 +96,7 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
     resumed = resume_point.state["metrics"] if resume_point else None
     with (
-        MetricsWriter(folder, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config)) as writer,
+        _open_writer(config, num_steps, is_main, resumed) as writer,
         ProgressBar(
             steps_left, config.metrics.progress and is_main, config.metrics.untrained_warning_steps
         ) as progress,
@@ -123,6 +125,21 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     if critic is not None:
         critic.close(preempted=checkpoints.leaves)
     backend.close()
+
+
+def _open_writer(
+    config: Config, num_steps: int, is_main: bool, resumed: Mapping[str, int | None] | None
+) -> MetricsWriter:
+    """Open the run's metrics and their sinks on the main rank, whose ConfigError ends every rank. A collective."""
+    error = None
+    try:
+        writer = MetricsWriter(
+            config.run.path, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config)
+        )
+    except ConfigError as caught:
+        error = caught
+    raise_on_all_ranks(error)
+    return writer
 
 
 def _assemble(

@@ -96,6 +96,7 @@ def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path)
         "pass@2",
         "pass@4",
         "response_tokens_mean",
+        "truncated_share",
         "excluded",
         "tests.runs.test_evaluation:graded",
     )
@@ -121,11 +122,12 @@ PRODUCERS = {
 def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, producer):
     """A run with evaluation has the rows and weights of one without, to the bit, and repeats to the bit.
 
-    Where rollouts are ahead, evaluation comes between them.
+    The one without records no completions either: these change nothing too. Where rollouts are ahead, evaluation comes
+    between them.
     """
     found = {}
     evaluation = (*sets_of(arithmetic), *SAMPLED, "eval.every_rollouts=1")
-    for name, extra in (("none", ()), ("one", evaluation), ("two", evaluation)):
+    for name, extra in (("none", ("metrics.log_completions=0",)), ("one", evaluation), ("two", evaluation)):
         run(
             pool,
             2,
@@ -137,6 +139,15 @@ def test_a_run_with_evaluation_equals_one_without(pool, arithmetic, tmp_path, pr
         ]
         found[name] = (rows, (tmp_path / name / "trace.jsonl").read_text(), weights_of(tmp_path / name))
     assert evaluated(tmp_path / "one") == evaluated(tmp_path / "two") and any(evaluated(tmp_path / "one"))
+    assert not (tmp_path / "none" / "completions.jsonl").exists()
+    completions = [(tmp_path / name / "completions.jsonl").read_text() for name in ("one", "two")]
+    assert completions[0] == completions[1]
+    recorded = [(line["source"], line["rollout"]) for line in map(json.loads, completions[0].splitlines())]
+    sets = [("eval/test", None), ("eval/seen", None)]
+    wanted = [(f"{name}_before", None) for name, _ in sets] + [
+        each for number in range(1, 5) for each in (("train", number), *sets)
+    ]
+    assert recorded == [each for each in wanted for _ in range(4)]  # four of each, where they belong
     rows, trace, weights = found["none"]
     for other in ("one", "two"):
         assert found[other][0] == rows and found[other][1] == trace

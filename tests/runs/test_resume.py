@@ -31,6 +31,9 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, nam
     """
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
+        if (folder / "completions.jsonl").exists():  # a run killed after its checkpoint has written more
+            with (folder / "completions.jsonl").open("a") as file:
+                file.write('{"source": "train"}\n{"source": "tr')
         results = pool.run(
             2,
             command_line,
@@ -45,5 +48,7 @@ def test_a_run_in_two_parts_equals_the_whole_one(pool, arithmetic, tmp_path, nam
         return
     assert all(torch.equal(one[k], two[k]) for k in one)
     assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(parts)]
+    completions = [(x / "completions.jsonl").read_text() for x in (whole, parts)]
+    assert completions[0] == completions[1] and len(completions[0].splitlines()) == 4 * 4
     traces = [(x / "trace.jsonl").read_text() for x in (whole, parts)]
     assert traces[0] == traces[1] and len(traces[0].splitlines()) == 4

@@ -5,7 +5,6 @@ Nothing of an earlier run is lost.
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 import math
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import MetricsConfig
-from megatron_rl.errors import ConfigError
 from megatron_rl.observability.metrics import (
     MetricsWriter,
     add_sums,
@@ -217,29 +215,6 @@ def test_bad_rows_are_refused(tmp_path):
             writer.write(row(4))
     with pytest.raises(ValueError, match="after close"):
         writer.write(row(5))
-
-
-def test_missing_wandb_names_the_command(tmp_path, monkeypatch):
-    real_import = builtins.__import__
-
-    def without_wandb(name, *rest, **more):
-        if name == "wandb":
-            raise ImportError(name)
-        return real_import(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without_wandb)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        MetricsWriter(tmp_path, MetricsConfig(wandb_project="x"), 1, True)
-
-
-def test_tensorboard_gets_the_numbers(tmp_path):
-    from tensorboard.backend.event_processing import event_accumulator as accumulator
-
-    with MetricsWriter(tmp_path, MetricsConfig(tensorboard=True), 2, True) as writer:
-        for step in (3, 4):
-            writer.write(row(step, reward__mean=step / 8))
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.375), (4, 0.5)]
 
 
 GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'

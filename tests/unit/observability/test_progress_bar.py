@@ -6,7 +6,8 @@ import io
 
 from rich.console import Console
 
-from megatron_rl.observability.progress_bar import ProgressBar
+from megatron_rl.observability.progress_bar import ProgressBar, summary_table
+from megatron_rl.observability.summary import summarize
 
 
 class Clock:
@@ -41,6 +42,20 @@ def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
             progress.update(row(step))
         progress.finish([row(step) for step in range(num_steps)], "runs/x/report.html")
     return out.getvalue()
+
+
+def test_the_final_table_has_evaluation_and_truncation():
+    """An evaluation's first value may be that of before the first step; a single one stands alone."""
+    rows = [row(step) | {"rollout/truncated_share": 0.5 if step < 10 else 0.125} for step in range(20)]
+    rows[0] |= {"step": 1, "eval/test/mean@4_before": 0.25, "eval/test/pass@4_before": 0.5}
+    rows[10] |= {"eval/test/mean@4": 0.375}
+    rows[19] |= {"eval/test/mean@4": 0.75, "eval/other/mean@1": 0.5}
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table(summarize(rows), 1.0))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "eval test mean@4 0.250 → 0.750 (steps 0 → 19)" in lines
+    assert "eval other mean@1 0.500 (step 19)" in lines
+    assert "truncated responses 12.5 % (last 10 steps)" in lines
 
 
 def test_log_lines_come_at_most_every_five_seconds():

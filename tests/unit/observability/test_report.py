@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import MetricsConfig
+from megatron_rl.observability.completions import Completion, cut
 from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.observability.report import write_report
 from megatron_rl.observability.svg import Frame, Series, line_plot, linear_axis, running_mean, short, ticks_between
@@ -139,6 +140,67 @@ def test_missing_series_are_named_not_drawn(tmp_path):
     page = report(tmp_path)
     assert "<b>Entropy</b>" not in page and "<b>Reward</b>" not in page
     assert "so not drawn: Reward, Entropy." in page
+
+
+def test_rewards_have_a_band(tmp_path):
+    write_run(tmp_path)
+    assert "Spread of rewards" not in report(tmp_path)
+    spread = {f"reward/{name}": number / 4 for number, name in enumerate(("min", "p25", "median", "p75", "max"))}
+    again = tmp_path / "again"
+    write_run(again, **spread, **{"reward/std": 0.5, "rollout/truncated_share": 0.25})
+    page = report(again)
+    assert "step 30\nmin: 0\nmax: 1\np25: 0.25\np75: 0.75\nmedian: 0.5" in svg_of(page, "Spread of rewards")
+    assert len(re.findall('class="tint', svg_of(page, "Spread of rewards"))) == 2
+    assert "<b>Standard deviation of rewards</b>" in page and "<b>Truncated responses</b>" in page
+    assert '<div class="name">Truncated responses</div><div class="value">25.0 %</div>' in page
+
+
+HOSTILE = "\x1b[2J</dd></pre><script>alert(1)</script>\x00\u202eabc\u2066<img src=x onerror=y>&amp;\ud800"
+
+
+def completion(step: int, source: str, **changes: object) -> Completion:
+    facts = {"finish_reason": "stop", "response_tokens": 2, "weight_version": 3, "answer": None, "reward": 1.0}
+    facts |= {"sample": f"{step}@0#1", "prompt": "3+4=", "response": "7", "rewards": {"math": 1.0}}
+    return Completion(source=source, **(facts | changes))
+
+
+def test_first_and_last_completions_are_shown(tmp_path):
+    """Of training and of each evaluation the first and the last recorded are on the page, at most eight each."""
+    write_run(tmp_path, num_steps=3)
+    state = {"ghost_steps": 0, "last_step": 2}
+    with MetricsWriter(tmp_path, MetricsConfig(print_completions_every_rollouts=0), 9, True, state) as writer:
+        for step in range(3, 7):
+            sampled = [completion(step, "train", rollout=step, response=f"r{step}.{i}") for i in range(9)]
+            writer.write(
+                {"step": step, "step_kind": "REAL", "phase": "rl"},
+                [*sampled, completion(step, "eval/x", response=f"e{step}")] if step < 5 else sampled,
+            )
+    page = report(tmp_path)
+    shown = re.findall(r"<dd>([re]\d[^<]*)</dd>", page)
+    assert shown == [*(f"r3.{i}" for i in range(8)), *(f"r6.{i}" for i in range(8)), "e3", "e4"]
+    assert "<h3>Rollout 6, step 6, 8 of 9 recorded</h3>" in page and "<h3>Step 4</h3>" in page
+
+
+def test_a_hostile_completion_stays_text(tmp_path):
+    """Nothing that a completion, an answer or a set's name holds becomes an element or a control character."""
+    write_run(tmp_path, num_steps=2)
+    state, texts = (
+        {"ghost_steps": 0, "last_step": 1},
+        dict.fromkeys(("sample", "prompt", "response", "answer"), HOSTILE),
+    )
+    texts = {name: cut(text, 500) for name, text in texts.items()}
+    with MetricsWriter(tmp_path, MetricsConfig(), 3, True, state) as writer:
+        writer.write(
+            {"step": 2, "step_kind": "REAL", "phase": "rl"},
+            [completion(2, f"eval/{texts['prompt']}", excluded=texts["prompt"], rewards={HOSTILE[:20]: 1.0}, **texts)],
+        )
+    page = report(tmp_path)
+    assert (
+        "<script" not in page
+        and "<img" not in page
+        and not re.search("[\x00-\x08\x1b\u202a-\u202e\u2066-\u2069]", page)
+    )
+    assert "<dd>\\x1b[2J&lt;/dd&gt;&lt;/pre&gt;&lt;script&gt;alert(1)" in page and "&amp;amp;\ufffd</dd>" in page
 
 
 def test_one_evaluation_is_a_tile_and_no_plot(tmp_path):

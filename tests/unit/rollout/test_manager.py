@@ -5,6 +5,7 @@ Lost prompts are asked for again, and a failure that cannot be mended ends with 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -149,6 +150,20 @@ def test_a_rank_without_an_engine_produces_nothing():
     generation = generation_of(engine, share=None)
     generation.sync_weights()
     assert generation.produce(NAMED, SAMPLES).rollouts == {} and engine.calls == []
+
+
+def test_the_truncated_share_is_that_of_all_samples_since_the_metrics_were_taken():
+    """A group that was cut off and a refill without one give their share together; an evaluation counts in neither."""
+    generation = generation_of(FakeEngine())
+    whole = {place: [rollout_of(prompt, i, 4) for i in range(SAMPLES)] for place, prompt in NAMED.items()}
+    for first in ("length", "stop"):
+        job = generation.job(NAMED, SAMPLES)
+        for place, rollouts in whole.items():
+            job.put(place, [dataclasses.replace(rollouts[0], finish_reason=first), *rollouts[1:]], None)
+        generation.finish(job)
+    assert generation.take_metrics()["rollout/truncated_share"] == len(NAMED) / (2 * len(NAMED) * SAMPLES)
+    generation.finish(job)
+    assert generation.take_metrics()["rollout/truncated_share"] == 0.0
 
 
 def test_what_an_engine_refuses_is_raised_and_not_asked_again():

@@ -16,7 +16,14 @@ from megatron_rl.config import load_config
 from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.replay_buffer import Entry
 from megatron_rl.rollout.selection import Selection
-from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, ScoredBatch, TrainingBatch, merge_passes
+from megatron_rl.rollout.training_batch import (
+    KnownLogProbs,
+    LogProbPass,
+    ScoredBatch,
+    TrainingBatch,
+    merge_passes,
+    spread,
+)
 from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 
@@ -50,6 +57,30 @@ def scored_of(facts: BatchFacts, *, live: list[bool] | None = None) -> ScoredBat
     return ScoredBatch(
         batch=batch, rewards=rewards, by_function=totals[:, None], overlong=np.zeros(len(totals)), live=live
     )
+
+
+def test_spread_equals_the_naive_formulas():
+    """Quartiles lie between the sorted rewards, linearly; the deviation is that of all of them."""
+    rewards = [0.5, 2.0, -1.0, 0.5, 1.0, 0.25]
+    ordered, mean = sorted(rewards), sum(rewards) / 6
+
+    def quantile(share: float) -> float:
+        below = int(share * 5)
+        return ordered[below] + (share * 5 - below) * (ordered[below + 1] - ordered[below])
+
+    assert spread(np.array(rewards)) == pytest.approx(
+        {
+            "mean": mean,
+            "std": (sum((x - mean) ** 2 for x in rewards) / 6) ** 0.5,
+            "min": -1.0,
+            "p25": quantile(0.25),
+            "median": 0.5,
+            "p75": quantile(0.75),
+            "max": 2.0,
+        },
+        rel=1e-15,  # the order of additions
+    )
+    assert set(spread(np.array([0.75])).values()) == {0.75, 0.0}
 
 
 def prompt_of(number: int) -> Prompt:

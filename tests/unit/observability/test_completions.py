@@ -1,0 +1,232 @@
+"""Checks observability/completions.py: which completions are recorded, and that hostile text stays text everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config import MetricsConfig
+from megatron_rl.observability.completions import (
+    Completion,
+    as_text,
+    best_to_worst,
+    cut,
+    of_rollout,
+    read_completions,
+    share_of_groups,
+    visible,
+)
+from megatron_rl.observability.metrics import MetricsWriter
+from megatron_rl.types import Prompt, Rollout
+
+HOSTILE = (
+    "\x1b[2J\x1b]0;owned\x07</pre><script>alert(1)</script>\r\x00\u202egnihton\u200b\u2028```\n<img src=x onerror=y>"
+)
+
+
+def completion(**changes: object) -> Completion:
+    return Completion(
+        **{
+            "source": "train",
+            "sample": "17@0#2",
+            "prompt": "3+4=",
+            "response": "7",
+            "answer": "7",
+            "reward": 1.0,
+            "rewards": {"math": 1.0},
+            "advantage": 0.5,
+            "finish_reason": "stop",
+            "response_tokens": 2,
+            "weight_version": 3,
+            "rollout": 1,
+        }
+        | changes
+    )
+
+
+def row(step: int) -> dict[str, object]:
+    return {"step": step, "step_kind": "REAL", "phase": "rl", "train/applied": 1.0}
+
+
+@given(st.integers(0, 20), st.integers(1, 9), st.integers(0, 60))
+def test_so_many_are_taken_as_there_are(num_groups, group_size, count):
+    """The shares add up to the number that is asked for, or to all; earlier groups give before later ones."""
+    shares = share_of_groups(num_groups, group_size, count)
+    assert len(shares) == num_groups and all(0 <= share <= group_size for share in shares)
+    assert sum(shares) == min(count, num_groups * group_size)
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_two_of_a_group_unless_there_are_too_few_groups():
+    assert share_of_groups(8, 4, 3) == [2, 1, 0, 0, 0, 0, 0, 0]
+    assert share_of_groups(2, 8, 6) == [3, 3]
+    assert share_of_groups(5, 1, 3) == [1, 1, 1, 0, 0]
+
+
+def test_best_and_worst_come_first_and_last():
+    assert best_to_worst([0.0, 1.0, 0.5], 2) == [1, 0]
+    assert best_to_worst([0.0, None, 1.0, math.nan], 2) == [2, 3]  # without a reward it is the worst
+    assert best_to_worst([0.25, 1.0, 0.5, 0.0, 0.75], 3) == [1, 2, 3]
+    assert best_to_worst([1.0, 1.0], 5) == [0, 1]
+
+
+@given(st.text(max_size=60), st.integers(2, 30))
+def test_cut_keeps_both_ends(text, most):
+    """A text that fits stays as it is; of a longer one both ends stay, and the number of characters between is said."""
+    found = cut(text, most)
+    if len(text) <= most:
+        assert found == text
+        return
+    head, said, tail = (
+        found[: most // 2],
+        found[most // 2 : len(found) - (most - most // 2)],
+        found[-(most - most // 2) :],
+    )
+    assert text.startswith(head) and text.endswith(tail)
+    assert said == f" […{len(text) - most} characters…] "
+
+
+def test_half_a_surrogate_pair_is_replaced():
+    assert cut("a\ud800b", 10) == "a\ufffdb"
+    assert cut({"x": "\udfff"}, 30).encode("utf-8")
+
+
+@given(st.text(st.characters(), max_size=50))
+def test_visible_text_holds_nothing_that_is_obeyed(text):
+    shown = visible(text)
+    assert all(c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") for c in shown)
+    assert shown.count("\n") == text.count("\n")
+
+
+def test_plain_text_stays_as_it_is():
+    assert visible("x² + ﬁ\täöü 漢字\u3000🙂\n") == "x² + ﬁ\täöü 漢字\u3000🙂\n"
+    assert visible("\x1b[2J") == "\\x1b[2J"
+
+
+def test_every_line_of_a_completion_is_marked():
+    """No line of a completion can pass for a line of the log, whatever it holds."""
+    lines = as_text(completion(response=HOSTILE, sample="1@0#0", excluded=HOSTILE)).split("\n")
+    assert lines[0].startswith("1@0#0: reward 1, advantage 0.5, 2 tokens, stop, excluded: \\x1b[2J")
+    assert all(line[10:13] == " | " for line in lines[1:])
+    assert not any(unicodedata.category(c) == "Cc" for line in lines for c in line)
+
+
+def test_a_rollout_becomes_a_record():
+    prompt = Prompt(
+        prompt_id="4@1", text="p" * 50, token_ids=(1,), columns={"answer": 12, "other": "secret"}, attempt=2
+    )
+    rollout = Rollout(
+        prompt=prompt,
+        sample_index=3,
+        response_ids=(5, 6),
+        logprobs=(0.0, 0.0),
+        text="r\ud800",
+        finish_reason="length",
+        weight_versions=((9, 1), (8, 1)),
+    )
+    found = of_rollout(rollout, source="train", reward=math.nan, rewards={"f": None}, most_chars=10, number=7)
+    assert found == Completion(
+        source="train",
+        sample="4@1.2#3",
+        prompt="ppppp […40 characters…] ppppp",
+        response="r\ufffd",
+        answer="12",
+        reward=None,
+        rewards={"f": None},
+        finish_reason="length",
+        response_tokens=2,
+        weight_version=8,
+        rollout=7,
+    )
+
+
+def test_completions_survive_the_file(tmp_path):
+    """What is written is strict JSON and comes back equal, with its row's step, an infinite reward too."""
+    given = [
+        completion(response=HOSTILE, reward=math.inf, rewards={"a": -math.inf, "b": None}),
+        completion(source="eval/test_before", rollout=None, advantage=None, answer=None, reward=None, excluded="x"),
+    ]
+    with MetricsWriter(tmp_path, MetricsConfig(), 2, True) as writer:
+        writer.write(row(4), given)
+        writer.write(row(5))
+    assert list(read_completions(tmp_path / "completions.jsonl")) == [dataclasses.replace(c, step=4) for c in given]
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (tmp_path / "completions.jsonl").read_text(encoding="ascii")
+    assert [json.loads(line, parse_constant=refuse)["step"] for line in text.splitlines()] == [4, 4]
+
+
+def test_a_line_that_is_cut_off_is_left_out_and_another_is_named(tmp_path):
+    path = tmp_path / "completions.jsonl"
+    with MetricsWriter(tmp_path, MetricsConfig(), 1, True) as writer:
+        writer.write(row(1), [completion()])
+    whole = path.read_text()
+    path.write_text(whole + whole[:40])
+    assert len(list(read_completions(path))) == 1
+    for bad, said in (
+        ("[1]\n", "must be an object"),
+        ("{\n", "not valid JSON"),
+        ('{"source": "x"}\n', "missing or unknown"),
+        (whole.replace('"7"', "7", 1), "response must be a text, and it is 7"),
+        (whole.replace("1.0", '"much"', 1), "reward must be a number, and it is 'much'"),
+    ):
+        path.write_text(whole + bad + whole)
+        with pytest.raises(ValueError, match=r"completions\.jsonl:2") as caught:
+            list(read_completions(path))
+        assert said in str(caught.value)
+
+
+def test_an_earlier_runs_completions_are_kept(tmp_path):
+    for response in ("first", "second"):
+        with MetricsWriter(tmp_path, MetricsConfig(), 1, True) as writer:
+            writer.write(row(1), [completion(response=response)])
+    kept = [next(read_completions(tmp_path / f"completions.jsonl{end}")).response for end in (".1", "")]
+    assert kept == ["first", "second"]
+
+
+def test_a_run_that_resumes_appends(tmp_path):
+    with MetricsWriter(tmp_path, MetricsConfig(), 2, True) as writer:
+        writer.write(row(1), [completion(response="first")])
+        state = writer.state()
+    with MetricsWriter(tmp_path, MetricsConfig(), 2, True, state) as writer:
+        writer.write(row(2), [completion(response="second")])
+    assert [(c.step, c.response) for c in read_completions(tmp_path / "completions.jsonl")] == [
+        (1, "first"),
+        (2, "second"),
+    ]
+
+
+def test_the_log_shows_two_now_and_then(tmp_path, caplog):
+    """The first rollout and every third are logged, two completions of each, and every evaluation."""
+    settings = MetricsConfig(print_completions_every_rollouts=3)
+    with caplog.at_level(logging.INFO), MetricsWriter(tmp_path, settings, 9, True) as writer:
+        for number in range(1, 8):
+            writer.write(row(number), [completion(rollout=number, response=f"r{number}-{i}") for i in range(4)])
+        writer.write(row(8), [completion(source="eval/x", rollout=None, response="x" * 500 + "\x1b")])
+    shown = [record.getMessage() for record in caplog.records]
+    assert [text.split("(")[0] for text in shown] == [
+        "completions of rollout 1 ",
+        "completions of rollout 4 ",
+        "completions of rollout 7 ",
+        "completions of eval/x ",
+    ]
+    assert "r4-1" in shown[1] and "r4-2" not in shown[1]
+    assert "[…101 characters…]" in shown[3] and "\x1b" not in shown[3]
+
+
+def test_nothing_is_logged_where_it_is_turned_off(tmp_path, caplog):
+    with (
+        caplog.at_level(logging.INFO),
+        MetricsWriter(tmp_path, MetricsConfig(print_completions_every_rollouts=0), 1, True) as writer,
+    ):
+        writer.write(row(1), [completion(), completion(source="eval/x", rollout=None)])
+    assert caplog.text == "" and len((tmp_path / "completions.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,71 @@
+"""Checks trainer/completions.py: the completions of a rollout carry the rewards and advantages that are trained on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from megatron_rl.config import load_config
+from megatron_rl.rollout.worker import Group
+from megatron_rl.trainer.completions import of_training
+from megatron_rl.types import Prompt, Rollout, Score
+
+SIZE = 3
+
+
+def group_of(number: int) -> Group:
+    """Return a group whose sample k has the function's value number + k / 10; its last sample was taken out."""
+    prompt = Prompt(prompt_id=f"{number}@0", text=f"prompt {number}", token_ids=(1,), columns={"answer": str(number)})
+    rollouts = tuple(
+        Rollout(
+            prompt=prompt,
+            sample_index=k,
+            response_ids=(5,),
+            logprobs=(0.0,),
+            text=f"text {k}",
+            finish_reason="stop",
+            weight_versions=((2, 1),),
+        )
+        for k in range(SIZE)
+    )
+    values = [number + k / 10 for k in range(SIZE - 1)]
+    scores = [Score(total=value, by_function=(value,)) for value in values] + [Score(total=None, by_function=(None,))]
+    return Group(rollouts=rollouts, scores=tuple(scores))
+
+
+def taken_of(places: list[int], mine: list[int]) -> SimpleNamespace:
+    """Return a rollout with groups at ``places``, this rank's at ``mine``; sample i's trained total is 10 + i."""
+    groups = np.repeat(np.array(places), SIZE)
+    totals = 10.0 + np.arange(len(groups))
+    totals[SIZE - 1 :: SIZE] = np.nan
+    facts = SimpleNamespace(groups=groups)
+    scored = SimpleNamespace(rewards=SimpleNamespace(totals=totals))
+    return SimpleNamespace(facts=facts, scored=scored, groups={place: group_of(place) for place in mine})
+
+
+def recorded(config, taken, index: int = 0) -> list[tuple]:
+    advantages = np.arange(len(taken.facts.groups)) / 100
+    found = of_training(config, taken, advantages, index)
+    return [(c.sample, c.response, c.answer, c.reward, dict(c.rewards), c.advantage, c.rollout) for c in found]
+
+
+def test_each_has_its_own_samples_numbers():
+    """Of places 0, 4 and 7 this rank has 4 and 7, rows 3 to 5 and 6 to 8: the best, then the one taken out."""
+    config = load_config(None, ["reward.functions=[f]", "metrics.log_completions=3"])
+    assert recorded(config, taken_of([0, 4, 7], [7, 4]), index=5) == [
+        ("4@0#1", "text 1", "4", 14.0, {"f": 4.1}, 0.04, 6),
+        ("4@0#2", "text 2", "4", None, {"f": None}, 0.05, 6),
+        ("7@0#1", "text 1", "7", 17.0, {"f": 7.1}, 0.07, 6),
+    ]
+
+
+def test_every_third_rollout_is_recorded():
+    config = load_config(None, ["reward.functions=[f]", "metrics.completions_every_rollouts=3"])
+    assert [bool(recorded(config, taken_of([0], [0]), index)) for index in range(7)] == [i % 3 == 0 for i in range(7)]
+
+
+def test_none_are_recorded_where_it_is_turned_off():
+    config = load_config(None, ["reward.functions=[f]", "metrics.log_completions=0"])
+    assert recorded(config, taken_of([0], [0])) == []
+    assert recorded(load_config(None, ["reward.functions=[f]"]), taken_of([0], [])) == []
