@@ -21,7 +21,9 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Seed of the data's order and of sampling; it is never combined with a rank."""
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
-    """Time-out of every collective and of every wait for an engine, in seconds."""
+    """Seconds of every collective, of every wait for an engine, and of a user's function in a rank's own process."""
+    slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
+    """Seconds in one stage after which the log names each rank's stage, and again at twice the time; 0: never."""
 
     @property
     def path(self) -> pathlib.Path:

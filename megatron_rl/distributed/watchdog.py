@@ -9,9 +9,12 @@ keepalive tells of a lost host after about 25 s), and since a broken store print
 3. A rank whose collective fails or runs into ``run.deadline_s`` (gloo's, pipeline p2p's, NCCL's) asks for the cause. If
    no rank raised or died within SETTLE_S, every rank is asked for its main thread's position: the guilty rank is one
    that is not waiting for others, else one that is behind.
-4. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a
+4. A user's function that a rank calls in its main thread (``own_code``) may take ``run.deadline_s``: longer, and its
+   watch thread names it as the cause. A world of one has that thread too.
+5. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a
    collective that nothing will end, or sleeps) is ended by its watch thread with ``os._exit``: Python cannot interrupt
    a thread that is in C.
+6. Once a stage has taken ``run.slow_stage_s``, rank 0 says which stage each rank is in, and for how long.
 
 The run before ``open_watchdog`` (building groups, loading weights) is not watched. Neither NCCL nor a second host has
 been tried.
@@ -21,15 +24,18 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import logging
 import os
 import secrets
 import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -42,6 +48,7 @@ from megatron_rl.distributed.watchdog_server import (
     Cause,
     JsonConnection,
     RankState,
+    SlowStages,
     WatchdogServer,
 )
 from megatron_rl.errors import (
@@ -54,8 +61,12 @@ from megatron_rl.errors import (
     RewardError,
 )
 
+log = logging.getLogger(__name__)
+
 ASK_S = SETTLE_S + ANSWER_S + 5.0  # the main thread waits this long for the cause
 END_S = 5.0  # after the cause, the main thread has this long to end by itself
+LOOK_S = 0.5  # between two looks at the time that the main thread's stage has taken
+STACK_FRAMES = 12  # of a main thread that is ended, in its last words
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
 WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
@@ -84,11 +95,18 @@ def where_is(thread: int) -> tuple[str, bool]:
 class Watchdog:
     """Watches this rank: ``stage`` notes its main thread's work, and a thread keeps the connection to rank 0.
 
-    In a world of one there is no connection.
+    In a world of one there is no connection, and the thread says by itself which stage is slow.
+
+    deadline_s: seconds that a user's function may take in the main thread.
+    slow_stages: of a world of one; None where rank 0's server has it.
     """
 
-    def __init__(self, rank: int, who: str, keeper_who: str):
-        self.rank, self.who = rank, who
+    def __init__(
+        self, rank: int, who: str, keeper_who: str, deadline_s: float, slow_stages: SlowStages | None = None
+    ) -> None:
+        self.rank, self.who, self.deadline_s = rank, who, deadline_s
+        self._slow_stages = slow_stages
+        self._own_code_since: float | None = None
         self._keeper = RankState(rank=0, who=keeper_who)
         self._stage, self._number, self._since = BETWEEN, 0, time.monotonic()
         self._main = threading.get_ident()
@@ -98,13 +116,17 @@ class Watchdog:
         self._known = threading.Event()
         self._left = threading.Event()
 
-    def connect(self, connection: socket.socket, token: str, deadline_s: float) -> None:
+    def start(self) -> None:
+        """Begin to watch, in a thread."""
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def connect(self, connection: socket.socket, token: str) -> None:
         """Join rank 0's watch and return when every rank has connected; raise PeerError after ``deadline_s``."""
         self._line = JsonConnection(connection)
         self._line.send(**{"is": "hello", "rank": self.rank, "who": self.who, "token": token})
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
-        if not self._welcome.wait(deadline_s):
-            raise PeerError(f"{self.who} waited {deadline_s:g} s for every rank to join the watch of rank 0")
+        self.start()
+        if not self._welcome.wait(self.deadline_s):
+            raise PeerError(f"{self.who} waited {self.deadline_s:g} s for every rank to join the watch of rank 0")
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -113,6 +135,19 @@ class Watchdog:
         self._enter(name)
         yield
         self._enter(outer)
+
+    @contextlib.contextmanager
+    def own_code(self, name: str) -> Iterator[None]:
+        """Name the main thread's stage within a call of a user's function, which ``run.deadline_s`` bounds.
+
+        Nothing can interrupt it: where it takes longer, this rank ends, and with it the run.
+        """
+        with self.stage(name):
+            self._own_code_since = time.monotonic()
+            try:
+                yield
+            finally:
+                self._own_code_since = None
 
     def _enter(self, name: str) -> None:
         self._number += self._stage == BETWEEN  # nested ones do not count: not every rank enters them
@@ -149,9 +184,12 @@ class Watchdog:
     def _run(self) -> None:
         end_at = None
         while end_at is None or time.monotonic() < end_at:
-            messages = self._line.receive() if self._cause is None else []
+            messages = self._line.receive(LOOK_S) if self._cause is None and self._line is not None else []
             if self._cause is not None and self._left.wait(0.1):
                 return
+            if self._line is None and self._left.wait(LOOK_S):
+                return
+            self._look()
             if messages is None:
                 self._learn(self._keeper.gone())
             for message in messages or []:
@@ -162,6 +200,25 @@ class Watchdog:
             if self._cause is not None and end_at is None:
                 end_at = time.monotonic() + END_S
         self._end()
+
+    def _look(self) -> None:
+        """Look at the time that the main thread's stage, and a user's function within it, have taken."""
+        now, since = time.monotonic(), self._own_code_since
+        if self._slow_stages is not None and self._cause is None:
+            state = RankState(rank=self.rank, who=self.who, stage=self._stage, number=self._number, since=self._since)
+            self._slow_stages.look([state], now)
+        if self._cause is not None or self._left.is_set() or since is None or now - since <= self.deadline_s:
+            return
+        position, _ = where_is(self._main)
+        text = (
+            f"{self.who} has been in {self._stage!r} for {now - since:.1f} s, longer than run.deadline_s="
+            f"{self.deadline_s:g} s, at {position}: a function in the rank's own process does not return; mend it, "
+            "raise run.deadline_s, or call a reward in workers, which have a deadline for each sample "
+            "(reward.num_workers)"
+        )
+        if self._line is not None:
+            self._line.send(**{"is": "overdue", "text": text})
+        self._learn(Cause(rank=self.rank, text=text))
 
     def _hear(self, message: dict) -> None:
         match message["is"]:
@@ -181,38 +238,72 @@ class Watchdog:
 
     def _end(self) -> None:
         position, _ = where_is(self._main)
+        frame = sys._current_frames().get(self._main)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
         print(
             f"megatron_rl: {self._cause.text}\n{self.who} had not ended {END_S:g} s later, at {position}, and is "
-            "ended here",
+            f"ended here; its main thread stood at:\n{stack}",
             file=sys.__stderr__,
             flush=True,
         )
         os._exit(1)
 
 
-def _addresses() -> list[str]:
-    """Return addresses at which other hosts may reach this one: the launcher's for rank 0, then those of its name."""
-    addresses = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
-    with contextlib.suppress(OSError):
-        addresses += [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    return list(dict.fromkeys(addresses))
+def own_address() -> str:
+    """Return this host's address on the network that the ranks use; 127.0.0.1 where it has no other.
+
+    That is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names (by its beginning, as NCCL
+    has it), else the one from which this host reaches MASTER_ADDR, else the one of its name.
+    """
+    names = [
+        name.lstrip("=")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        for name in os.environ.get(variable, "").split(",")
+        if name and not name.startswith("^")  # NCCL's way to leave interfaces out
+    ]
+    found = [
+        entry.address
+        for name in names
+        for interface, entries in psutil.net_if_addrs().items()
+        if interface.startswith(name)
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
+    if found:
+        return found[0]
+    for host in [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]:
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, address in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind) as probe:
+                    probe.connect(address)  # of a datagram socket: finds the route and sends nothing
+                    found.append(probe.getsockname()[0])
+    return next((address for address in found if not address.startswith("127.") and address != "::1"), "127.0.0.1")
 
 
-def _connect(addresses: list[str], port: int, who: str, deadline_s: float) -> socket.socket:
-    failures = []
-    for address in addresses:
-        try:
-            return socket.create_connection((address, port), timeout=min(deadline_s, 10.0))
-        except OSError as error:
-            failures.append(f"{address}:{port} ({error})")
-    raise PeerError(
-        f"{who} cannot reach the watch of rank 0 at {', '.join(failures)}; the hosts must reach one another's ports"
-    )
+def _listen(address: str, backlog: int) -> socket.socket:
+    """Listen at a port of one address, so that no other network reaches it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
+
+
+def _connect(address: str, port: int, who: str, deadline_s: float) -> socket.socket:
+    try:
+        return socket.create_connection((address, port), timeout=min(deadline_s, 10.0))
+    except OSError as error:
+        raise PeerError(
+            f"{who} cannot reach the watch of rank 0 at {address}:{port} ({error}); the hosts must reach one another's "
+            "ports, and GLOO_SOCKET_IFNAME names the network's interface where there are several"
+        ) from error
 
 
 @contextlib.contextmanager
-def open_watchdog(topology: Topology, deadline_s: float) -> Iterator[Watchdog]:
+def open_watchdog(
+    topology: Topology, deadline_s: float, *, slow_stage_s: float = 0.0, say: Callable[[str], None] = log.warning
+) -> Iterator[Watchdog]:
     """Watch the body of the ``with`` statement. A collective over the world.
+
+    deadline_s: seconds for every rank to join, and for a user's function in a main thread.
+    slow_stage_s: seconds in one stage after which ``say`` gets every rank's, on rank 0; 0: never.
 
     An error in the body of any rank ends every rank's. Where another rank is to blame, it leaves as a PeerError that
     names that rank, its position and its stage.
@@ -220,18 +311,22 @@ def open_watchdog(topology: Topology, deadline_s: float) -> Iterator[Watchdog]:
     who = topology.who(topology.rank)
     server: WatchdogServer | None = None
     listener, offer = None, None
-    hosts = gather_json([who, f"{socket.gethostname()} {uuid.getnode()}"]) if topology.world_size > 1 else [[who, ""]]
-    watchdog = Watchdog(topology.rank, who, hosts[0][0])
-    # Rank 0 offers its addresses, port and token; every rank connects.
-    if topology.world_size > 1:
-        one_host = len({host for _, host in hosts}) == 1
+    slow_stages = SlowStages(slow_stage_s, say)
+    if topology.world_size == 1:
+        watchdog = Watchdog(0, who, who, deadline_s, slow_stages)
+        watchdog.start()
+    # Rank 0 offers its address, port and token; every rank connects.
+    else:
+        hosts = gather_json([who, f"{socket.gethostname()} {uuid.getnode()}"])
+        watchdog = Watchdog(topology.rank, who, hosts[0][0], deadline_s)
         if topology.rank == 0:
-            listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=topology.world_size)
-            offer = [["127.0.0.1"] if one_host else _addresses(), listener.getsockname()[1], secrets.token_hex(16)]
-        addresses, port, token = gather_json(offer)[0]
+            one_host = len({host for _, host in hosts}) == 1
+            listener = _listen("127.0.0.1" if one_host else own_address(), topology.world_size)
+            offer = [*listener.getsockname()[:2], secrets.token_hex(16)]
+        address, port, token = gather_json(offer)[0]
         if listener is not None:
-            server = WatchdogServer(listener, token, topology.world_size)
-        watchdog.connect(_connect(addresses, port, who, deadline_s), token, deadline_s)
+            server = WatchdogServer(listener, token, topology.world_size, slow_stages)
+        watchdog.connect(_connect(address, port, who, deadline_s), token)
     # A failure is reported before the watch ends.
     has_failed = True
     try:

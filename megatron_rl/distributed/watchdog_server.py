@@ -1,9 +1,14 @@
 """Rank 0's side of the watch: it hears every rank, finds the first cause of a failure and tells all ranks.
 
 distributed/watchdog.py has the rules. A message is one line with a JSON object:
-rank → server: hello, stage, raised, lost (a collective failed on this rank), answer, bye.
+rank → server: hello, stage, raised, overdue (a user's function takes too long), lost (a collective failed on this
+rank), answer, bye.
 server → rank: welcome (all ranks have joined), keeper (rank 0's stage, in case it dies), where (asks for the main
 thread's position), cause, bye.
+
+Strangers may reach the port until every rank has joined, when it is closed. A connection is a rank's once it has said
+hello with the run's token; until then it may send HELLO_BYTES in HELLO_S, and only so many may be open. Whatever else
+arrives closes it.
 """
 
 from __future__ import annotations
@@ -12,17 +17,22 @@ import contextlib
 import hmac
 import json
 import os
+import select
 import selectors
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 SETTLE_S = 2.0  # after a failed collective, the rank that raised or died has this long to be known as the cause
 ANSWER_S = 3.0  # the watch threads have this long to report their main threads' positions
 BETWEEN = "between stages"
+HELLO_BYTES, HELLO_S = 4096, 10.0  # of a connection before it has said hello
+MESSAGE_BYTES = 1 << 20  # a rank's longest line; the longest that it sends has about 20 kB
+STRANGERS = 16  # connections without a hello, beyond those of ranks that are still to come
+PAUSE_S = 0.5  # after a connection that could not be accepted, for want of descriptors
 
 # A forked child would hold a connection open beyond its parent's death.
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -34,6 +44,7 @@ class JsonConnection:
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
+        self.most_bytes = MESSAGE_BYTES
         self._buffer = b""
         self._lock = threading.Lock()
         _OPEN.add(connection)
@@ -48,21 +59,32 @@ class JsonConnection:
         with contextlib.suppress(OSError), self._lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[dict] | None:
-        """Return the messages that have arrived, [] where no whole line has; None where the other side is gone."""
+    def receive(self, wait_s: float = 0.0) -> list[dict] | None:
+        """Return the messages that arrive within ``wait_s`` seconds, [] where no whole line does.
+
+        Returns None where the other side is gone, or sends anything else than messages of ``most_bytes`` at most.
+        """
+        ready = select.poll()  # not select.select, which refuses a descriptor above 1023
         try:
+            ready.register(self.socket, select.POLLIN)
+            if not ready.poll(1000 * wait_s):
+                return []
             arrived = self.socket.recv(65536)
         except TimeoutError:
             return []
-        except OSError:
+        except (OSError, ValueError):  # the latter of a socket that is closed here
             return None
         if not arrived:
             return None
         *lines, self._buffer = (self._buffer + arrived).split(b"\n")
-        try:
-            return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):  # a stranger at the port
+        if len(self._buffer) > self.most_bytes:
             return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):  # a stranger at the port
+            return None
+        are_whole = all(isinstance(message, dict) and isinstance(message.get("is"), str) for message in messages)
+        return messages if are_whole else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +126,47 @@ class RankState:
         return self.doing() + (f", at {self.answer['at']}" if self.answer else "")
 
 
+class SlowStages:
+    """Says which stage each rank is in, once one of them has taken ``after_s`` seconds, twice that, four times that, …
+
+    after_s: 0 for never.
+    say: takes the line, in the watch's thread.
+    """
+
+    def __init__(self, after_s: float, say: Callable[[str], None]) -> None:
+        self._after_s, self._say = after_s, say
+        self._next_s = after_s
+
+    def look(self, ranks: Collection[RankState], now: float) -> None:
+        """Say the stages, if that is due at ``now``, seconds of the clock of ``RankState.since``."""
+        running = [rank for rank in ranks if not rank.ended]
+        longest_s = max((now - rank.since for rank in running), default=0.0)
+        if longest_s < self._after_s:
+            self._next_s = self._after_s
+        if not self._after_s or longest_s < self._next_s:
+            return
+        while self._next_s <= longest_s:
+            self._next_s *= 2.0
+        by_stage: dict[str, list[RankState]] = {}
+        for rank in sorted(running, key=lambda rank: rank.since):
+            by_stage.setdefault(rank.stage, []).append(rank)
+        parts = [f"in {stage!r} for {now - there[0].since:.0f} s: {_ranks(there)}" for stage, there in by_stage.items()]
+        self._say("; ".join(parts))
+
+
+def _ranks(ranks: Collection[RankState]) -> str:
+    """Name ranks: "ranks 0-3, 6"; one alone by its place in the grid too."""
+    if len(ranks) == 1:
+        return next(iter(ranks)).who
+    runs: list[list[int]] = []
+    for number in sorted(rank.rank for rank in ranks):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "ranks " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
     """Return the cause of a failed collective where no rank raised or died: a rank that kept the others waiting.
 
@@ -119,7 +182,8 @@ def find_culprit(peers: Mapping[int, RankState]) -> Cause:
     guilty = min(silent or busy or behind, key=lambda peer: peer.number, default=None)
     if guilty is None:
         places = "; ".join(f"rank {rank} {peer.place()}" for rank, peer in sorted(peers.items()))
-        return Cause(rank=None, text=f"a collective failed and no rank is known to be the cause: {places}{error_note}")
+        text = f"a collective failed and no rank is known to be the cause: {places}{error_note}"
+        return Cause(rank=None, text=text if len(text) < 20_000 else f"{text[:20_000]} […]")
     if silent:
         fault = "does not answer (its process is stopped, or its host cannot be reached)"
     else:
@@ -132,14 +196,18 @@ def find_culprit(peers: Mapping[int, RankState]) -> Cause:
 class WatchdogServer:
     """Hears every rank, finds the first cause and tells all. All but ``close`` runs in its thread."""
 
-    def __init__(self, listener: socket.socket, token: str, world_size: int):
+    def __init__(self, listener: socket.socket, token: str, world_size: int, slow_stages: SlowStages):
         self.world_size = world_size
+        self._slow_stages = slow_stages
         self.peers: dict[int, RankState] = {}
         self.cause: Cause | None = None
         self._token = token
         self._lines: dict[int, JsonConnection] = {}
         self._selector = selectors.DefaultSelector()
-        self._listener = listener
+        self._listener: socket.socket | None = listener  # None once every rank has joined
+        listener.setblocking(False)
+        self._accept_at = 0.0  # monotonic seconds, when connections are accepted again after one that failed
+        self._strangers: dict[JsonConnection, float] = {}  # connections that are yet to say hello, and when they came
         self._selector.register(listener, selectors.EVENT_READ)
         self._failed_at: float | None = None
         self._asked_at: float | None = None
@@ -160,15 +228,58 @@ class WatchdogServer:
         while not self._closing.is_set():
             for key, _ in self._selector.select(timeout=0.2):
                 if key.fileobj is self._listener:
-                    line = JsonConnection(self._listener.accept()[0])
-                    self._selector.register(line.socket, selectors.EVENT_READ, [line, None])
-                else:
+                    self._accept()
+                elif key.fileobj.fileno() != -1:  # not one that was dropped just now
                     self._read(key)
             self._tick()
         self._tell(**{"is": "bye"})
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()
         self._selector.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            line = JsonConnection(self._listener.accept()[0])
+        except OSError:  # no descriptor is left, or the other side has gone again: the next may do better
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + PAUSE_S
+            return
+        line.most_bytes = HELLO_BYTES
+        self._selector.register(line.socket, selectors.EVENT_READ, [line, None])
+        self._strangers[line] = time.monotonic()
+        if len(self._strangers) > self.world_size - len(self.peers) + STRANGERS:
+            self._drop(next(iter(self._strangers)), None)
+
+    def _admits(self, message: Mapping[str, object]) -> bool:
+        """Return whether this is the hello of a rank that is still to come, with the run's token."""
+        token, rank, who = message.get("token"), message.get("rank"), message.get("who")
+        return (
+            message["is"] == "hello"
+            and isinstance(token, str)
+            and hmac.compare_digest(token.encode(errors="surrogatepass"), self._token.encode())
+            and type(rank) is int
+            and 0 <= rank < self.world_size
+            and rank not in self.peers
+            and isinstance(who, str)
+        )
+
+    def _admit(self, line: JsonConnection, rank: int, who: str) -> None:
+        del self._strangers[line]
+        line.most_bytes = MESSAGE_BYTES
+        self._lines[rank] = line
+        self.peers[rank] = RankState(rank=rank, who=who)
+        if len(self.peers) < self.world_size:
+            return
+        # Nobody else is awaited. No rank goes on before the welcome, so that all hear the later messages.
+        if not self._accept_at:
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = None
+        for stranger in list(self._strangers):
+            self._drop(stranger, None)
+        self._tell(**{"is": "welcome"})
 
     def _read(self, key: selectors.SelectorKey) -> None:
         line, rank = key.data
@@ -178,12 +289,9 @@ class WatchdogServer:
         for message in messages or []:
             if rank is not None:
                 self._hear(self.peers[rank], message)
-            elif message.get("is") == "hello" and hmac.compare_digest(str(message.get("token")), self._token):
-                rank = key.data[1] = int(message["rank"])
-                self._lines[rank] = line
-                self.peers[rank] = RankState(rank=rank, who=message["who"])
-                if len(self.peers) == self.world_size:
-                    self._tell(**{"is": "welcome"})  # until it no rank goes on, so that all hear the later messages
+            elif self._admits(message):
+                rank = key.data[1] = message["rank"]
+                self._admit(line, rank, message["who"])
             else:
                 self._drop(line, None)
                 return
@@ -191,6 +299,7 @@ class WatchdogServer:
     def _drop(self, line: JsonConnection, rank: int | None) -> None:
         self._selector.unregister(line.socket)
         line.socket.close()
+        self._strangers.pop(line, None)
         if rank is not None:
             del self._lines[rank]
             peer = self.peers[rank]
@@ -206,6 +315,8 @@ class WatchdogServer:
                 self._announce(
                     Cause(rank=peer.rank, text=f"{peer.who} raised {message['error']}; it had been {peer.doing()}")
                 )
+            case "overdue":
+                self._announce(Cause(rank=peer.rank, text=message["text"]))
             case "lost":
                 peer.lost = message["error"]
                 self._failed_at = self._failed_at or time.monotonic()
@@ -216,6 +327,13 @@ class WatchdogServer:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        for line in [line for line, came in self._strangers.items() if now - came > HELLO_S]:
+            self._drop(line, None)
+        if self._listener is not None and self._accept_at and now >= self._accept_at:
+            self._accept_at = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        if self.cause is None and len(self.peers) == self.world_size:
+            self._slow_stages.look(self.peers.values(), now)
         if 0 in self.peers and now - self._told[0] > 1.0 and self.peers[0].stage != self._told[1]:
             self._told = (now, self.peers[0].stage)
             self._tell(**{"is": "keeper", "stage": self.peers[0].stage})

@@ -85,6 +85,11 @@ class ProgressBar:
             )
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Print one line, above the live bar where there is one. Any thread may call it."""
+        if self._enabled:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def _facts(self) -> list[str]:
         facts = []
         if "reward/mean" in self._latest:

@@ -103,15 +103,21 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     ):
         trainer = None
         try:
-            with open_watchdog(backend.topology, config.run.deadline_s) as watchdog:
+            with open_watchdog(
+                backend.topology,
+                config.run.deadline_s,
+                slow_stage_s=config.run.slow_stage_s,
+                say=progress.note if config.metrics.progress else log.info,
+            ) as watchdog:
                 started = time.perf_counter()
-                trainer = _assemble(
-                    config, backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress
-                )
-                if resume_point is not None:
-                    if resume_point.supervised_steps is not None:
-                        start_supervised_optimizer(backend, config)  # which takes the checkpoint's moments
-                    trainer.resume(checkpoints.restore(resume_point))
+                with watchdog.stage("start"):
+                    trainer = _assemble(
+                        config, backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress
+                    )
+                    if resume_point is not None:
+                        if resume_point.supervised_steps is not None:
+                            start_supervised_optimizer(backend, config)  # which takes the checkpoint's moments
+                        trainer.resume(checkpoints.restore(resume_point))
                 announce(trainer)
                 yield trainer
                 log.info(trainer.manager.summary(time.perf_counter() - started))
@@ -242,12 +248,16 @@ def _build_manager(
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
-    """Return a function that scores in any thread; the watchdog records its stage in the main thread alone."""
+    """Return a function that scores in any thread; the watchdog records its stage in the main thread alone.
+
+    Calls in workers have deadlines of their own; one in this process is bounded by the watchdog.
+    """
+    stage = watchdog.stage if reward.runs_apart else watchdog.own_code
 
     def score(rollouts: Sequence[Rollout]) -> list[Score]:
         if threading.current_thread() is not threading.main_thread():
             return reward.score(rollouts)
-        with watchdog.stage("reward"):
+        with stage("reward"):
             return reward.score(rollouts)
 
     return score

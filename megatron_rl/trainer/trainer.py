@@ -122,7 +122,8 @@ class Trainer:
             result = critic_advantages(self.config, taken.scored, values, penalty, mask)
         else:
             rl_step = self.backend.step_index - self.config.sft.steps
-            result = group_advantages(self.config, taken.scored, penalty, mask, rl_step=rl_step)
+            with self.watchdog.own_code("advantage"):
+                result = group_advantages(self.config, taken.scored, penalty, mask, rl_step=rl_step)
         self.next_row |= self.rollouts.remember(taken, result.plain)
         if self.backend.topology.is_main:
             self.sampled += of_training(self.config, taken, result.advantages.of_sample, index)
@@ -199,7 +200,8 @@ class Trainer:
     def save_if_due(self, num_rollouts: int) -> bool:
         """Save a checkpoint if one is due; return whether the run was told to leave, with everything saved."""
         last = num_rollouts > 0 and not self.rollouts.has(num_rollouts)
-        return self.checkpoints.save_if_due(num_rollouts, self._state, last=last)
+        with self.watchdog.stage("checkpoint"):
+            return self.checkpoints.save_if_due(num_rollouts, self._state, last=last)
 
     def save_supervised_if_due(self, num_steps: int) -> bool:
         """Save a checkpoint between supervised steps if one is due; return whether the run was told to leave."""

@@ -1,0 +1,249 @@
+"""distributed/watchdog*.py: bytes of strangers, slow stages, and a user's function that does not return."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from megatron_rl.distributed import watchdog as watch_module
+from megatron_rl.distributed import watchdog_server as server_module
+from megatron_rl.distributed.watchdog import Watchdog, own_address
+from megatron_rl.distributed.watchdog_server import STRANGERS, RankState, SlowStages, WatchdogServer
+from megatron_rl.errors import PeerError
+from tests.patience import HANG_S, patient, until
+
+TOKEN = "5" * 32
+NEVER = SlowStages(0.0, print)
+
+
+class Watch:
+    """A server for two ranks, and the way to join it."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.address = self.listener.getsockname()
+        self.server = WatchdogServer(self.listener, TOKEN, 2, NEVER)
+
+    def connection(self) -> socket.socket:
+        connection = socket.create_connection(self.address)
+        connection.settimeout(patient(HANG_S))
+        return connection
+
+    def join(self, deadlines_s: tuple[float, float], sockets: list[socket.socket] | None = None) -> list[Watchdog]:
+        """Let both ranks join, and return them once both were welcomed."""
+        sockets = sockets or [self.connection(), self.connection()]
+        ranks = [Watchdog(rank, f"rank {rank}", "rank 0", deadlines_s[rank]) for rank in (0, 1)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank, line: rank.connect(line, TOKEN), ranks, sockets))
+        return ranks
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    watch = Watch()
+    yield watch
+    watch.server.close(failed=False)
+    assert not watch.server._thread.is_alive()
+
+
+def hello(**changed: object) -> bytes:
+    return json.dumps({"is": "hello", "rank": 0, "who": "rank 0", "token": TOKEN} | changed).encode() + b"\n"
+
+
+BYTES = {
+    "no JSON": b"GET / HTTP/1.1\r\n\r\n",
+    "no UTF-8": b"\xff\xfe\x00\n",
+    "a token of other letters": hello(token="käse" * 8),
+    "half a surrogate pair": hello(token="\ud800"),
+    "a token that is no text": hello(token=[TOKEN]),
+    "another token": hello(token="6" * 32),
+    "no rank": hello(rank=None),
+    "a rank beyond the world": hello(rank=2),
+    "a rank below 0": hello(rank=-1),
+    "a rank that is infinite": b'{"is": "hello", "rank": 1e999, "who": "", "token": "%s"}\n' % TOKEN.encode(),
+    "true for a rank": hello(rank=True),
+    "who is no text": hello(who=5),
+    "no hello": b'{"is": "raised", "error": "planted"}\n',
+    "a list": b"[1]\n",
+    "nothing that says what it is": b"{}\n",
+    "deep JSON": b"[" * 4000 + b"\n",
+    "deep and longer": b"[" * 100_000 + b"\n",
+    "a long number": b"1" * 4090 + b"\n",
+    "no newline": b'"' * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_strangers_bytes_close_its_connection_and_nothing_else(watch, name) -> None:
+    with watch.connection() as stranger:
+        try:
+            stranger.sendall(BYTES[name])
+            assert stranger.recv(1) == b""
+        except ConnectionError:  # closed while it was sending
+            pass
+    assert len(watch.join((HANG_S, HANG_S))) == 2 and watch.server.cause is None
+
+
+def test_a_second_connection_of_a_rank_is_refused(watch) -> None:
+    lines = [watch.connection(), watch.connection()]
+    with watch.connection() as second:
+        lines[0].sendall(hello())
+        assert until(lambda: 0 in watch.server.peers)
+        second.sendall(hello())
+        assert second.recv(1) == b""
+    lines[1].sendall(hello(rank=1, who="rank 1"))
+    assert lines[0].recv(100) == b'{"is": "welcome"}\n' == lines[1].recv(100)
+    [line.close() for line in lines]
+
+
+def test_silent_connections_are_bounded_and_the_port_closes_behind_the_last_rank(watch) -> None:
+    strangers = [watch.connection() for _ in range(150)]
+    assert until(lambda: len(watch.server._strangers) == 2 + STRANGERS)
+    assert sum(stranger.fileno() != -1 for stranger in strangers) == 150
+    watch.join((HANG_S, HANG_S))
+    assert until(lambda: not watch.server._strangers)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(watch.address)
+    assert all(stranger.recv(1) == b"" for stranger in strangers)
+    [stranger.close() for stranger in strangers]
+
+
+def test_a_silent_connection_is_closed_after_a_while(watch, monkeypatch) -> None:
+    monkeypatch.setattr(server_module, "HELLO_S", 0.1)
+    with watch.connection() as stranger:
+        assert stranger.recv(1) == b""
+
+
+def test_the_watch_outlives_a_time_without_descriptors(watch) -> None:
+    sockets, limits = [socket.socket(), socket.socket()], resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(name) for name in os.listdir("/proc/self/fd"))
+    spare = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                spare.append(os.open("/dev/null", os.O_RDONLY))
+        sockets[0].connect(watch.address)
+        assert until(lambda: watch.server._accept_at)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        [os.close(descriptor) for descriptor in spare]
+    sockets[1].connect(watch.address)
+    assert len(watch.join((HANG_S, HANG_S), sockets)) == 2
+
+
+def test_the_watch_listens_at_the_ranks_interface(monkeypatch) -> None:
+    other = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker,=lo")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    for address in other:
+        monkeypatch.setenv("MASTER_ADDR", address)
+        assert own_address() == address
+    with watch_module._listen(own_address(), 1) as listener:
+        assert listener.getsockname()[0] not in ("0.0.0.0", "::")
+
+
+def test_a_port_that_nobody_serves_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(PeerError, match=rf"rank 1 cannot reach the watch of rank 0 at 127\.0\.0\.1:{port}"):
+        watch_module._connect("127.0.0.1", port, "rank 1", 5.0)
+
+
+# --- a function that does not return
+
+
+@pytest.fixture
+def ended(monkeypatch) -> threading.Event:
+    """Set where a watch thread ends the process, which it does not."""
+    ended = threading.Event()
+    monkeypatch.setattr(watch_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watch_module, "END_S", 0.2)
+    return ended
+
+
+def reward_that_hangs(until_set: threading.Event) -> bool:
+    return until_set.wait(patient(HANG_S))
+
+
+def test_a_users_function_that_does_not_return_ends_a_world_of_one(ended, capfd) -> None:
+    watch = Watchdog(0, "rank 0 (here)", "rank 0 (here)", 0.1)
+    watch.start()
+    with watch.own_code("reward"):
+        assert reward_that_hangs(ended)
+    said = capfd.readouterr().err
+    assert re.search(
+        r"rank 0 \(here\) has been in 'reward' for .* longer than run.deadline_s=0.1 s, at .*reward.num_workers", said
+    )
+    assert "its main thread stood at" in said and "reward_that_hangs" in said
+
+
+def test_a_users_function_that_does_not_return_is_named_on_every_rank(watch, ended) -> None:
+    guilty, other = watch.join((0.1, HANG_S))
+    with guilty.own_code("reward"):
+        assert other._known.wait(patient(HANG_S)) and reward_that_hangs(ended)
+    assert other._cause.rank == 0 and other._cause.text == guilty._cause.text
+    assert other._cause.text.startswith("rank 0 has been in 'reward' for ")
+
+
+def test_one_that_returns_in_time_ends_nothing(ended) -> None:
+    watch, looks = Watchdog(0, "rank 0", "rank 0", patient(HANG_S)), []
+    look = watch._look
+    watch._look = lambda: (look(), looks.append(1))
+    watch.start()
+    with pytest.raises(KeyError), watch.own_code("reward"):
+        raise KeyError
+    watch.deadline_s = 0.0  # that of nothing: no function is called
+    assert until(lambda: len(looks) > 2) and watch._cause is None
+    watch.leave()
+
+
+# --- slow stages
+
+
+def at(rank: int, stage: str, since: float, *, ended: bool = False) -> RankState:
+    return RankState(rank=rank, who=f"rank {rank} (here)", stage=stage, since=since, ended=ended)
+
+
+def test_slow_stages_are_said_once_and_again_at_twice_the_time() -> None:
+    said: list[str] = []
+    slow = SlowStages(60.0, said.append)
+    ranks = [at(0, "rollout", 4.0), at(1, "reward", 0.0), at(2, "rollout", 5.0), at(3, "rollout", 5.0)]
+    ranks.append(at(4, "eval", -500.0, ended=True))
+    for now in (1.0, 59.9, 60.0, 61.0, 119.0, 121.0, 239.0):
+        slow.look(ranks, now)
+    assert said == [
+        "in 'reward' for 60 s: rank 1 (here); in 'rollout' for 56 s: ranks 0, 2-3",
+        "in 'reward' for 121 s: rank 1 (here); in 'rollout' for 117 s: ranks 0, 2-3",
+    ]
+    ranks = [at(0, "update", 240.0), at(1, "update", 240.0)]  # they have gone on, and begin anew
+    for now in (250.0, 300.0, 301.0):
+        slow.look(ranks, now)
+    assert said[2:] == ["in 'update' for 60 s: ranks 0-1"]
+
+
+def test_a_world_of_one_says_its_slow_stages_itself() -> None:
+    said: list[str] = []
+    watch = Watchdog(0, "rank 0 (here)", "rank 0 (here)", HANG_S, SlowStages(0.2, said.append))
+    watch.start()
+    with watch.stage("rollout"):
+        assert until(lambda: any(re.fullmatch(r"in 'rollout' for \d+ s: rank 0 \(here\)", line) for line in said))
+    watch.leave()
