@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -212,11 +213,22 @@ class MegatronBackend(TrainableModel):
         Adapters are merged into it, and written to PEFT's own directory as well, ``<path>_adapter``.
         """
         if self.topology.is_main:
-            save_hugging_face(self.export(), self.hf_config, tokenizer, path)
+            model = self.config.model
+            save_hugging_face(
+                self.export(),
+                self.hf_config,
+                tokenizer,
+                path,
+                source=model.hf_path,
+                tokenizer_source=model.tokenizer_path,
+            )
         else:
             _run_through(self.export())
+        adapters = path.with_name(f"{path.name}_adapter")
         if self.shape.lora_rank:
-            self.save_adapters(path.with_name(f"{path.name}_adapter"))
+            self.save_adapters(adapters)
+        elif self.topology.is_main:
+            shutil.rmtree(adapters, ignore_errors=True)  # an earlier run's
 
     def save_adapters(self, path: pathlib.Path) -> None:
         """Write the adapters as PEFT's directory; the main rank writes, all take part.

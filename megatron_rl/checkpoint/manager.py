@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint.exports import exported_steps, set_exports_aside, start_anew
 from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, remove, verify, whole_checkpoints
 from megatron_rl.checkpoint.pickled import check_pickle
 from megatron_rl.checkpoint.random_state import random_state, set_random_state
@@ -32,7 +33,6 @@ from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, config_to_dict
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.errors import CheckpointError
-from megatron_rl.observability.metrics import set_aside
 
 log = logging.getLogger(__name__)
 # in the run's folder; cut back to the sizes that they had when the checkpoint was taken
@@ -77,17 +77,17 @@ class CheckpointManager:
         format and for another model.
         """
         roots = (self.root, self.critic_root, self.supervised_root)
-        first, *others = gather_json([whole_checkpoints(root) for root in roots])
+        first, *others = gather_json([*(whole_checkpoints(root) for root in roots), exported_steps(self.root)])
         if any(theirs != first for theirs in others):
             raise CheckpointError(
                 f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts "
                 "share"
             )
-        iterations, of_critic, supervised = first
+        iterations, of_critic, supervised, exports = first
         # the checkpoints to choose from, the oldest first
         if not (iterations or supervised) or self.settings.resume == "never":
-            if (iterations or supervised) and self.is_main:
-                set_aside(self.root)
+            if iterations or supervised or exports:
+                start_anew(self.root, self.config.model.hf_path, is_main=self.is_main)
             return None
         if self.critic is not None and iterations:
             iterations = self._of_both(iterations, of_critic)
@@ -148,9 +148,10 @@ class CheckpointManager:
             raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
 
     def cut_back(self, found: ResumePoint | None) -> None:
-        """Cut the run's own files, on the main rank, to their sizes in the checkpoint. Not a collective."""
+        """Cut the run's files to their sizes in the checkpoint, on the main rank, and set later exports aside."""
         if found is None or not self.is_main:
             return
+        set_exports_aside(self.root, found.state["backend"]["step_index"])
         for name in APPENDED:
             path, size = self.config.run.path / name, found.state["bytes"].get(name, 0)  # a file of a later release: 0
             current = path.stat().st_size if path.exists() else 0

@@ -27,6 +27,7 @@ from megatron_rl.weights.mapping import (
 )
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import WeightReader
+from megatron_rl.weights.side_files import copy_side_files, is_tokenizers
 
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int, int], Iterator[Entry]]
@@ -254,10 +255,26 @@ def _gather(
     return iter(shards)
 
 
-def save_hugging_face(tensors: Iterator[tuple[str, torch.Tensor]], hf_config, tokenizer, path: pathlib.Path) -> None:
-    """Write a Hugging Face directory (config, tokenizer, model.safetensors) that appears whole or not at all."""
+def save_hugging_face(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    hf_config,
+    tokenizer,
+    path: pathlib.Path,
+    *,
+    source: str = "",
+    tokenizer_source: str | None = None,
+) -> None:
+    """Write a Hugging Face directory that appears whole or not at all.
+
+    source: the directory that the model came from, whose generation_config.json, tokenizer and other side files are
+            copied byte for byte; "" for none.
+    tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.
+    """
     with replacing_folder(path) as partial:
         copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # each is valid until the next one
         save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
+        other = pathlib.Path(tokenizer_source) if tokenizer_source else None
+        names = copy_side_files(pathlib.Path(source), partial, tokenizer=other) if source else []
+        if not any(is_tokenizers(partial / name) for name in names):
+            tokenizer.save_pretrained(partial)
         hf_config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)

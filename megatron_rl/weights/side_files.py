@@ -8,8 +8,10 @@ import shutil
 
 from megatron_rl.config.json_text import read_object
 
-SIDE_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
+SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+# They describe weights that are no more: an adapter's, or quantised ones.
+LEFT_BEHIND = ("adapter_config.json", "quantize_config.json", "hf_quant_config.json")
 TEMPLATES = "additional_chat_templates"
 # The files whose names say that they are a tokenizer's; so is every file of a vocabulary, whatever its name.
 TOKENIZER_NAMES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges", "spiece")
@@ -17,8 +19,9 @@ TOKENIZER_SUFFIXES = (".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 
 
 def side_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """List the files to copy unchanged; neither weights, nor their index, nor code."""
-    named = [x for x in sorted(folder.iterdir()) if x.is_file() and not x.name.endswith(".index.json")]
+    """List the files to copy unchanged: neither weights, nor what describes them, nor code."""
+    named = [x for x in sorted(folder.iterdir()) if x.is_file() and x.name not in LEFT_BEHIND]
+    named = [x for x in named if not x.name.endswith(".index.json")]
     found = [x for x in named if x.suffix in SIDE_SUFFIXES or x.name.startswith(SIDE_NAMES)]
     return found + sorted((folder / TEMPLATES).glob("*.jinja"))
 

@@ -5,6 +5,7 @@ The loaded model computes what the Hugging Face model computes, and exports what
 
 from __future__ import annotations
 
+import json
 import math
 import pathlib
 import subprocess
@@ -172,6 +173,13 @@ def test_files_load_in_slices_and_come_back(
     model.save_pretrained(source, max_shard_size="100KB")
     wanted = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
     assert len(list(source.glob("*.safetensors"))) > 3
+    (source / "additional_chat_templates").mkdir()
+    travels = ["generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "LICENSE"]
+    travels += ["chat_template.jinja", "special_tokens_map.json", "additional_chat_templates/tools.jinja"]
+    stays = ["modeling_own.py", "adapter_config.json", "quantize_config.json", "optimizer.pt"]
+    for name in (*travels, *stays):
+        (source / name).write_text(json.dumps({"of": name}))
+    (tmp_path / "copy_adapter").mkdir()
     results = pool.run(world, load_from_files, str(source), overrides, str(copy), timeout_s=60)
     total = sum(math.prod(x.shape) for x in wanted.values())
     for result in results:
@@ -179,6 +187,8 @@ def test_files_load_in_slices_and_come_back(
         assert all(torch.equal(result["exported"][k], wanted[k]) for k in wanted)
         assert result["read"] == result["owned"]
         assert (result["owned"] < total) == (world > 1)
+    assert {name: (copy / name).read_text() for name in travels} == {x: json.dumps({"of": x}) for x in travels}
+    assert not any((copy / name).exists() for name in stays) and not (tmp_path / "copy_adapter").exists()
     back = AutoModelForCausalLM.from_pretrained(
         copy, **({"experts_implementation": "eager"} if family in MIXTURES else {})
     ).eval()

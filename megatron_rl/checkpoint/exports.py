@@ -1,0 +1,51 @@
+"""A run's exports, checkpoints/step_<n>/hf: those of an earlier run, or of steps trained again, are set aside."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import re
+import shutil
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.observability.metrics import set_aside
+
+log = logging.getLogger(__name__)
+
+STALE = "stale_"  # before the name of a folder that step_*/hf finds no more
+
+
+def exported_steps(root: pathlib.Path) -> list[int]:
+    """Return the optimizer steps whose exports lie under ``root``, ascending; [] where there is no such folder."""
+    if not root.is_dir():
+        return []
+    matches = [re.fullmatch(r"step_(\d+)", path.name) for path in root.iterdir() if path.is_dir()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def start_anew(root: pathlib.Path, hf_path: str, *, is_main: bool) -> None:
+    """Have an earlier run's checkpoints and exports make room, on the main rank. Not a collective.
+
+    Raises ConfigError, on every rank, where the model to train is one of these exports.
+    """
+    if pathlib.Path(hf_path).resolve().is_relative_to(root.resolve()):
+        raise ConfigError(
+            f"model.hf_path={hf_path} is an export of an earlier run in {root}, which this run would set aside; give "
+            "it another run.dir"
+        )
+    if is_main:
+        set_aside(root)
+
+
+def set_exports_aside(root: pathlib.Path, after_step: int) -> None:
+    """Rename the exports of later steps than ``after_step``, which the run is about to train again.
+
+    step_24 becomes stale_step_24; an older folder of that name is removed.
+    """
+    for step in exported_steps(root):
+        if step > after_step:
+            path = root / f"step_{step}"
+            stale = path.with_name(f"{STALE}{path.name}")
+            shutil.rmtree(stale, ignore_errors=True)
+            path.rename(stale)
+            log.warning("%s is from after the checkpoint at step %d: kept as %s", path, after_step, stale.name)
