@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.chat import Message, Observations, check_messages, render_chat
+from megatron_rl.data.chat import Message, check_messages, render_chat
 from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row, names_of
 from megatron_rl.data.order import Order, shares
 from megatron_rl.data.rows import Rows
+from megatron_rl.data.solution import Solution, tokenize_solution
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
@@ -41,19 +42,6 @@ def _held_out(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
         )
     key = np.array([seed % 2**64, 2**64 - 1], dtype=np.uint64)  # no epoch's order has this stream
     return np.sort(np.random.Generator(np.random.Philox(key=key)).choice(rows, count, replace=False))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
-    """Holds a response that a supervised warm-up imitates.
-
-    response_ids: [T] behind the prompt, every turn ended by the end-of-sequence token.
-    loss_mask:    [T] True on the assistant's turns; None: the whole response is one turn.
-    """
-
-    prompt: Prompt
-    response_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...] | None = None
 
 
 class PromptDataset:
@@ -179,41 +167,23 @@ class PromptDataset:
     def _solutions(self, drawn: Iterable[tuple[int, int]]) -> list[Solution]:
         solutions = []
         for row, epoch in drawn:
-            prompt = self._prompt(row, epoch)
-            solution = self._solution(prompt, self._rows[row][self._data.solution_key])
+            prompt, given = self._prompt(row, epoch), self._rows[row][self._data.solution_key]
+            length = len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given)
+            if self._context_tokens is not None and self._is_endless(length, self._context_tokens):
+                self._refuse_solution(row, f"more than {length} characters")
+            solution = tokenize_solution(prompt, given, self._tokenizer, self._data.template)
             self._check_vocabulary(row, self._data.solution_key, solution.response_ids)
             total = len(prompt.token_ids) + len(solution.response_ids)
             if self._context_tokens is not None and total > self._context_tokens:
-                raise ConfigError(
-                    f"{self._name(row)}: prompt and {self._data.solution_key} have {total} tokens (end-of-sequence "
-                    f"included) and the model's context {self._context_tokens}; remove the row, or take another model"
-                )
+                self._refuse_solution(row, f"{total} tokens (end-of-sequence included)")
             solutions.append(solution)
         return solutions
 
-    def _solution(self, prompt: Prompt, given: str | Sequence[Message]) -> Solution:
-        if isinstance(given, str):
-            return Solution(prompt=prompt, response_ids=self._turn(given))
-        observations = Observations(self._tokenizer, self._data.template)
-        token_ids: list[int] = []
-        mask: list[bool] = []
-        waiting: list[Message] = []
-        for message in given:
-            if message["role"] != "assistant":
-                waiting.append(message)
-                continue
-            if waiting:
-                text = "".join(other["content"] for other in waiting)
-                between = observations.token_ids(
-                    waiting if self._data.template == "chat" else text, self._tokenizer.eos_token_id
-                )
-                token_ids, mask, waiting = [*token_ids, *between], [*mask, *[False] * len(between)], []
-            turn = self._turn(message["content"])
-            token_ids, mask = [*token_ids, *turn], [*mask, *[True] * len(turn)]
-        return Solution(prompt=prompt, response_ids=tuple(token_ids), loss_mask=tuple(mask))
-
-    def _turn(self, text: str) -> tuple[int, ...]:
-        return (*self._tokenizer(text, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id)
+    def _refuse_solution(self, row: int, size: str) -> NoReturn:
+        raise ConfigError(
+            f"{self._name(row)}: prompt and {self._data.solution_key} have {size} and the model's context "
+            f"{self._context_tokens}; remove the row, or take a model with a longer context"
+        )
 
     def state(self) -> dict:
         """Return the cursors as JSON-able values, with the order that they count in and the prompts put back."""
@@ -324,7 +294,7 @@ class PromptDataset:
         texts = {row: self._render(row) for row in row_numbers}
         limit, limit_name = self._limit()
         for row, text in [*texts.items()]:
-            if self._is_endless(text, limit):
+            if self._is_endless(len(text), limit):
                 self._refuse_long(row, f"{len(text)} characters", f"{limit} tokens", limit_name)
                 del texts[row]
         # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them
@@ -348,13 +318,13 @@ class PromptDataset:
             else:
                 self._refuse_long(row, f"{len(token_ids)} tokens", str(limit), limit_name)
 
-    def _is_endless(self, text: str, limit: int) -> bool:
-        """Tell whether a text has more characters than the tokens of the limit can hold, before it is tokenized."""
-        if len(text) <= _FEW_CHARACTERS * limit:
+    def _is_endless(self, length: int, limit: int) -> bool:
+        """Tell whether a text of so many characters holds more than the limit's tokens can, before it is tokenized."""
+        if length <= _FEW_CHARACTERS * limit:
             return False
         if self._longest_token is None:
             self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=0)
-        return len(text) > max(self._longest_token, _FEW_CHARACTERS) * limit
+        return length > max(self._longest_token, _FEW_CHARACTERS) * limit
 
     def _refuse_long(self, row: int, size: str, limit: str, limit_name: str) -> None:
         if self._data.on_long_prompt == "drop":

@@ -84,6 +84,8 @@ def load_rows(paths: str | pathlib.Path | Sequence[str], key: str = "data.train"
     Raises ConfigError for a path that is missing, empty or of no such form, and for the first row that cannot be read.
     """
     paths = [str(paths)] if isinstance(paths, str | pathlib.Path) else [str(path) for path in paths]
+    if any("\0" in path for path in paths):
+        raise ConfigError(f"{key}={quoted(str(paths), 200)} holds a character that no path has (NUL); remove it")
     if not paths or not all(paths):
         raise ConfigError(f"{key} is empty; set it to a data set's path: {FORMS}")
     return Rows([[_read(file, key) for file in _files(path, key)] for path in paths])
@@ -110,7 +112,7 @@ def _read(path: str, key: str) -> FilePart:
         else:
             part = _read_file(path)
     except OSError as error:
-        raise ConfigError(f"{key}={path!r} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{key}={quoted(path, 200)} cannot be read: {error.strerror or error}") from error
     if not part.rows:
         raise ConfigError(f"{key}={path!r} has no rows; it needs at least one")
     return part
@@ -186,10 +188,8 @@ def _rows_of_csv(path: str, delimiter: str) -> Iterator[tuple[int, dict]]:
         names = next(reader, [])
         for name in names:
             if not name.strip() or names.count(name) > 1:
-                raise ConfigError(
-                    f"{path}:1: {'a column without a name' if not name.strip() else f'the column {name!r} twice'}; "
-                    "the first line names every column once"
-                )
+                fault = f"the column {quoted(name)} twice" if name.strip() else "a column without a name"
+                raise ConfigError(f"{path}:1: {fault}; the first line names every column once")
         start = reader.line_num + 1
         for cells in reader:
             if cells and len(cells) != len(names):

@@ -291,6 +291,15 @@ def test_a_prompt_without_end_is_refused_before_it_is_tokenized():
         make_source([{"prompt": "x" * 3900}], tokenizer=CountingTokenizer(), max_prompt_tokens=100)
 
 
+def test_a_solution_without_end_is_refused_before_it_is_tokenized():
+    tokenizer = CountingTokenizer()
+    for solution in ("x" * 10_000_000, [{"role": "assistant", "content": "x" * 10_000_000}]):
+        source = make_source([{"prompt": "ab", "solution": solution}], tokenizer=tokenizer, context_tokens=100)
+        with pytest.raises(ConfigError, match="row 0: prompt and solution have more than 10000000 char.* context 100"):
+            source.next_solutions(1)
+    assert tokenizer.characters == 4
+
+
 def test_tokens_that_the_model_does_not_know_are_refused():
     def source(rows):
         return PromptDataset(rows, CountingTokenizer(), DataConfig(), seed=0, vocab_size=100)

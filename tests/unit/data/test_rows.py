@@ -135,6 +135,8 @@ def test_paths_that_are_no_data_name_the_key(tmp_path):
         (tmp_path, "is a directory that datasets' save_to_disk did not write"),
         (tmp_path / "pipe.jsonl", "pipe.jsonl' is no regular file"),
         (tmp_path / "*.parquet", "parquet' matches no file"),
+        ("a\0b", "holds a character that no path has"),
+        ("x" * 5000, r"eval.path='x{199}… \(5002 characters\) cannot be read: File name too long"),
         ("", "eval.path is empty"),
         ([], "eval.path is empty"),
     ]:
