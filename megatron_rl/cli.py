@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.json_text import quoted
+from megatron_rl.distributed.agreement import announce
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.simulator.command import add_arguments, simulate_job
@@ -45,8 +46,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
             return 0
         return 0 if _run(train, config) else EXIT_PREEMPTED
     except (ConfigError, FileNotFoundError) as error:
-        if is_main:
-            print(f"megatron_rl: {error}", file=sys.stderr)
+        announce(str(error))
         return EXIT_CONFIG
     except RunError as error:
         print(f"megatron_rl: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ from the hidden states, and its loss.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -78,8 +79,21 @@ class TrainableModel:
         """
         self.config = config
         refuse_uncounted_losses(config)
+        with contextlib.nullcontext() if place else topology.undone_on_failure():
+            self.topology = place or self._join()
+            self._build(hf_config, weights, total_steps, value_head, lora)
+
+    def _build(
+        self,
+        hf_config,
+        weights: Mapping[str, torch.Tensor] | None,
+        total_steps: int,
+        value_head: bool,
+        lora: LoraConfig | None,
+    ) -> None:
+        """Build model, schedule and optimizer within the grid; the arguments are those of the constructor."""
+        config = self.config
         ddp_fields = distributed_fields(config)
-        self.topology = place or self._join()
         if hf_config is None:
             hf_config = load_hf_config(config.model.hf_path)
         self.hf_config = hf_config

@@ -126,7 +126,6 @@ def initialize(
     # The world: without a launcher this process is alone in it.
     if not dist.is_initialized():
         if "RANK" not in os.environ and init_method is None:
-            os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
             init_method = "tcp://127.0.0.1:0"
             dist.init_process_group(
                 HOST.backend,
@@ -181,6 +180,27 @@ def _record() -> dict[str, object]:
 def _no_grid() -> dict[str, object]:
     """Return parallel_state's record before a grid exists: None and empty dictionaries (0.16.1 and 0.19.2)."""
     return {name: {} if isinstance(value, dict) else None for name, value in _record().items()}
+
+
+@contextlib.contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """Undo what ``initialize`` did in the body where the body raises: the groups, parallel_state's record, the world.
+
+    Not a collective. A world that existed before stays.
+    """
+    had_world = dist.is_initialized()
+    record = {name: value.copy() if isinstance(value, dict | list) else value for name, value in _record().items()}
+    groups = set(dist.distributed_c10d._world.pg_map)
+    try:
+        yield
+    except BaseException:
+        vars(parallel_state).update(record)
+        if dist.is_initialized() and had_world:
+            for group in set(dist.distributed_c10d._world.pg_map) - groups:
+                dist.destroy_process_group(group)
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+        raise
 
 
 class Grid:

@@ -21,6 +21,7 @@ from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.collectives import raise_on_all_ranks
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
@@ -82,6 +83,7 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     prompts = load_prompts(config, tokenizer, hf_config)
     rl_steps = total_rl_steps(config, len(prompts))
     check_critic_model(config, hf_config)
+    this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
     backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
     is_main, folder = backend.topology.is_main, config.run.path
     if is_main:

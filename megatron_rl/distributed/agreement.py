@@ -1,0 +1,164 @@
+"""Agreement of a job's ranks before training: all are ready, or one sentence says why not, and it is printed once.
+
+A launcher ends every rank as soon as one has left, so that a rank which leaves in silence may take the one with the
+message along. Hence:
+
+1. A rank that cannot start leaves its message in the job's store (the first one counts), and rank 0 prints it. All
+   others wait for that, at most GRACE_S, before they leave.
+2. Rank 0 reads the store where all ranks meet before the model is built (``wait_for_all``): it prints what another rank
+   met, such as a file that one host lacks.
+3. Where rank 0 is elsewhere, in a collective say, one of the failed ranks prints in its place after GRACE_S.
+
+The store is torch.distributed's: torchrun's own, or the one that rank 0 holds under MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from megatron_rl.errors import ConfigError, PeerError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+GRACE_S = 10.0
+MOST_CHARACTERS = 4000
+READY = "ready"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Holds this process's place among those that must agree, and the store they share; None for one that is alone."""
+
+    rank: int
+    size: int
+    store: Store | None
+    grace_s: float = GRACE_S
+
+    @property
+    def round(self) -> int:
+        """Return the number of times that all ranks have met."""
+        return self.store.add("arrived", 0) // self.size
+
+    def wait_for_all(self, deadline_s: float) -> None:
+        """Return when every rank has come here; a collective.
+
+        deadline_s: seconds.
+        Raises ConfigError with the message of a rank that cannot start, and PeerError after ``deadline_s``.
+        """
+        if self.store is None:
+            return
+        number = self.store.add("arrived", 1)
+        key = f"verdict/{(number - 1) // self.size}"
+        if number % self.size == 0:
+            self.store.compare_set(key, "", READY)
+        if not self._waits(key, deadline_s):
+            raise PeerError(
+                f"rank {self.rank} waited {deadline_s:g} s (run.deadline_s) for all {self.size} ranks to read model "
+                "and data; see their logs"
+            )
+        if (verdict := self.store.get(key).decode()) != READY:
+            found = json.loads(verdict)
+            raise ConfigError(f"rank {found['rank']} on {found['host']}: {found['message']}")
+
+    def print_once(self, message: str) -> None:
+        """Print on one rank's stderr why this job cannot start, and return when that is done."""
+        if self.store is None:
+            _print(message)
+            return
+        number = self.round
+        own = json.dumps({"rank": self.rank, "host": socket.gethostname(), "message": message})
+        self.store.compare_set(f"verdict/{number}", "", own)
+        said = f"said/{number}"
+        if self.rank == 0:
+            _print(message)
+            self.store.set(said, "")
+            self._linger(number)
+        elif not self._waits(said, self.grace_s) and self.store.add(f"claimed/{number}", 1) == 1:
+            _print(f"rank {self.rank} on {socket.gethostname()}: {message}")
+            self.store.set(said, "")
+        else:
+            self._waits(said, self.grace_s)
+        self.store.add(f"left/{number}", 1)
+
+    def _linger(self, number: int) -> None:
+        """Keep the store, which may be this process's own, until the other failed ranks have read it."""
+        end = time.monotonic() + self.grace_s
+        while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _waits(self, key: str, seconds: float) -> bool:
+        from torch.distributed import DistStoreError
+
+        try:
+            self.store.wait([key], datetime.timedelta(seconds=seconds))
+        except DistStoreError:
+            return False
+        return True
+
+
+def this_job(*, deadline_s: float = GRACE_S) -> Job:
+    """Return this process's place in its world: the one it has joined, else the one that its launcher describes.
+
+    deadline_s: seconds that the store may take to answer.
+    Raises PeerError where it does not.
+    """
+    environment = os.environ
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            store = dist.PrefixStore("agreement", dist.distributed_c10d._get_default_store())
+            return Job(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment) or environment["WORLD_SIZE"] == "1":
+        return Job(rank=0, size=1, store=None)
+    try:
+        store = _store_of_launcher(deadline_s)
+    except Exception as error:
+        address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        raise PeerError(
+            f"rank {environment['RANK']} cannot reach the job's store at {address} (MASTER_ADDR, MASTER_PORT) within "
+            f"{deadline_s:g} s: {error}"
+        ) from error
+    return Job(rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]), store=store)
+
+
+@functools.cache
+def _store_of_launcher(deadline_s: float) -> Store:
+    """Connect to the job's store. It is kept for the process's life: rank 0's may be the one that all others read."""
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=deadline_s)))
+    return dist.PrefixStore("agreement", store)
+
+
+def announce(message: str) -> None:
+    """Print on one rank why the job cannot start, before any rank leaves; torchrun's report repeats it."""
+    if len(message) > MOST_CHARACTERS:
+        message = f"{message[:MOST_CHARACTERS]}… ({len(message)} characters)"
+    _tell_torchrun(message)
+    try:
+        this_job().print_once(message)
+    except (RuntimeError, OSError, ValueError) as error:  # a store that is gone must not hide the message
+        _print(f"{message} [the ranks could not agree on one message: {type(error).__name__}]")
+
+
+def _print(message: str) -> None:
+    print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Write the message where torchrun's final report takes a rank's error from (torch 2.6 to 2.13)."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # the message is printed anyway
+            json.dump(report, file)
