@@ -55,8 +55,8 @@ def validate_config(config: Config) -> None:
     evaluation = config.eval
     if evaluation.every_rollouts and not evaluation.named_sets:
         raise ConfigError(
-            f"eval.every_rollouts={evaluation.every_rollouts} and eval.path is null, eval.sets empty; name a JSONL "
-            "file, or set eval.every_rollouts=null"
+            f"eval.every_rollouts={evaluation.every_rollouts} and eval.path is null, eval.sets empty; name a data "
+            "set, or set eval.every_rollouts=null"
         )
 
 

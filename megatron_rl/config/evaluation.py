@@ -19,7 +19,7 @@ class EvalConfig:
     """
 
     path: str | None = None
-    """JSONL file of held-out prompts, the short form of a single set; null: none."""
+    """Data set of held-out prompts, in the forms of `data.train`, the short form of a single set; null: none."""
     name: str = "test"
     """Name of the set of `eval.path`; metrics of a set are called `eval/<name>/...`."""
     sets: dict[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ class RewardConfig:
     """
 
     functions: tuple[str, ...] = ()
-    """`arithmetic`, `math_verify`, `environment` (the number that the sample's environment gave), `module:function`."""
+    """`arithmetic`, `math_verify`, `environment` (its environment's), `module:function`, `./file.py:function`."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"

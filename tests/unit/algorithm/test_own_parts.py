@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,8 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import AdvantageConfig, Config, LossConfig, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate import check_own_parts
+
+PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "your-own.md"
 
 
 def own_loss(name: str, **arguments) -> LossConfig:
@@ -157,3 +162,11 @@ def test_an_estimator_that_breaks_a_property_is_refused_at_start(name, message):
         ConfigError, match=f"advantage.estimator='tests.own_parts:{name}' breaks its contract.*{message}"
     ):
         check_own_parts(Config(advantage=own(name)))
+
+
+def test_the_parts_that_the_page_shows_keep_the_contract(tmp_path):
+    blocks = re.findall(r"```python\n(def (\w+)\((?:tokens|rewards).*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    (tmp_path / "shown.py").write_text("import numpy as np\nimport torch\n\n" + "\n".join(text for text, _ in blocks))
+    loss, estimator = (f"{tmp_path}/shown.py:{name}" for _, name in blocks)
+    assert all(finding.holds for finding in own_policy_check.check(LossConfig(policy=loss, arguments={"low": 0.1})))
+    assert all(finding.holds for finding in own_estimator.check(AdvantageConfig(estimator=estimator)))
