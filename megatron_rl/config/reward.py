@@ -29,6 +29,8 @@ class RewardConfig:
     """Processes per rank that call the functions, a group at a time; 0: the rank's own, which nothing can interrupt."""
     deadline_s: Annotated[float, Range(0, 10**6, open_low=True)] = 30.0
     """Seconds of a sample in a worker, which is then killed and replaced; only that sample meets `reward.on_error`."""
+    worker_environment: tuple[str, ...] = ()
+    """Environment variables that workers get beside the harmless ones, an API key's say (docs/security.md)."""
     in_process: tuple[str, ...] = ()
     """Those of `reward.functions` that the rank's own process calls all the same: one that holds a model, say."""
     overlong_buffer_tokens: Annotated[int, Range(0, 10**8)] = 0

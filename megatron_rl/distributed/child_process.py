@@ -14,7 +14,7 @@ LAUNCHER_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|"
     r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|PMI_.*|PMIX_.*|OMPI_.*|SLURM_(PROCID|NTASKS|LOCALID)"
 )
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -48,6 +48,11 @@ def end_with_parent(parent: int) -> None:
 def signal_at_parents_end(number: int) -> None:
     """Have the kernel send this process a signal when the thread that started it ends, for any reason (Linux)."""
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make this process the parent of every process below it whose own parent ends (Linux)."""
+    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _stay(number: int, frame: object) -> None:

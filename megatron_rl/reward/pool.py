@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import selectors
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_rl.distributed.frames import is_json
 from megatron_rl.errors import ConfigError, RewardError
@@ -38,12 +39,22 @@ class Pool:
     functions: [F] names; the workers import the functions, this process does not.
     num_workers: the number of processes.
     deadline_s: seconds for one sample, and for a task of several.
+    variables: names of environment variables that workers get beside the harmless ones.
 
-    Raises ConfigError for a function that a worker cannot import. One thread at a time may use it.
+    Raises ConfigError for a function that a worker cannot import, or a variable that is not set. One thread at a time
+    may use it.
     """
 
-    def __init__(self, functions: Sequence[str], num_workers: int, deadline_s: float) -> None:
-        self.functions = tuple(functions)
+    def __init__(
+        self, functions: Sequence[str], num_workers: int, deadline_s: float, variables: Sequence[str] = ()
+    ) -> None:
+        self.functions, self.variables = tuple(functions), tuple(variables)
+        unset = [name for name in self.variables if name not in os.environ]
+        if unset:
+            raise ConfigError(
+                f"reward.worker_environment names {unset[0]!r}, which is not set in the rank's environment; export it "
+                "before the start, or take it out of the list"
+            )
         self.num_workers = num_workers
         self.deadline_s = deadline_s
         self.most_samples: int | None = None
@@ -134,12 +145,15 @@ class Pool:
     def _fill(self) -> None:
         while len(self._workers) < self.num_workers:
             try:
-                worker = self._starter.submit(WorkerProcess, self.functions, self.deadline_s).result(START_S)
+                worker = self._start_one().result(START_S)
             except OSError as error:  # TimeoutError is one: no memory, no process, or a file system that hangs
                 raise RewardError(f"no reward worker can be started: {type(error).__name__}: {error}") from error
             self.num_started += 1
             self._workers.append(worker)
             self._selector.register(worker.socket, worker.events, worker)
+
+    def _start_one(self) -> Future[WorkerProcess]:
+        return self._starter.submit(WorkerProcess, self.functions, self.deadline_s, self.variables)
 
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         for worker in self._workers:
@@ -175,7 +189,7 @@ class Pool:
         if "refused" in message or message["kind"] == "refused":
             raise ConfigError(message.get("refused") or message["error"])
         if message["kind"] == "ready":
-            worker.ready, worker.deadline = True, None
+            worker.ready, worker.deadline, worker.pid = True, None, message["pid"]
             self._failed_starts = 0
         elif worker.task is None or message["id"] != worker.task_id:
             log.warning("reward worker %d answered %s, which nobody waits for", worker.pid, message["id"])

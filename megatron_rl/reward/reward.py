@@ -86,7 +86,9 @@ class Reward:
         called = [name for name in self.names if name != ENVIRONMENT]
         in_workers = [name for name in called if config.num_workers and name not in config.in_process]
         self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in called if name not in in_workers}
-        self.pool = Pool(in_workers, config.num_workers, config.deadline_s) if in_workers else None
+        self.pool = None
+        if in_workers:
+            self.pool = Pool(in_workers, config.num_workers, config.deadline_s, config.worker_environment)
 
     @property
     def runs_apart(self) -> bool:

@@ -2,7 +2,8 @@
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-The first message names the functions; then one task at a time arrives and its answer leaves. Functions are called in
+The process that is started becomes the worker's keeper (distributed/keeper.py), and a child of it the worker. The first
+message names the functions; then one task at a time arrives and its answer leaves. Functions are called in
 the main thread, since math-verify's deadlines are SIGALRM. Only the pool interrupts a task, by killing this process: a
 call that takes a whole list cannot be interrupted otherwise. Shortly before, the stacks go to STACK_FD.
 """
@@ -15,8 +16,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 
-from megatron_rl.distributed.child_process import end_with_parent
 from megatron_rl.distributed.frames import Inbox, encode
+from megatron_rl.distributed.keeper import go_on_in_a_child
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.function import RewardFunction, call, check_signature, formatted_traceback, resolve
 
@@ -79,7 +80,7 @@ def serve(messages: Iterator[dict], send: Callable[[dict], None], stacks: int) -
     except ConfigError as error:
         send({"kind": "refused", "error": str(error)})
         return
-    send({"kind": "ready"})
+    send({"kind": "ready", "pid": own_pid})
     for task in messages:
         os.lseek(stacks, 0, os.SEEK_SET)
         os.ftruncate(stacks, 0)
@@ -100,7 +101,7 @@ def received(connection: socket.socket) -> Iterator[dict]:
 
 def main(arguments: list[str]) -> None:
     descriptor, stacks, parent = map(int, arguments)
-    end_with_parent(parent)
+    go_on_in_a_child(parent, (descriptor, stacks))
     for inherited in (descriptor, stacks):
         os.set_inheritable(inherited, False)
     connection = socket.socket(fileno=descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import selectors
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.distributed.child_process import environment
 from megatron_rl.distributed.frames import Inbox, encode
+from megatron_rl.distributed.keeper import END
 from megatron_rl.reward.task_queue import Task
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,13 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # until a worker has imported its functions
 CLOSE_S = 2.0  # for a worker without a task to end by itself
 REAP_S = 10.0  # a killed process is gone within it, unless the kernel holds it
+# Of the rank's environment variables a worker gets these, and none that may hold a key (docs/security.md).
+ALLOWED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_CACHE_HOME|PYTHON\w*|VIRTUAL_ENV|"
+    r"CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_\w+|\w+_NUM_THREADS|CUDA_HOME|CUDA_VISIBLE_DEVICES|HF_HOME|"
+    r"HF_HUB_CACHE|HF_DATASETS_CACHE|HF_HUB_OFFLINE|HF_DATASETS_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM|"
+    r"SSL_CERT_FILE|SSL_CERT_DIR|MEGATRON_RL_\w+"
+)
 
 
 class Gone(ConnectionError):
@@ -33,11 +42,13 @@ class Gone(ConnectionError):
 class WorkerProcess:
     """Runs one worker process and gives it one task at a time.
 
+    variables: environment variables that it gets beside the ALLOWED ones, by name.
+    pid: the worker's process id once it is ready, its keeper's before.
     deadline: seconds on time.monotonic, of its start or its task; None while it has neither.
     task_id: the id that its answer must carry.
     """
 
-    def __init__(self, functions: Sequence[str], deadline_s: float) -> None:
+    def __init__(self, functions: Sequence[str], deadline_s: float, variables: Sequence[str]) -> None:
         self.deadline_s = deadline_s
         self.ready = False
         self.task: Task | None = None
@@ -51,20 +62,19 @@ class WorkerProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.reward.worker", *map(str, descriptors), str(os.getpid())],
-                env=environment(os.environ),
+                env=environment(
+                    {name: value for name, value in os.environ.items() if ALLOWED.fullmatch(name) or name in variables}
+                ),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 # a terminal's Ctrl-C is for the ranks, which save first; and its children are killed with it
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         ours.setblocking(False)
         self.socket = ours
         path = [folder or os.getcwd() for folder in sys.path]  # a function is found where this process would find it
         self._post({"functions": list(functions), "path": path, "deadline_s": deadline_s})
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def idle(self) -> bool:
@@ -114,15 +124,15 @@ class WorkerProcess:
         return self._stacks.read().decode(errors="replace").strip()
 
     def end(self) -> str:
-        """Kill it and its children; return how it ended, now or earlier."""
+        """Kill it and all that it started; return how it ended, now or earlier."""
         self.socket.close()  # so that nothing it sent before is ever read
         code = self._process.returncode
-        if code is None:  # not reaped, it keeps its number: the group is its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if code is None:
+            self._process.send_signal(END)
             try:
                 code = self._process.wait(REAP_S)
             except subprocess.TimeoutExpired:
+                self._process.kill()  # the kernel kills the worker with its keeper
                 log.warning(
                     "reward worker %d was killed and is still there after %g s: the kernel holds it", self.pid, REAP_S
                 )
@@ -136,7 +146,7 @@ class WorkerProcess:
     def wait(self, until: float) -> None:
         """Wait until it has ended by itself. It is not reaped, so that its number stays its own until `end`."""
         with contextlib.suppress(OSError):  # a kernel before 5.3 has no pidfd: do not wait
-            descriptor = os.pidfd_open(self.pid)
+            descriptor = os.pidfd_open(self._process.pid)
             try:
                 ended = select.poll()  # not select.select, which refuses a descriptor above 1023
                 ended.register(descriptor, select.POLLIN)

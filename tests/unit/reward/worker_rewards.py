@@ -135,6 +135,11 @@ def rank_variables(completions, **columns):
     return [float(sum(LAUNCHER_VARIABLES.fullmatch(name) is not None for name in os.environ))] * len(completions)
 
 
+def variables(completions, **columns):
+    """Return for each completion whether an environment variable has that name."""
+    return [float(text in os.environ) for text in completions]
+
+
 def stays_when_asked(completions, **columns):
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         os.kill(os.getpid(), number)
@@ -146,6 +151,13 @@ def stays_when_asked(completions, **columns):
 def forks(completions, **columns):
     """Fork, and return the child's number in both processes."""
     return [float(os.fork())] * len(completions)
+
+
+def leaves_a_session(completions, **columns):
+    """Leave a process in a session of its own, whose parent has ended, as daemons do."""
+    script = "import subprocess; print(subprocess.Popen(['sleep', '3600'], start_new_session=True, stdout=2).pid)"
+    found = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, start_new_session=True)
+    return [float(found.stdout)] * len(completions)
 
 
 def leaves_a_child(completions, **columns):
