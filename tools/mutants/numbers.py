@@ -48,7 +48,50 @@ ADVANTAGE = (
     ),
 )
 
+FINITE = (
+    Mutant(
+        name="overflow-is-let-through",
+        file="megatron_rl/algorithm/finite.py",
+        line="return ~(np.abs(values) <= LARGEST)",
+        becomes="return np.isnan(values)",
+        fault="an infinite or overflowed reward becomes an advantage of 0",
+        tests=("tests/unit/algorithm/test_finite.py",),
+    ),
+    Mutant(
+        name="nan-is-let-through",
+        file="megatron_rl/algorithm/finite.py",
+        line="return ~(np.abs(values) <= LARGEST)",
+        becomes="return np.abs(values) > LARGEST",
+        fault="a NaN passes for a number, as it is not above float32's largest",
+        tests=("tests/unit/algorithm/test_finite.py",),
+    ),
+    Mutant(
+        name="metrics-count-the-dropped",
+        file="megatron_rl/algorithm/advantage.py",
+        line='measured=None if config.skip.mode == "off" else signal,',
+        becomes="measured=None,",
+        fault="dropped samples in a survivor's micro-batch are in its entropy, ratio and KL",
+        tests=("tests/equality/test_steps.py::test_metrics_count_survivors_alone_whoever_shares_their_micro_batches",),
+    ),
+)
+
 ESTIMATORS = (
+    Mutant(
+        name="rounding-is-signal",
+        file="megatron_rl/algorithm/estimators.py",
+        line="centred[members[is_mean & suspects[members]]] = 0.0",
+        becomes="",
+        fault="a reward at its group's mean has the rounding of that mean as its advantage",
+        tests=("tests/unit/algorithm/test_finite.py",),
+    ),
+    Mutant(
+        name="nearly-the-mean-is-the-mean",
+        file="megatron_rl/algorithm/estimators.py",
+        line="is_mean = np.array([len(numbers) * number == total for number in numbers])",
+        becomes="is_mean = np.ones(len(numbers), dtype=bool)",
+        fault="a reward within rounding of its group's mean is taken for equal to it",
+        tests=("tests/unit/algorithm/test_finite.py",),
+    ),
     Mutant(
         name="grpo-biased-deviation",
         file="megatron_rl/algorithm/estimators.py",
@@ -167,7 +210,7 @@ LOSS = (
     Mutant(
         name="dro-against-the-trainer",
         file="megatron_rl/algorithm/objective.py",
-        line='behaviour = tokens.rollout_logprobs if config.policy == "dro" else old',
+        line='behaviour = tokens.rollout_logprobs if self.config.policy == "dro" else old',
         becomes="behaviour = old",
         fault="`dro`'s quadratic is against π_old, not the engine's policy",
         tests=("tests/unit/algorithm/test_policy_loss.py::test_objective_is_the_sum_of_its_terms",),
@@ -226,6 +269,14 @@ LOSS = (
 
 SIGNAL = (
     Mutant(
+        name="nan-is-no-signal",
+        file="megatron_rl/algorithm/signal.py",
+        line='require_finite(advantages, "the advantage", sample_ids, way_out)',
+        becomes="",
+        fault="a sample with an advantage of NaN is dropped",
+        tests=("tests/unit/algorithm/test_signal.py::test_invariants",),
+    ),
+    Mutant(
         name="signal-of-positive-advantages",
         file="megatron_rl/algorithm/signal.py",
         line="return (np.abs(advantages) > advantage_epsilon) & (loss_tokens > 0)",
@@ -272,4 +323,4 @@ NOISE = (
     ),
 )
 
-NUMBERS = (*ADVANTAGE, *ESTIMATORS, *GAE, *LOSS, *SIGNAL, *NOISE)
+NUMBERS = (*ADVANTAGE, *FINITE, *ESTIMATORS, *GAE, *LOSS, *SIGNAL, *NOISE)

@@ -52,6 +52,15 @@ OPTIMIZER = (
         tests=("tests/equality/test_steps.py::test_frozen_ghost_moves_nothing",),
     ),
     Mutant(
+        name="experts-gradient-in-shards",
+        file="megatron_rl/backend/optimizer.py",
+        line="for group in (g for chunk in self.chunks for g in (*chunk.bucket_groups, "
+        "*chunk.expert_parallel_bucket_groups)):",
+        becomes="for group in (g for chunk in self.chunks for g in chunk.bucket_groups):",
+        fault="`gradient()` leaves experts' gradients in the shards of the distributed optimizer",
+        tests=("tests/equality/test_experts.py::test_mixtures_equal_reference[TP2-SP-EP1-ETP1-qwen3_moe]",),
+    ),
+    Mutant(
         name="norm-is-not-clipped",
         file="megatron_rl/backend/optimizer.py",
         line="self._clip(norm)",
@@ -78,7 +87,7 @@ OPTIMIZER = (
     Mutant(
         name="warm-up-from-zero",
         file="megatron_rl/backend/optimizer.py",
-        line="init_lr=lr / (settings.warmup_steps + 1),",
+        line="init_lr=settings.lr / (settings.warmup_steps + 1),",
         becomes="init_lr=0.0,",
         fault="the first step of a warm-up has a learning rate of 0",
         tests=("tests/unit/backend/test_learning_rate.py::test_learning_rates_equal_the_formula",),

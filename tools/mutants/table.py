@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 # Each area with the files in which its faults stand; at least two faults in each.
 AREAS: dict[str, tuple[str, ...]] = {
-    "advantage": ("algorithm/advantage.py",),
+    "advantage": ("algorithm/advantage.py", "algorithm/finite.py"),
     "estimators": ("algorithm/estimators.py",),
     "gae": ("algorithm/gae.py",),
     "loss": (
