@@ -86,14 +86,25 @@ class TrainingWatch:
     def __init__(self, warning_steps: int | None) -> None:
         self._steps, self._next, self._counts = warning_steps, warning_steps, Untrained()
 
+    def resume(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Count the steps of a run that goes on. rows: of its metrics.jsonl, in order; they are not warned of again."""
+        for row in rows:
+            self._count(row)
+
     def observe(self, row: Mapping[str, object]) -> None:
         """Count one step. row: as MetricsWriter.write returns it."""
+        if self._count(row):
+            self._warn()
+
+    def _count(self, row: Mapping[str, object]) -> bool:
+        """Count one step; return whether its number is one to warn at."""
         self._counts = self._counts.after(row)
         if self._counts.in_a_row == 0:
             self._next = self._steps
-        elif self._counts.in_a_row == self._next:
-            self._warn()
+        due = self._next is not None and self._counts.in_a_row == self._next
+        if due:
             self._next *= 2
+        return due
 
     def end(self) -> None:
         """Warn at a run's end where all its steps trained nothing and were too few to be warned of before."""

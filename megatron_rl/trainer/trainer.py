@@ -17,7 +17,7 @@ from megatron_rl.critic import Critic, RemoteCritic
 from megatron_rl.data.prompt_dataset import PromptDataset, Solution
 from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.observability.completions import Completion
-from megatron_rl.observability.metrics import MetricsWriter, skip_metrics, step_metrics
+from megatron_rl.observability.metrics import MetricsWriter, read_metrics, skip_metrics, step_metrics
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.throughput import performance
 from megatron_rl.observability.timer import StepTimer
@@ -82,6 +82,8 @@ class Trainer:
         self.prompts.load_state(restored.prompts)
         self.rollouts.restore(restored.queue, restored.queue_rows)
         self.recorder.num_rollouts = restored.trace_rollouts
+        if self.backend.topology.is_main:  # which alone has the file, and alone warns
+            self.watch.resume(read_metrics(self.config.run.path / "metrics.jsonl"))
         self.rollouts_done = restored.rollouts
         self.supervised_steps_done = restored.supervised_steps or 0
 

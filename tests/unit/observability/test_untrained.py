@@ -72,6 +72,17 @@ def test_a_run_shorter_than_the_setting_that_trained_nothing_warns_at_its_end(ca
     assert len(warnings_of("GGG", 3, caplog)) == 1  # not once more at the end
 
 
+def test_a_run_that_goes_on_counts_the_steps_before(caplog: pytest.LogCaptureFixture) -> None:
+    """After a resumption the last steps are counted over both parts, and no part is taken for a whole run."""
+    watch = TrainingWatch(3)
+    with caplog.at_level(logging.WARNING):
+        watch.resume(rows_of("R" * 50 + "GG"))
+        watch.end()
+        assert not caplog.records
+        watch.observe(rows_of("G")[0])
+    assert caplog.records[0].getMessage().startswith("WARNING: the last 3 optimizer steps trained nothing (3 ghosts)")
+
+
 def test_the_final_table_names_the_steps() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=False, width=120, color_system=None)
