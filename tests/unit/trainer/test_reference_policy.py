@@ -124,6 +124,7 @@ def test_the_inputs_coefficient_replaces_the_configurations() -> None:
         sequences=torch.zeros(3, dtype=torch.int64),
         advantages=torch.zeros(3),
         weights=torch.ones(3),
+        measured=None,
         old_logprobs=None,
         rollout_logprobs=logprobs,
         reference_logprobs=reference,
