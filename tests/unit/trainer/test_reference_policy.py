@@ -129,6 +129,7 @@ def test_the_inputs_coefficient_replaces_the_configurations() -> None:
         rollout_logprobs=logprobs,
         reference_logprobs=reference,
         kl_coefficient=None,
+        measured=None,
     )
 
     def loss(**changed: object) -> tuple[float, float]:
