@@ -129,7 +129,6 @@ def test_the_inputs_coefficient_replaces_the_configurations() -> None:
         rollout_logprobs=logprobs,
         reference_logprobs=reference,
         kl_coefficient=None,
-        measured=None,
     )
 
     def loss(**changed: object) -> tuple[float, float]:
