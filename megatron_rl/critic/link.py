@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.rendezvous import join_world, meet
 from megatron_rl.errors import ConfigError, PeerError
 
 BEAT_S = 5.0
@@ -97,12 +98,10 @@ class PolicyCriticLink:
     def __init__(self, config: Config, *, of_critic: bool) -> None:
         self.deadline_s, self.of_critic = config.run.deadline_s, of_critic
         bound = datetime.timedelta(seconds=self.deadline_s)
-        store, rank, world = next(dist.rendezvous("env://", timeout=bound))
+        store, rank, _ = meet(self.deadline_s)
         first, count = (policy_ranks(config), config.critic.ranks) if of_critic else (0, policy_ranks(config))
         name = "critic" if of_critic else "policy"
-        dist.init_process_group(
-            HOST.backend, store=dist.PrefixStore(name, store), rank=rank - first, world_size=count, timeout=bound
-        )
+        join_world(dist.PrefixStore(name, store), rank - first, count, self.deadline_s)
         self.is_first = rank == first
         self.store = dist.PrefixStore("bridge", store)
         self.is_told_to_leave = False  # by a signal; the policy's ranks decide when, if they live

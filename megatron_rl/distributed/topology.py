@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.rendezvous import join_world, meet
 from megatron_rl.errors import ConfigError
 
 from megatron.core import parallel_state  # isort: skip  (after platform)
@@ -121,7 +122,7 @@ def initialize(
     expert_tensor: degree of the experts' tensor parallelism, None for that of ``tensor``.
     deadline_s: seconds, the time-out of every group.
 
-    Raises ConfigError where the degrees do not divide the world or one another.
+    Raises ConfigError where the degrees do not divide the world or one another, PeerError where the ranks do not meet.
     """
     # The world: without a launcher this process is alone in it.
     if not dist.is_initialized():
@@ -135,9 +136,8 @@ def initialize(
                 timeout=datetime.timedelta(seconds=deadline_s),
             )
         else:
-            dist.init_process_group(
-                HOST.backend, init_method=init_method, timeout=datetime.timedelta(seconds=deadline_s)
-            )
+            store, rank, world_size = meet(deadline_s, init_method or "env://")
+            join_world(dist.PrefixStore("world", store), rank, world_size, deadline_s)
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
     expert_tensor = expert_tensor or tensor
