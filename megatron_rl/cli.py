@@ -17,7 +17,7 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.agreement import announce
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.simulator.command import add_arguments, simulate_job
+from megatron_rl.simulator.command import add_arguments
 from megatron_rl.validate import validate_config
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1
@@ -42,7 +42,9 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
             return EXIT_FAILED
         if options.dry_run:
             if is_main:
-                simulate_job(config, options)
+                from megatron_rl.trainer.dry_run import dry_run
+
+                dry_run(config, options)
             return 0
         return 0 if _run(train, config) else EXIT_PREEMPTED
     except (ConfigError, FileNotFoundError) as error:

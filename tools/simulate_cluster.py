@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
         path = given.config
         if path is None and given.from_run is not None and pathlib.Path(given.from_run).is_dir():
             path = pathlib.Path(given.from_run) / "config.yaml"
-        simulate_job(load_config(path, given.overrides), given)
+        shortfall = simulate_job(load_config(path, given.overrides), given)
+        if shortfall is not None:
+            raise ConfigError(shortfall)
         return 0
     except (ConfigError, FileNotFoundError) as error:
         print(f"simulate_cluster: {error}", file=sys.stderr)

@@ -125,7 +125,7 @@ def build_engine(
     replicas = _servers(config) if rollout.servers else [_process(config, location, device)] if role.starts else []
     settings = config.weight_sync
     sender = WeightSender(
-        channel=_channel(config, device),
+        channel=weight_channel(config, device),
         bucket_bytes=settings.bucket_bytes // 2,
         deadline_s=settings.deadline_s,
         device=device,
@@ -224,7 +224,8 @@ def _servers(config: Config) -> list[ServerReplica]:
     ]
 
 
-def _channel(config: Config, device: torch.device) -> str:
+def weight_channel(config: Config, device: torch.device) -> str:
+    """Return the channel of the weights; raise ConfigError for one that the engines cannot use."""
     channel = config.weight_sync.channel
     if channel == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
         raise ConfigError(

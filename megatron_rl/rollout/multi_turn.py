@@ -298,16 +298,22 @@ def with_environment(engine: Engine, config: Config, tokenizer: PreTrainedTokeni
 
     Raises ConfigError for settings that cannot work, before anything is sampled.
     """
-    settings = config.environment
-    if settings.name is None:
+    if config.environment.name is None:
         return engine
-    observations = Observations(tokenizer, config.data.template, settings.role)
-    observations.token_ids("0", None)  # raises now if the template does not take the role
+    maker, observations = environment_parts(config, tokenizer)
     return MultiTurnEngine(
         engine,
-        environment_maker(settings),
+        maker,
         observations,
         tokenizer,
-        settings,
+        config.environment,
         max_response_tokens=config.rollout.max_response_tokens,
     )
+
+
+def environment_parts(config: Config, tokenizer: PreTrainedTokenizerBase):
+    """Return the maker of environments, and the template of their observations. Raises ConfigError."""
+    settings = config.environment
+    observations = Observations(tokenizer, config.data.template, settings.role)
+    observations.token_ids("0", None)  # raises now if the template does not take the role
+    return environment_maker(settings), observations

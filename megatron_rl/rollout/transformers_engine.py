@@ -317,21 +317,28 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
     """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError."""
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)
+    check_embedded(hf_path, rollout)
     # Modules draw their initial values from torch's global generator, which belongs to the trainer.
     accelerators = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=accelerators):
-        if not rollout.allow_large_embedded_model:
-            with torch.device("meta"):  # shapes without storage
-                num_parameters = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters()
-            if num_parameters > MAX_EMBEDDED_PARAMETERS:
-                raise ConfigError(
-                    "rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
-                    f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a "
-                    "smaller model, or set rollout.allow_large_embedded_model=true if the memory is there"
-                )
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    with torch.random.fork_rng(devices=accelerators), torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.requires_grad_(False).eval()
+
+
+def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
+    """Raise ConfigError for a model too large to be held whole on every rank; no weights are made."""
+    if rollout.allow_large_embedded_model:
+        return
+    config = parse_hf_config(hf_path)
+    settle_tying(config, hf_path)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes without storage
+        num_parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    if num_parameters > MAX_EMBEDDED_PARAMETERS:
+        raise ConfigError(
+            "rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
+            f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a "
+            "smaller model, or set rollout.allow_large_embedded_model=true if the memory is there"
+        )
 
 
 def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -48,23 +49,30 @@ def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
 
 
-def simulate_job(config: Config, given: argparse.Namespace) -> None:
+def simulate_job(
+    config: Config, given: argparse.Namespace, *, prompt_lengths: Sequence[int] | None = None
+) -> str | None:
     """Forecast the configuration's update, print it, and write the files that the arguments ask for.
 
+    prompt_lengths: tokens of the prompts of a rollout, for a workload that is drawn.
+    Returns None, or the sentence that says why the job does not fit on its GPUs, and what would make it fit.
     Raises ConfigError as training would.
     """
     from megatron_rl.simulator.degrees import degrees_of, world_size
+    from megatron_rl.simulator.engine_memory import GIB
     from megatron_rl.simulator.forecast import Job, forecast
     from megatron_rl.simulator.picture import picture
+    from megatron_rl.simulator.remedies import needs_of, remedies
 
     given = _from_run(given)
     gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
     degrees = degrees_of(config, gpus - (config.critic.ranks or 0))  # a separate critic's ranks hold no policy
     shape = read_shape(config, degrees)
-    workloads, source = _workloads(config, given)
+    workloads, source = _workloads(config, given, prompt_lengths)
     loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)
     costs = _costs(config, given, shape, degrees, loss_share)
-    forecasts = [forecast(Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs)) for w in workloads]
+    jobs = [Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs) for w in workloads]
+    forecasts = [forecast(job) for job in jobs]
     # The rollout of median length is shown.
     shown = forecasts[int(np.argsort([f.dense.update_s for f in forecasts])[len(forecasts) // 2])]
     if config.has_critic:
@@ -72,14 +80,28 @@ def simulate_job(config: Config, given: argparse.Namespace) -> None:
     title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
     from megatron_rl.simulator.table import figures, show
 
-    content = figures(shown, config, degrees, title=title, workload=source, num_rollouts=len(forecasts))
-    show(content, given.gpu_memory_gib)
+    gpu_bytes = given.gpu_memory_gib * GIB
+    largest = _largest_job(jobs, forecasts)
+    needs = needs_of(largest, gpu_bytes)
+    words = {"title": title, "workload": source}
+    content = figures(shown, config, degrees, needs, **words, num_rollouts=len(forecasts), gpu_bytes=gpu_bytes)
+    show(content)
     if given.json:
         given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"written: {given.json}")
     if given.svg:
         given.svg.write_text(picture(shown, title), encoding="utf-8")
         print(f"written: {given.svg}")
+    if not content["shortfalls"]:
+        return None
+    ways_out = remedies(largest, read_shape, gpu_bytes, given.gpus_per_node or 8)
+    would_fit = (
+        f"It would fit with: {' | '.join(ways_out)}"
+        if ways_out
+        else "No one setting that was tried is enough, with full recompute and bfloat16: more GPUs (--nodes), or "
+        "a smaller model, would be"
+    )
+    return f"the job does not fit: {'; '.join(content['shortfalls'])}. {would_fit} (docs/it-does-not-fit.md)"
 
 
 def _from_run(given: argparse.Namespace) -> argparse.Namespace:
@@ -119,7 +141,12 @@ def read_shape(config: Config, degrees):
     return shape
 
 
-def _workloads(config: Config, given: argparse.Namespace):
+def _largest_job(jobs, forecasts):
+    """Return the job whose largest stage needs the most memory."""
+    return max(zip(jobs, forecasts, strict=True), key=lambda pair: max(stage.total for stage in pair[1].memory))[0]
+
+
+def _workloads(config: Config, given: argparse.Namespace, prompt_lengths: Sequence[int] | None):
     from megatron_rl.simulator.workload import draw, read_trace
 
     if given.trace is None:
@@ -127,7 +154,7 @@ def _workloads(config: Config, given: argparse.Namespace):
             config,
             lengths=given.lengths,
             pass_rate=given.pass_rate,
-            prompt_tokens=given.prompt_tokens,
+            prompt_tokens=given.prompt_tokens or prompt_lengths,
             seed=config.run.seed,
         )
         return [workload], source

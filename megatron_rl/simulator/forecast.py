@@ -57,7 +57,6 @@ class Outcome:
     imbalance: float
     microbatches: tuple[int, int]
     largest_tokens: int
-    largest_loss_tokens: int
     tokens: int
     drawn: Drawn | None
 
@@ -131,27 +130,35 @@ def forecast(job: Job) -> Forecast:
     skip = run_plan(job, rules, signal, drops=drops)
     lengths = job.workload.lengths
     survivors = int(lengths[signal].sum()) if drops else int(lengths.sum())
-    memory = tuple(
-        stage_memory(
-            job.shape,
-            job.config,
-            job.degrees,
-            stage,
-            tokens=dense.largest_tokens,
-            loss_tokens=dense.largest_loss_tokens,
-            microbatches=dense.microbatches[1],
-        )
-        for stage in range(job.degrees.pipeline_size)
-    )
     return Forecast(
         dense=dense,
         skip=skip,
         ideal=int(lengths.sum()) / survivors if survivors else None,
         gain=dense.update_s / skip.update_s if skip.update_s else 1.0,
-        memory=memory,
+        memory=memory_of(job, dense.plan),
         costs=job.costs,
         constraints=_constraints(job, rules, signal, skip, drops=drops),
         dead_samples=float((~signal).mean()),
+    )
+
+
+def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
+    """Return the memory of every pipeline stage under a plan."""
+    padded = padded_lengths(job.workload.lengths, job.rules().pad_multiple).astype(np.float64)
+    real = [step for step in plan.mini_batches if step.kind is not StepKind.GHOST]
+    tokens, loss_tokens = max((_largest(step, padded, job.workload.loss_tokens) for step in real), default=(0, 0))
+    microbatches = max((int(step.num_microbatches.max()) for step in real), default=0)
+    return tuple(
+        stage_memory(
+            job.shape,
+            job.config,
+            job.degrees,
+            stage,
+            tokens=tokens,
+            loss_tokens=loss_tokens,
+            microbatches=microbatches,
+        )
+        for stage in range(job.degrees.pipeline_size)
     )
 
 
@@ -166,7 +173,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
     padded = padded_lengths(job.workload.lengths, rules.pad_multiple).astype(np.float64)
     epochs = job.config.train.epochs_per_rollout
     pipeline_s = busiest_s = mean_s = optimizer_s = 0.0
-    idle, works, counts, drawn, largest = np.zeros(job.degrees.pipeline_size), [], [], None, (0, 0)
+    idle, works, counts, drawn, largest = np.zeros(job.degrees.pipeline_size), [], [], None, 0
     for mini_batch in plan.mini_batches:
         optimizer_s += job.costs.optimizer_s * epochs
         if mini_batch.kind is StepKind.GHOST:
@@ -180,7 +187,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
         idle += timeline.bubble_share * timeline.makespan * epochs
         works.append(work.max() / work.mean() - 1)
         counts += mini_batch.num_microbatches.tolist()
-        largest = max(largest, _largest(mini_batch, padded, job.workload.loss_tokens))
+        largest = max(largest, int(_sums(mini_batch, padded).max()))
         if drawn is None:
             drawn = _drawn(rank, timeline, mini_batch, job.workload.lengths, signal)
     return Outcome(
@@ -192,8 +199,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
         bubble_share=idle / pipeline_s if pipeline_s else idle,
         imbalance=float(np.mean(works)) if works else 0.0,
         microbatches=(min(counts, default=0), max(counts, default=0)),
-        largest_tokens=largest[0],
-        largest_loss_tokens=largest[1],
+        largest_tokens=largest,
         tokens=int(sum(job.workload.lengths[x.order].sum() for x in plan.mini_batches)) * epochs,
         drawn=drawn,
     )

@@ -48,6 +48,13 @@ class StageMemory:
     def total(self) -> int:
         return self.weights + self.reference + self.gradients + self.optimizer + self.activations + self.logits
 
+    def kept_while_generating(self, takes_turns: bool) -> int:
+        """Return the bytes that the trainer keeps on the GPU while an engine generates there.
+
+        takes_turns: whether gradients and optimizer state leave the GPU meanwhile (rollout/colocation.py).
+        """
+        return self.weights + self.reference + (0 if takes_turns else self.gradients + self.optimizer)
+
 
 def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
     """Return a rank's parameters of one layer: those outside the experts, and those of its experts."""

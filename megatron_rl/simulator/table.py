@@ -8,10 +8,9 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.observability.svg import short
 from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.simulator.engine_memory import GIB, GpuNeeds, gib, shortfalls
 from megatron_rl.simulator.forecast import Forecast, Outcome
 from megatron_rl.simulator.memory import full_recompute
-
-GIB = 2**30
 
 
 def _outcome(found: Outcome) -> dict[str, Any]:
@@ -31,7 +30,15 @@ def _outcome(found: Outcome) -> dict[str, Any]:
 
 
 def figures(
-    found: Forecast, config: Config, degrees: Degrees, *, title: str, workload: str, num_rollouts: int
+    found: Forecast,
+    config: Config,
+    degrees: Degrees,
+    needs: GpuNeeds,
+    *,
+    title: str,
+    workload: str,
+    num_rollouts: int,
+    gpu_bytes: float,
 ) -> dict[str, Any]:
     """Return all printed figures as JSON-able values, in seconds, tokens and bytes."""
     return {
@@ -49,6 +56,9 @@ def figures(
         "recompute": "full" if full_recompute(config) else "none",
         "distributed_optimizer": config.optimizer.distributed,
         "memory": [dataclasses.asdict(stage) | {"total": stage.total} for stage in found.memory],
+        "gpu_bytes": gpu_bytes,
+        "needs": dataclasses.asdict(needs),
+        "shortfalls": shortfalls(needs, config, gpu_bytes),
         "constraints": [dataclasses.asdict(x) for x in found.constraints],
     }
 
@@ -77,23 +87,31 @@ def _cell(value: Any, unit: str) -> str:
     return f"{short(value)} {unit}".rstrip() if isinstance(value, float) else f"{value:,} {unit}".rstrip()
 
 
-def binding(content: dict[str, Any], gpu_memory_gib: float) -> str:
-    """Say in words which limit keeps the update from being shorter, or from running at all."""
-    worst = max(content["memory"], key=lambda stage: stage["total"])
-    if worst["total"] > gpu_memory_gib * GIB:
-        fix = "more TP or PP, a smaller plan.max_tokens_per_microbatch"
-        if content["recompute"] == "none":
-            fix += (
-                ", or megatron.transformer.recompute_granularity=full with recompute_method=uniform and "
-                "recompute_num_layers=1"
-            )
-        return f"memory: stage {worst['stage']} needs {worst['total'] / GIB:.1f} GiB of {gpu_memory_gib:g}; {fix}"
+NEARLY = 0.9  # of a GPU's memory: what is not counted may take the rest
+
+
+def binding(content: dict[str, Any]) -> str:
+    """Say in words which limit keeps the update from being shorter."""
     first = content["constraints"][0]
     share = first["saves_s"] / content["skip"]["update_s"] if content["skip"]["update_s"] else 0.0
     return f"{first['name']}: {100 * share:.1f} % of the skip run's update ({first['note']})"
 
 
-def show(content: dict[str, Any], gpu_memory_gib: float) -> None:
+def gpu_words(content: dict[str, Any]) -> str:
+    """Say in words what a GPU needs in training and in generating, and the engine's part of each."""
+    needs, whole = content["needs"], content["gpu_bytes"]
+    parts = []
+    for time in ("training", "generating"):
+        most, stage = needs[time]
+        engine = needs["engine"][f"while_{time}"]
+        share = f", {gib(engine)} of them the engine's" if engine else ""
+        parts.append(f"{time} {gib(most)} of {whole / GIB:g} GiB (stage {stage}{share})")
+    largest = max(needs["training"][0], needs["generating"][0])
+    near = "; NOT COUNTED are allocator fragments, communication buffers and CUDA itself, for which little is left"
+    return "; ".join(parts) + (near if NEARLY * whole < largest <= whole else "")
+
+
+def show(content: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -129,7 +147,8 @@ def show(content: dict[str, Any], gpu_memory_gib: float) -> None:
             constraint["note"],
         )
     console.print(limits)
-    console.print(f"binds: {binding(content, gpu_memory_gib)}", highlight=False)
+    console.print(f"binds: {binding(content)}", highlight=False)
+    console.print(f"GPU: {gpu_words(content)}", highlight=False)
     console.print(
         f"samples: {content['workload']}; {100 * content['dead_samples']:.0f} % without signal", highlight=False
     )

@@ -205,13 +205,19 @@ def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, floa
 
 
 def draw(
-    config: Config, *, lengths: str | None, pass_rate: str | None, prompt_tokens: int | None, seed: int
+    config: Config,
+    *,
+    lengths: str | None,
+    pass_rate: str | None,
+    prompt_tokens: int | Sequence[int] | None,
+    seed: int,
 ) -> tuple[Workload, str]:
     """Draw a rollout of ``train.prompts_per_rollout`` groups from stated distributions; return it and those in words.
 
     lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm), cut at
         rollout.max_response_tokens.
     pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
+    prompt_tokens: of each prompt, or of one prompt after the other, from the first again when they are used up.
     """
     limit = config.rollout.max_response_tokens
     lengths, pass_rate = lengths or f"lognormal:{max(1, limit // 2)},0.5", pass_rate or "beta:0.5,0.5"
@@ -223,8 +229,10 @@ def draw(
     response = np.exp(random.normal(np.log(mean) - sigma**2 / 2, sigma, prompts * size))
     response = np.clip(np.rint(response), 1, limit).astype(np.int64)
     passes = random.random((prompts, size)) < random.beta(a, b, (prompts, 1))
+    tokens = np.resize(np.atleast_1d(np.asarray(prompt_tokens, dtype=np.int64)), prompts)
+    named = f"{prompt_tokens} tokens" if isinstance(prompt_tokens, int) else f"{tokens.mean():.1f} tokens (data.train)"
     workload = Workload(
-        prompt_tokens=np.full(prompts * size, prompt_tokens, dtype=np.int64),
+        prompt_tokens=np.repeat(tokens, size),
         response_tokens=response,
         loss_tokens=response,
         rewards=passes.reshape(-1).astype(np.float64),
@@ -232,6 +240,5 @@ def draw(
     )
     return (
         workload,
-        f"drawn: prompts of {prompt_tokens} tokens, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed "
-        f"{seed}",
+        f"drawn: prompts of {named}, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed {seed}",
     )

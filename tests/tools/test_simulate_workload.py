@@ -9,9 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-import torch
 
-from megatron_rl import cli, train
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulator.degrees import degrees_of, world_size
@@ -184,39 +182,6 @@ def test_the_picture_has_a_box_for_every_operation() -> None:
     assert boxes.count("forward") - 1 == boxes.count("backward") - 1 == 4 * (8 + 4)  # one each is the legend's
     # half of the dense run's, and what the skip saves
     assert boxes.count("dead") - 1 == 2 * 4 * 4 and boxes.count("saved") == 1
-
-
-def test_a_dry_run_of_training_joins_nothing(arguments, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(train, "train", lambda config: pytest.fail("a dry run must not train"))
-    assert train.main([*arguments, "--dry-run", "--nodes", "1"]) == 0
-    assert "PP 4, DP 2" in capsys.readouterr().out and not torch.distributed.is_initialized()
-    monkeypatch.setenv("WORLD_SIZE", "12")
-    assert train.main([*arguments, "--dry-run"]) == 0
-    assert "PP 4, DP 3" in capsys.readouterr().out
-    separate = ("advantage.estimator=gae", "critic.placement=separate", "critic.ranks=4")
-    assert train.main([*arguments, *separate, "--dry-run"]) == 0  # every sample trains, and four ranks hold no policy
-    said = capsys.readouterr()
-    assert "PP 4, DP 2" in said.out and "critic: neither its time" in said.err
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--nodes", "1", "parallel.pipeline=3"], "world size 8 is no multiple of"),
-        (["--nodes", "3", "parallel.pipeline=3"], "does not divide num_hidden_layers=8"),
-        (["--nodes", "1", "loss.kl_coefficient=0.1"], "skip.mode=exact"),
-        (["--nodes", "1", "plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
-        (["--nodes", "1", "--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
-        (["--nodes", "1", "megatron.transformer.num_layers=3"], "is refused"),
-        (["--nodes", "1", "rollout.max_response_tokens=5000"], "5000"),
-        ([], "add --nodes N"),
-    ],
-)
-def test_what_cannot_work_is_said_as_training_says_it(arguments, more, message, capsys, monkeypatch) -> None:
-    for name in ("WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
-        monkeypatch.delenv(name, raising=False)
-    assert train.main([*arguments, "--dry-run", *more]) == cli.EXIT_CONFIG
-    assert message in capsys.readouterr().err
 
 
 def test_a_trace_forecasts_as_its_samples_do(arguments, tmp_path: pathlib.Path, capsys) -> None:

@@ -189,15 +189,15 @@ def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
     with pytest.raises(
         ConfigError, match="weight_sync.channel=cuda_ipc needs engines of the run's own.*this run is on cpu"
     ):
-        build._channel(config_of("weight_sync.channel=cuda_ipc"), CPU)
-    assert build._channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
-    assert build._channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
+        build.weight_channel(config_of("weight_sync.channel=cuda_ipc"), CPU)
+    assert build.weight_channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
+    assert build.weight_channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
     here, elsewhere = (
         'rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000")
     )
     assert (
-        build._channel(config_of(here), CPU) == "shared_memory"
-        and build._channel(config_of(elsewhere), CPU) == "broadcast"
+        build.weight_channel(config_of(here), CPU) == "shared_memory"
+        and build.weight_channel(config_of(elsewhere), CPU) == "broadcast"
     )
 
 

@@ -1,0 +1,120 @@
+"""Counts the bytes that a run's own engine takes on each GPU, next to the trainer or in turns with it.
+
+vLLM takes ``rollout.gpu_memory_utilization`` of the GPU, whatever it needs. Unless ``rollout.sleep=never`` it gives
+that back while the trainer trains, and gradients and optimizer state leave the GPU while it generates. The embedded
+engine keeps a whole copy of the weights at all times, and its keys and values while it generates. Running servers
+(``rollout.servers``) take nothing here. Every GPU is counted as if an engine were on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.simulator.memory import ELEMENT_BYTES, StageMemory, stage_parameters
+from megatron_rl.weights.model_shape import ModelShape
+
+GIB = 2**30
+ONE_GPU = Degrees(
+    world_size=1,
+    tensor_size=1,
+    pipeline_size=1,
+    virtual_size=1,
+    context_size=1,
+    data_size=1,
+    expert_size=1,
+    expert_tensor_size=1,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Holds an engine's bytes on one GPU.
+
+    while_training, while_generating: the bytes that it takes at these times.
+    needed: the least that it can work with: its weights, and the keys and values of one longest sample.
+    takes_turns: whether trainer and engine take turns on the GPU.
+    """
+
+    while_training: int
+    while_generating: int
+    needed: int
+    takes_turns: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNeeds:
+    """Holds the most bytes that a GPU needs at each time, the stage that needs them, and the engine's part.
+
+    training, generating: (bytes, stage).
+    """
+
+    training: tuple[int, int]
+    generating: tuple[int, int]
+    engine: EngineMemory
+
+    @property
+    def most(self) -> int:
+        return max(self.training[0], self.generating[0])
+
+
+def engine_memory(config: Config, shape: ModelShape, degrees: Degrees, gpu_bytes: float) -> EngineMemory:
+    """Return the engine's bytes on a GPU of ``gpu_bytes``, of a run with one or no engine on each."""
+    rollout, size = config.rollout, ELEMENT_BYTES[config.model.dtype]
+    if rollout.servers:
+        return EngineMemory(while_training=0, while_generating=0, needed=0, takes_turns=False)
+    plain = dataclasses.replace(shape, lora_rank=0, lora_targets=())  # adapters come merged
+    weights = sum(stage_parameters(plain, ONE_GPU, 0)) * size
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    sample = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size * longest
+    if rollout.engine == "vllm":
+        width = rollout.tensor_parallel
+        share, turns = int(rollout.gpu_memory_utilization * gpu_bytes), rollout.sleep != "never"
+        needed = weights // width + sample // min(width, shape.num_kv_heads)
+        return EngineMemory(
+            while_training=0 if turns else share, while_generating=share, needed=needed, takes_turns=turns
+        )
+    samples = -(-config.train.prompts_per_rollout * rollout.samples_per_prompt // degrees.world_size)
+    rows = min(rollout.max_batch_samples, samples)
+    return EngineMemory(
+        while_training=weights,
+        while_generating=weights + rows * sample,
+        needed=weights + sample,
+        takes_turns=False,
+    )
+
+
+def gib(size: float) -> str:
+    """Return bytes in GiB for people, without the unit: ``48.3``, ``0.0031``."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
+
+
+def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory) -> GpuNeeds:
+    """Return the most that a GPU of any stage needs."""
+    training = max((stage.total + engine.while_training, stage.stage) for stage in memory)
+    generating = max(
+        (stage.kept_while_generating(engine.takes_turns) + engine.while_generating, stage.stage) for stage in memory
+    )
+    return GpuNeeds(training=training, generating=generating, engine=engine)
+
+
+def shortfalls(needs: GpuNeeds, config: Config, gpu_bytes: float) -> list[str]:
+    """Say each way in which a job does not fit on GPUs of ``gpu_bytes``; [] where it fits."""
+    found, whole = [], f"{gpu_bytes / GIB:g} GiB"
+    engine = f"the {config.rollout.engine} engine"
+    for time, (most, stage), part in (
+        ("training", needs.training, needs.engine.while_training),
+        ("generating", needs.generating, needs.engine.while_generating),
+    ):
+        if most > gpu_bytes:
+            share = f", {gib(part)} of them for {engine}" if part else ""
+            found.append(f"{time} needs {gib(most)} GiB of {whole} on a GPU of stage {stage}{share}")
+    if config.rollout.engine == "vllm" and needs.engine.needed > needs.engine.while_generating:
+        found.append(
+            f"{engine} needs {gib(needs.engine.needed)} GiB for its weights and one longest sample, and "
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} of {whole} is "
+            f"{gib(needs.engine.while_generating)} GiB"
+        )
+    return found

@@ -1,0 +1,132 @@
+"""Checks ``--dry-run``: it ends with 0 where the job would start and fit, else with 2 and the way out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+
+import pytest
+import torch
+
+from megatron_rl import cli, train
+from tests.reference import tiny_config
+
+GIVEN = (
+    "parallel.pipeline=2",
+    "plan.max_tokens_per_microbatch=256",
+    "data.max_prompt_tokens=16",
+    "rollout.max_response_tokens=16",
+    "reward.functions=[arithmetic]",
+    "metrics.progress=false",
+)
+ON_ENGINES = ("rollout.engine=vllm", "model.dtype=bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch) -> None:
+    for name in ("WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(train, "train", lambda config: pytest.fail("a dry run must not train"))
+
+
+def dry_run(folder: pathlib.Path, *given: str) -> int:
+    inputs = (f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}")
+    return train.main([*inputs, *GIVEN, "--dry-run", *given])
+
+
+def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys, monkeypatch) -> None:
+    assert dry_run(arithmetic, "--nodes", "1", "sft.steps=2", f"eval.path={arithmetic / 'test.jsonl'}") == 0
+    said = capsys.readouterr()
+    assert "PP 2, DP 4" in said.out and not torch.distributed.is_initialized()
+    assert "prompts of 4.0 tokens (data.train)" in said.out and "GPU: training 0.00" in said.out
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    assert dry_run(arithmetic) == 0
+    assert "PP 2, DP 6" in capsys.readouterr().out
+    separate = ("advantage.estimator=gae", "critic.placement=separate", "critic.ranks=4")
+    assert dry_run(arithmetic, *separate) == 0  # every sample trains, and four ranks hold no policy
+    said = capsys.readouterr()
+    assert "PP 2, DP 4" in said.out and "critic: neither its time" in said.err
+    assert dry_run(arithmetic, "--nodes", "1", "rollout.engine=vllm", "--gpus-per-node=2") == 0
+    assert "40.0 of them the engine's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["parallel.pipeline=3"], "world size 8 is no multiple of"),
+        (["--gpus-per-node=12", "parallel.pipeline=3"], "does not divide num_hidden_layers=2"),
+        (["loss.kl_coefficient=0.1"], "skip.mode=exact"),
+        (["plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
+        (["--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
+        (["megatron.transformer.num_layers=3"], "is refused"),
+        (["megatron.optimizer.lr=3"], "is refused"),
+        (["rollout.max_response_tokens=5000"], "5000"),
+        (["data.train=none.jsonl"], "none.jsonl"),
+        (["data.prompt_key=question"], "has no column 'question'"),
+        (["data.max_prompt_tokens=2"], "at most 2 are allowed"),
+        (["eval.path=none.jsonl"], "eval.path='none.jsonl'"),
+        (["sft.steps=2", "data.solution_key=steps"], "has no column 'steps'"),
+        (["sft.steps=2", "sft.eval_path=none.jsonl"], "sft.eval_path='none.jsonl'"),
+        (["reward.functions=[no_such:score]"], "no_such"),
+        (["reward.functions=[no_such:score]", "reward.num_workers=2"], "no_such"),
+        (["environment.name=no_such:Game"], "no_such"),
+        (["model.tokenizer_path=/nowhere"], "/nowhere"),
+        ([*ON_ENGINES, "rollout.producer.mode=prefetch"], "the engines share its GPUs"),
+        ([*ON_ENGINES, "rollout.num_engines=9"], "need 9 ranks and there are 8"),
+        ([*ON_ENGINES, "rollout.tensor_parallel=16"], "rollout.tensor_parallel=16"),
+        (["--gpu-memory-gib=0.0005"], "the job does not fit: training needs 0.00"),
+    ],
+)
+def test_a_job_that_cannot_start_ends_with_2_and_training_s_words(arithmetic, given, message, capsys) -> None:
+    given = given if given[0].startswith("--gpus-per-node") else ["--nodes", "1", *given]
+    assert dry_run(arithmetic, *given) == cli.EXIT_CONFIG
+    assert message in capsys.readouterr().err
+
+
+def test_the_number_of_gpus_and_vllm_are_asked_for(arithmetic, capsys, monkeypatch) -> None:
+    assert dry_run(arithmetic) == cli.EXIT_CONFIG
+    assert "add --nodes N" in capsys.readouterr().err
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "vllm" else find(name, *of))
+    assert dry_run(arithmetic, "--gpus-per-node=2", *ON_ENGINES) == cli.EXIT_CONFIG
+    assert "pip install 'megatron_rl[vllm]'" in capsys.readouterr().err
+    assert dry_run(arithmetic, "--nodes=1", *ON_ENGINES) == 0  # another machine's environment is not seen from here
+    assert "note: rollout.engine=vllm" in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_cannot_start(arithmetic, tmp_path, capsys) -> None:
+    for path in (arithmetic / "model").iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert dry_run(arithmetic, "--nodes=1", f"model.hf_path={tmp_path}") == cli.EXIT_CONFIG
+    assert "safetensors" in capsys.readouterr().err
+    assert dry_run(arithmetic, "--nodes=1", f"model.hf_path={tmp_path}", "model.init=random") == 0
+
+
+def test_each_way_out_that_is_named_fits(tmp_path, capsys) -> None:
+    """A job too large for its GPUs names settings; with each of them alone the same forecast fits."""
+    from tools import simulate_cluster
+
+    tiny_config("qwen3", layers=8).save_pretrained(tmp_path / "model")
+    written = tmp_path / "figures.json"
+    given = [
+        "--nodes=1",
+        "--gpu-memory-gib=0.02",
+        f"--json={written}",
+        f"model.hf_path={tmp_path / 'model'}",
+        "data.max_prompt_tokens=64",
+        "rollout.max_response_tokens=64",
+        "rollout.servers=[http://a:1]",
+        "rollout.engine=vllm",
+        "plan.max_tokens_per_microbatch=512",
+        "reward.functions=[arithmetic]",
+    ]
+    assert simulate_cluster.main(given) == cli.EXIT_CONFIG
+    said = capsys.readouterr().err
+    _, _, named = said.partition("It would fit with: ")
+    ways_out = [each.rsplit(" (", 1)[0].split() for each in named.rsplit(" (docs", 1)[0].split(" | ")]
+    assert len(ways_out) >= 4, said
+    for settings in ways_out:
+        assert simulate_cluster.main([*given, *settings]) == 0, settings
+        assert json.loads(written.read_text())["shortfalls"] == []
