@@ -85,7 +85,9 @@ def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
     where = str(folder / "tokenizer.json")
     model = field(files["tokenizer.json"], "model", dict, where)
     vocabulary = model.get("vocab") or {}
-    if isinstance(vocabulary, dict):
+    if not isinstance(vocabulary, list):
+        check(vocabulary, f"{where}: model.vocab", dict)
+    if isinstance(vocabulary, dict):  # a list, in the order of the ids, for Unigram
         _check_vocabulary(vocabulary, f"{where}: model.vocab", vocab_size)
     added = check(files["tokenizer.json"].get("added_tokens") or [], f"{where}: added_tokens", list)
     decoder = check(settings.get("added_tokens_decoder") or {}, f"{where}: added_tokens_decoder", dict)

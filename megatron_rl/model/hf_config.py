@@ -171,4 +171,6 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     if factor != 1.0:
         raise ConfigError(f"rope_type={kind!r} with attention factor {factor} is not supported; only 1.0 is")
+    if not frequencies.isfinite().all():
+        raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
     return frequencies.float()

@@ -6,7 +6,7 @@ import math
 import pathlib
 from typing import Any
 
-from megatron_rl.config.json_text import check, quoted, read_object
+from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families import check_family
 from megatron_rl.weights.quantization import WAY_OUT, block_size
@@ -25,15 +25,21 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "num_local_experts": (int, 1, 2**16),
     "num_experts": (int, 1, 2**16),
     "num_experts_per_tok": (int, 1, 2**16),
+    "head_dim": (int, 2, 2**16),
     "vocab_size": (int, 1, 2**26),
     "max_position_embeddings": (int, 1, 2**40),
     "rms_norm_eps": (float, 1e-30, 1.0),
     "initializer_range": (float, 0.0, 1e6),
 }
+# The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
+ROPE_NUMBERS = {
+    "linear": ("rope_theta", "factor"),
+    "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 # The fields that the model built here, its checks or transformers' own config classes settle.
 _READ = {
     *RANGES,
-    *("model_type", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
+    *("model_type", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
@@ -122,7 +128,7 @@ def _check_sizes(config: Any, where: str) -> None:
         raise ConfigError(f"{where}: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
     if fields.get("head_dim") is None and hidden % heads:
         raise ConfigError(f"{where}: num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim")
-    head_dim = check(fields.get("head_dim") or hidden // heads, f"{where}: head_dim", int, least=2, most=2**16)
+    head_dim = fields.get("head_dim") or hidden // heads
     if head_dim % 2:
         raise ConfigError(f"{where}: head_dim={head_dim} is odd, and rotary embeddings turn pairs")
     if fields.get("num_local_experts", math.inf) < fields.get("num_experts_per_tok", 0):
@@ -132,10 +138,10 @@ def _check_sizes(config: Any, where: str) -> None:
         )
     if isinstance(pad := fields.get("pad_token_id"), int) and pad >= fields["vocab_size"]:
         raise ConfigError(f"{where}: pad_token_id={pad} is beyond vocab_size={fields['vocab_size']}; set it to null")
-    rope = check(fields.get("rope_parameters") or {}, f"{where}: rope_parameters", dict)
-    for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-        if rope.get(name) is not None:
-            check(rope[name], f"{where}: rope_parameters.{name}", float, least=1e-6, most=1e15)
+    rope = check(fields.get("rope_parameters"), f"{where}: rope_parameters", dict)
+    kind = field(rope, "rope_type", str, f"{where}: rope_parameters")
+    for name in ROPE_NUMBERS.get(kind, ("rope_theta",)):
+        field(rope, name, float, f"{where}: rope_parameters", least=1e-6, most=1e15)
 
 
 def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:

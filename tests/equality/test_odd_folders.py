@@ -86,4 +86,5 @@ def _fault(folder: Folder, path: pathlib.Path, found: object) -> str | None:
     if folder.refusal is not None:
         return f"loaded, and wanted {folder.refusal}"
     gap = float(np.abs(found - transformers_logprobs(path)).max())
+    print(f"{path.name}: {gap:.1e}")
     return None if gap < TOLERANCE else f"{path.name}: log-probs differ by {gap}"

@@ -77,6 +77,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda folder: ((folder / TOKENIZER).unlink(), (folder / TOKENIZER).mkdir()),
         "tokenizer.json cannot be read: Is a directory",
     ),
+    "a vocabulary that is a number": (
+        edit(TOKENIZER, lambda content: content["model"].update(vocab=3)),
+        "tokenizer.json: model.vocab must be an object, and it is 3",
+    ),
     "an id of 2³¹": (
         vocabulary(**{"5": 2**31}),
         "model.vocab has 1 of 16 ids beyond the model's vocab_size=16, 2147483648 of '5' the largest",
