@@ -131,9 +131,6 @@ def group_advantages(
         plain, facts.loss_tokens, advantage_epsilon=config.skip.advantage_epsilon, sample_ids=facts.sample_ids
     )
     noisy = with_noise(plain, signal, facts.sample_ids, std=settings.noise_std, seed=config.run.seed)
-    require_finite(
-        noisy, "the advantage", facts.sample_ids, f"look at advantage.noise_std={settings.noise_std}, its noise"
-    )
     return AdvantageResult(advantages=Advantages(of_sample=collectives.broadcast_from_rank0(noisy)), plain=plain)
 
 
@@ -159,8 +156,6 @@ def critic_advantages(
     )
     of_token = collectives.broadcast_from_rank0(whiten_tokens(plain, loss_mask, settings.whiten, settings.epsilon))
     of_sample = sum_per_sample(of_token, facts.response_tokens) / np.maximum(facts.loss_tokens, 1)
-    way_out = f"look at advantage.whiten={settings.whiten} and advantage.epsilon={settings.epsilon:g}"
-    require_finite(of_sample, "the mean advantage", facts.sample_ids, way_out)
     return AdvantageResult(
         advantages=Advantages(of_sample=of_sample, of_token=of_token),
         plain=np.zeros(facts.num_samples),

@@ -86,6 +86,7 @@ class UpdatePlanner:
             facts.loss_tokens,
             advantage_epsilon=self.rule.advantage_epsilon,
             sample_ids=facts.sample_ids,
+            way_out="look at the rewards of its group and at the settings advantage.*",
         )
         trained = np.zeros_like(signal) if holds else signal
         with self.timer.measure("plan"):
