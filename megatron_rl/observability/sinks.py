@@ -143,7 +143,7 @@ class WandbSink:
                 f"metrics.wandb_project={project!r}: W&B does not start: {_one_line(error)}; log in (wandb login), set "
                 f"WANDB_MODE=offline{again}, or set it to null"
             ) from error
-        self._table = wandb.Table
+        self._table, self._teardown = wandb.Table, wandb.teardown
         self.run_id: str = self._run.id
         self._first_step: int = self._run.step  # of the steps that W&B has not got
 
@@ -170,6 +170,7 @@ class WandbSink:
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        self._teardown()  # waits for W&B's process, which writes its file a moment after finish() has returned
 
 
 class MlflowSink:
