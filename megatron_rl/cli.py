@@ -15,6 +15,7 @@ from typing import NoReturn
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.agreement import announce
+from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.simulator.command import add_arguments
@@ -58,10 +59,11 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 def _run(train: Callable[[Config], bool], config: Config) -> bool:
     """Call ``train``. Raises RunError where something within it asks to exit, with whatever code: no run ended well."""
     try:
-        return train(config)
+        with exit_is_an_error():
+            return train(config)
     except SystemExit as error:
         raise RunError(
-            f"something within the run called sys.exit({error.code!r}), which is a failure; mend what calls it:\n"
+            f"something within the run asked to exit ({error.code!r}), which is a failure; mend what calls it:\n"
             f"{traceback.format_exc()}"
         ) from error
 

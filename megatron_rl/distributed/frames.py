@@ -90,7 +90,10 @@ def _lengths(start: bytes | bytearray) -> tuple[int, int]:
 
 
 def _decode(text: bytes, body: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-    header = json.loads(text)
+    try:
+        header = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("a frame whose header is nested too deep") from error
     if not isinstance(header, dict) or "arrays" not in header:
         raise ValueError(f"a frame whose header lists no arrays: {str(header)[:200]}")
     arrays, start = {}, 0

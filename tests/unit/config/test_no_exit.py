@@ -41,11 +41,18 @@ def test_a_forked_child_and_other_threads_exit_as_ever(monkeypatch) -> None:
     assert ended == [1]
 
 
-@pytest.mark.parametrize("code", [0, None, 3])
-def test_a_run_that_something_exits_is_a_failure(code) -> None:
-    with pytest.raises(RunError, match=rf"(?s)called sys.exit\({code}\), which is a failure.*in leaves"):
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        (lambda: sys.exit(0), "0"),
+        (lambda: sys.exit(), "None"),
+        (lambda: os._exit(0), r"'os\._exit\(0\) was called'"),
+    ],
+)
+def test_a_run_that_something_exits_is_a_failure(leave, said) -> None:
+    with pytest.raises(RunError, match=rf"(?s)asked to exit \({said}\), which is a failure.*in leaves"):
 
         def leaves(config: Config) -> bool:
-            sys.exit(code)
+            leave()
 
         cli._run(leaves, Config())

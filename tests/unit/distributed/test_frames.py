@@ -113,6 +113,7 @@ def raw(header: bytes, body: bytes = b"") -> bytes:
         (raw(json.dumps({"arrays": [["x", "int64", [2]]]}).encode(), bytes(8)), "smaller than requested"),
         (raw(json.dumps({"arrays": [["x", "int64", [-3]]]}).encode(), bytes(8)), "shape \\[-3\\]"),
         (raw(b"[]"), "lists no arrays"),
+        (raw(b"[" * 100_000), "nested too deep"),
         (raw(b"{}"), "lists no arrays"),
         (raw(json.dumps({"arrays": [["x", "int64", [1]]]}).encode(), bytes(16)), "take 8 of its 16 bytes"),
     ],
