@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.json_text import quoted
-from megatron_rl.distributed.agreement import announce
 from megatron_rl.config.no_exit import exit_is_an_error
+from megatron_rl.distributed.agreement import announce
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.simulator.command import add_arguments
