@@ -26,9 +26,10 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
 
     def join() -> None:
         try:
-            met.put(next(dist.rendezvous(url, timeout=datetime.timedelta(seconds=deadline_s))))
+            outcome = next(dist.rendezvous(url, timeout=datetime.timedelta(seconds=deadline_s)))
         except Exception as error:  # noqa: BLE001 (raised by the main thread)
-            met.put(error)
+            outcome = error
+        met.put(outcome)
 
     # In a thread of its own: torch 2.13 waits for ever for the first answer of a TCPStore (TCPStore.cpp, validate).
     threading.Thread(target=join, daemon=True, name="rendezvous").start()
