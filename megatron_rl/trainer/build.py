@@ -71,18 +71,13 @@ def load_prompts(config: Config, tokenizer, hf_config) -> PromptDataset:
 def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -> Iterator[Trainer]:
     """Build a trainer and all its parts, restore the newest checkpoint if there is one, and take them down in order.
 
-    critic_link: connects to the ranks of a separate critic.
-
     However the run ends, its report is written from the metrics so far.
+    critic_link: connects to the ranks of a separate critic.
     """
-    hf_config = load_hf_config(config.model.hf_path)
-    if config.rollout.engine == "vllm":
-        check_served(config.model.hf_path)
-    check_lengths(config, hf_config.max_position_embeddings)
+    hf_config = _read_model(config)
     tokenizer = load_tokenizer(config, hf_config.vocab_size)
     prompts = load_prompts(config, tokenizer, hf_config)
     rl_steps = total_rl_steps(config, len(prompts))
-    check_critic_model(config, hf_config)
     this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
     backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
     is_main, folder = backend.topology.is_main, config.run.path
@@ -96,9 +91,8 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     num_steps = config.sft.steps + rl_steps
     steps_left = num_steps - (resume_point.state["backend"]["step_index"] if resume_point else 0)
     metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
-    resumed = resume_point.state["metrics"] if resume_point else None
     with (
-        _open_writer(config, num_steps, is_main, resumed) as writer,
+        _open_writer(config, num_steps, is_main, resume_point.state["metrics"] if resume_point else None) as writer,
         ProgressBar(
             steps_left, config.metrics.progress and is_main, config.metrics.untrained_warning_steps
         ) as progress,
@@ -133,6 +127,16 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     if critic is not None:
         critic.close(preempted=checkpoints.leaves)
     backend.close()
+
+
+def _read_model(config: Config):
+    """Return the policy's Hugging Face config, checked against the engine and the lengths. Raises ConfigError."""
+    hf_config = load_hf_config(config.model.hf_path)
+    if config.rollout.engine == "vllm":
+        check_served(config.model.hf_path)
+    check_lengths(config, hf_config.max_position_embeddings)
+    check_critic_model(config, hf_config)
+    return hf_config
 
 
 def _open_writer(
