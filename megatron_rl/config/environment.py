@@ -23,7 +23,7 @@ class EnvironmentConfig:
     """Role of an observation that is a text, under `data.template=chat`: `tool`, `user` or `system`."""
     num_threads: Annotated[int, Range(1, 10**4)] = 16
     """Steps at a time, per rank."""
-    deadline_s: Annotated[float, Range(0, 10**6, open_low=True)] = 30.0
+    deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
     """Seconds that each step may take."""
     on_error: str = "fail"
     """For a step that raises or takes longer: `fail` ends the run; `drop` takes its sample out of its group."""

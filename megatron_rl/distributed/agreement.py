@@ -91,10 +91,11 @@ class Job:
         self.store.add(f"left/{number}", 1)
 
     def _linger(self, number: int) -> None:
-        """Keep the store, which may be this process's own, until the other failed ranks have read it."""
+        """Keep the store, which may be this process's own, until the other failed ranks have read it; end the round."""
         end = time.monotonic() + self.grace_s
         while self.store.add(f"left/{number}", 0) < self.size - 1 and time.monotonic() < end:
             time.sleep(0.02)
+        self.store.add("arrived", (number + 1) * self.size - self.store.add("arrived", 0))
 
     def _waits(self, key: str, seconds: float) -> bool:
         from torch.distributed import DistStoreError
@@ -116,6 +117,8 @@ def this_job(*, deadline_s: float = GRACE_S) -> Job:
     if "torch" in sys.modules:
         import torch.distributed as dist
 
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            return Job(rank=0, size=1, store=None)
         if dist.is_initialized():
             store = dist.PrefixStore("agreement", dist.distributed_c10d._get_default_store())
             return Job(rank=dist.get_rank(), size=dist.get_world_size(), store=store)

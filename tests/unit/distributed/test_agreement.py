@@ -83,6 +83,7 @@ def test_rank_0_prints_what_another_rank_met(printed: list[str]) -> None:
         lambda: start(ranks[0]), lambda: start(ranks[1]), lambda: ranks[2].print_once("a.jsonl is missing")
     )
     assert [type(outcome) for outcome in outcomes] == [ConfigError, ConfigError, type(None)]
+    assert on_threads(*(lambda job=job: job.wait_for_all(30) for job in ranks)) == [None] * 3  # another run may start
     assert len(printed) == 1 and printed[0].startswith("rank 2 on ") and printed[0].endswith(": a.jsonl is missing")
 
 
