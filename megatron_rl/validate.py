@@ -12,6 +12,8 @@ from megatron_rl.config.import_path import is_own
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 
+MOST_SAMPLES = 10**7  # of a rollout
+
 
 def validate_config(config: Config) -> None:
     """Check the sections of a configuration against one another.
@@ -47,6 +49,7 @@ def validate_config(config: Config) -> None:
                 f"rollout.{name}={value:g} must be below run.deadline_s={config.run.deadline_s:g}, which other ranks "
                 "wait for; raise that"
             )
+    _check_sizes(config)
     _check_asynchronous(config)
     _check_critic(config)
     _check_dead_groups(config)
@@ -71,6 +74,30 @@ def check_own_parts(config: Config) -> None:
         from megatron_rl.algorithm import own_policy_check  # brings torch along
 
         own_policy_check.require(config.loss)
+
+
+def _check_sizes(config: Config) -> None:
+    """Raise ConfigError for numbers that each are within their range and together make no sense."""
+    optimizer, prompts, samples = config.optimizer, config.train.prompts_per_rollout, config.rollout.samples_per_prompt
+    if prompts * samples > MOST_SAMPLES:
+        raise ConfigError(
+            f"train.prompts_per_rollout={prompts} times rollout.samples_per_prompt={samples} = {prompts * samples} "
+            f"samples is more than a rollout may have, {MOST_SAMPLES}; lower one of them"
+        )
+    if optimizer.min_lr > optimizer.lr > 0 and optimizer.schedule != "constant":
+        raise ConfigError(
+            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}, from which the schedule decays "
+            "to it; lower it"
+        )
+    if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        raise ConfigError(
+            f"optimizer.decay_steps={optimizer.decay_steps} ends the decay before optimizer.warmup_steps="
+            f"{optimizer.warmup_steps} end; raise it, or null for the steps of the run"
+        )
+    if 0 < config.eval.temperature < 0.01:
+        raise ConfigError(
+            f"eval.temperature={config.eval.temperature} must be 0 (greedy) or at least 0.01; engines divide by it"
+        )
 
 
 def check_overlong(config: Config) -> None:

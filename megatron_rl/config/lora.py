@@ -23,7 +23,7 @@ class LoraConfig:
     two models.
     """
 
-    rank: Annotated[int, Range(1, 10**5)] | None = None
+    rank: Annotated[int, Range(1, 4096)] | None = None
     """Rows of A; null: no adapters, every weight is trained."""
     alpha: Annotated[float, Range(0, 10**6, open_low=True)] = 32.0
     """The adapters' product B A x is multiplied by alpha / rank."""

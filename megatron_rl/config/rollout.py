@@ -123,7 +123,7 @@ class RolloutConfig:
     """`vllm`: losses of an engine in a row before the run ends."""
     warn_logprob_gap: Annotated[float, Range(0, 10**6)] | None = None
     """Log-prob gap, in nats, above which a rollout warns; null: 0.05 in bfloat16, 0.001 in float32."""
-    max_logprob_gap: Annotated[float, Range(0, 10**6)] | None = 0.5
+    max_logprob_gap: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.5
     """Log-prob gap, in nats, above which a rollout ends the run; null: never."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

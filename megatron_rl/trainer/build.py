@@ -284,6 +284,16 @@ def announce(trainer: Trainer) -> None:
         shape.layer_spec,
         trainer.backend.optimizer.kernel,
     )
+    asked, rows = config.train.prompts_per_rollout, len(trainer.prompts)
+    if config.train.num_rollouts != 0 and asked > rows:
+        log.warning(
+            "WARNING: train.prompts_per_rollout=%d and data.train has %d prompts: each rollout asks prompts %.3g "
+            "times, as groups of their own; lower it to %d at most, or give more data",
+            asked,
+            rows,
+            asked / rows,
+            rows,
+        )
     for term in trainer.rule.approximated:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
     if trainer.rule.kl_in_reward and trainer.rule.drops and config.skip.logprob_passes:
