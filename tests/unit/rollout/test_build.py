@@ -173,7 +173,7 @@ def test_an_engines_arguments():
         (["rollout.max_restarts=-1"], ["rollout.max_restarts=-1", "at least 0"]),
         (["rollout.request_s=0"], ["rollout.request_s=0", "at least 1"]),
         (["rollout.temperature=0"], ["rollout.temperature=0", "at least 0.01"]),
-        (["rollout.max_logprob_gap=-1"], ["rollout.max_logprob_gap=-1", "at least 0"]),
+        (["rollout.max_logprob_gap=-1"], ["rollout.max_logprob_gap=-1", "above 0", "null"]),
         (["weight_sync.channel=carrier"], ["weight_sync.channel='carrier'", "shared_memory"]),
         (["weight_sync.bucket_mb=0"], ["weight_sync.bucket_mb=0", "above 0"]),
         (["weight_sync.attempts=0"], ["weight_sync.attempts=0", "at least 1"]),
