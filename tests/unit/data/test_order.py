@@ -71,3 +71,14 @@ def test_a_mixture_is_a_function_of_seed_and_position():
     ]
     assert drawn(order_of([5, 12], [2, 1], seed=4), 60) != whole
     assert order_of([5, 12], [2, 1]).identity() == {"sources": [[5, 11], [12, 6]]}
+
+
+def test_the_order_of_a_mixture_stays_what_it_is():
+    """Written down at its first release, so that a checkpoint's position means the same rows in every later one."""
+    order = order_of([3, 3], [2, 1])
+    assert order.counts == [4, 2]
+    assert drawn(order, 12) == [
+        *((0, 0), (4, 0), (1, 0), (2, 0), (3, 0), (1, 1)),
+        *((2, 1), (5, 0), (0, 1), (0, 2), (3, 1), (1, 2)),
+    ]
+    assert [int(row >= 4) for row, _ in drawn(order_of([4, 4], [1, 3]), 8)] == [1, 0, 1, 1, 1, 0, 1, 1]

@@ -109,6 +109,7 @@ DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ("d.csv", b"prompt,prompt\n1,2\n", "d.csv:1: the column 'prompt' twice"),
         ("d.csv", b"prompt,\n1,2\n", "d.csv:1: a column without a name"),
         ("d.csv", b'prompt,answer\n"a\nb",1\n1,2,3\n', "d.csv:4: 3 cells, and the first line names 2 columns"),
+        ("d.csv", b'prompt,"an\nswer"\n1,2,3\n', "d.csv:3: 3 cells"),
         ("d.csv", b'prompt,answer\n1,2\n"x"y,3\n', "d.csv:3: not valid CSV"),
         ("d.csv", b'prompt,answer\n1,2\n"never closed,3\n', "d.csv:3: not valid CSV"),
         ("d.csv", b"prompt,answer\n1,\xe9\n", "d.csv:2: not UTF-8"),
