@@ -73,6 +73,13 @@ FIGURES = (
         real_only=True,
     ),
     Figure(
+        title="Held-out supervised loss",
+        lines=(("sft/eval_loss", "held out"),),
+        subtitle="−log π per token of the solutions that no supervised step trains",
+        unit="nats",
+        required=False,
+    ),
+    Figure(
         title="Entropy",
         lines=(("train/entropy", "entropy"),),
         subtitle="of the policy, per trained token, in nats",

@@ -346,3 +346,19 @@ def test_a_system_message_comes_before_the_others_but_where_a_row_has_its_own():
 def test_settings_that_contradict_one_another(data, message):
     with pytest.raises(ConfigError, match=message):
         DataConfig(**data)
+
+
+def test_held_out_rows_are_never_drawn_and_are_the_same_for_every_order() -> None:
+    def source(**data) -> PromptDataset:
+        return PromptDataset(make_rows(20), LetterTokenizer(), DataConfig(**data), 3, held_out_share=0.25)
+
+    def rows(drawn) -> set[int]:
+        return {int(each.split("@")[0]) for each in ids(drawn)}
+
+    dataset = source()
+    held_out = rows(solution.prompt for solution in dataset.held_out_solutions())
+    drawn = rows(dataset.next(30)) | rows(solution.prompt for solution in dataset.next_solutions(30))
+    assert len(held_out) == 5 and len(dataset) == 15 and drawn == set(range(20)) - held_out
+    assert rows(solution.prompt for solution in source(shuffle=False).held_out_solutions()) == held_out
+    with pytest.raises(ConfigError, match="holds out 1 of 1 rows"):
+        PromptDataset(make_rows(1), LetterTokenizer(), DataConfig(), 3, held_out_share=0.1)
