@@ -101,7 +101,7 @@ class PolicyCriticLink:
         store, rank, _ = meet(self.deadline_s)
         first, count = (policy_ranks(config), config.critic.ranks) if of_critic else (0, policy_ranks(config))
         name = "critic" if of_critic else "policy"
-        join_world(dist.PrefixStore(name, store), rank - first, count, self.deadline_s)
+        join_world(HOST.backend, dist.PrefixStore(name, store), rank - first, count, self.deadline_s)
         self.is_first = rank == first
         self.store = dist.PrefixStore("bridge", store)
         self.is_told_to_leave = False  # by a signal; the policy's ranks decide when, if they live

@@ -124,14 +124,7 @@ def this_job(*, deadline_s: float = GRACE_S) -> Job:
             return Job(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment) or environment["WORLD_SIZE"] == "1":
         return Job(rank=0, size=1, store=None)
-    try:
-        store = _store_of_launcher(deadline_s)
-    except Exception as error:
-        address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-        raise PeerError(
-            f"rank {environment['RANK']} cannot reach the job's store at {address} (MASTER_ADDR, MASTER_PORT) within "
-            f"{deadline_s:g} s: {error}"
-        ) from error
+    store = _store_of_launcher(deadline_s)
     return Job(rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]), store=store)
 
 
@@ -140,7 +133,9 @@ def _store_of_launcher(deadline_s: float) -> Store:
     """Connect to the job's store. It is kept for the process's life: rank 0's may be the one that all others read."""
     import torch.distributed as dist
 
-    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=deadline_s)))
+    from megatron_rl.distributed.rendezvous import meet
+
+    store, _, _ = meet(deadline_s)
     return dist.PrefixStore("agreement", store)
 
 

@@ -9,7 +9,6 @@ import threading
 
 import torch.distributed as dist
 
-from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import PeerError
 
 GRACE_S = 5.0  # beyond the deadline, which torch keeps by itself but where a connection is accepted and never answered
@@ -42,11 +41,14 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
     return found
 
 
-def join_world(store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
-    """Make the default process group of ``world_size`` ranks; raise PeerError where they do not reach one another."""
+def join_world(backend: str, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
+    """Make the default process group of ``world_size`` ranks; raise PeerError where they do not reach one another.
+
+    backend: "nccl" or "gloo".
+    """
     try:
         dist.init_process_group(
-            HOST.backend,
+            backend,
             store=store,
             rank=rank,
             world_size=world_size,
@@ -62,6 +64,6 @@ def _failure(error: Exception, deadline_s: float) -> PeerError:
     rank, world_size, address, port = (os.environ.get(name, "?") for name in names)
     return PeerError(
         f"rank {rank} of {world_size} could not join the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) within "
-        f"run.deadline_s={deadline_s:g} s: {lines[0][:300]}; another program may hold that port (choose another "
+        f"{deadline_s:g} s (run.deadline_s): {lines[0][:300]}; another program may hold that port (choose another "
         "MASTER_PORT), a firewall may close it, or a rank did not start"
     )

@@ -137,7 +137,7 @@ def initialize(
             )
         else:
             store, rank, world_size = meet(deadline_s, init_method or "env://")
-            join_world(dist.PrefixStore("world", store), rank, world_size, deadline_s)
+            join_world(HOST.backend, dist.PrefixStore("world", store), rank, world_size, deadline_s)
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
     expert_tensor = expert_tensor or tensor

@@ -99,17 +99,11 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     ):
         trainer = None
         try:
-            with open_watchdog(
-                backend.topology,
-                config.run.deadline_s,
-                slow_stage_s=config.run.slow_stage_s,
-                say=progress.note if config.metrics.progress else log.info,
-            ) as watchdog:
+            with _open_watch(config, backend, progress) as watchdog:
                 started = time.perf_counter()
+                parts = (backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress)
                 with watchdog.stage("start"):
-                    trainer = _assemble(
-                        config, backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress
-                    )
+                    trainer = _assemble(config, *parts)
                     if resume_point is not None:
                         if resume_point.supervised_steps is not None:
                             start_supervised_optimizer(backend, config)  # which takes the checkpoint's moments
@@ -137,6 +131,13 @@ def _read_model(config: Config):
     check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
     return hf_config
+
+
+def _open_watch(
+    config: Config, backend: MegatronBackend, progress: ProgressBar
+) -> contextlib.AbstractContextManager[Watchdog]:
+    say = progress.note if config.metrics.progress else log.info
+    return open_watchdog(backend.topology, config.run.deadline_s, slow_stage_s=config.run.slow_stage_s, say=say)
 
 
 def _open_writer(

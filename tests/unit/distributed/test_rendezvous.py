@@ -35,7 +35,7 @@ def test_a_port_that_is_taken_is_named_by_the_rank_that_needs_it(taken, monkeypa
 def test_a_mute_port_ends_the_wait(taken, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "GRACE_S", 0.1)
     with pytest.raises(
-        PeerError, match=rf"rank 1 of 2 .* 127\.0\.0\.1:{taken} .*run.deadline_s=1 s: .*does not answer"
+        PeerError, match=rf"rank 1 of 2 .* 127\.0\.0\.1:{taken} .*within 1 s .run.deadline_s.: .*does not answer"
     ):
         meet(SHORT_S)
 
