@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -16,6 +18,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.config.json_text import quoted
 from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.distributed.agreement import announce
+from megatron_rl.distributed.child_process import end_with_launcher
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.simulator.command import add_arguments
@@ -23,6 +26,9 @@ from megatron_rl.validate import validate_config
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1
 EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: all is saved, start the same command again
+EXIT_INTERRUPTED = 130  # as a shell's for a command that Ctrl-C ended
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ESTALE)
+_interrupted: list[int] = []  # the SIGINT that ends this process, once it has arrived
 
 
 def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +58,16 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
         announce(str(error))
         return EXIT_CONFIG
     except RunError as error:
+        if _interrupted:
+            return _end_of_interrupted(is_main)
         print(f"megatron_rl: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return _end_of_interrupted(is_main)
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        print(f"megatron_rl: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return EXIT_FAILED
 
 
@@ -70,12 +85,35 @@ def _run(train: Callable[[Config], bool], config: Config) -> bool:
 
 def end_process(main: Callable[[], int]) -> NoReturn:
     """Call ``main`` and end the process with its exit code; print an unforeseen error and end with EXIT_FAILED."""
+    end_with_launcher()
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         code = main()
     except Exception:  # noqa: BLE001 (printed whole, and the process ends)
-        traceback.print_exc()
-        code = EXIT_FAILED
+        if _interrupted:
+            code = _end_of_interrupted(os.environ.get("RANK", "0") == "0")
+        else:
+            traceback.print_exc()
+            code = EXIT_FAILED
     leave(code)
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    """End the run at its first Ctrl-C, as far as it saves no checkpoint; its end is not interrupted by another."""
+    if not _interrupted:
+        _interrupted.append(number)
+        raise KeyboardInterrupt
+
+
+def _end_of_interrupted(is_main: bool) -> int:
+    """Say once per job that Ctrl-C has ended it; the errors of ranks that left first follow from it."""
+    if is_main:
+        print(
+            "megatron_rl: ended by Ctrl-C (SIGINT); no checkpoint is saved then, unless checkpoint.save_every_rollouts "
+            "is set",
+            file=sys.stderr,
+        )
+    return EXIT_INTERRUPTED
 
 
 def leave(code: int) -> NoReturn:

@@ -18,6 +18,7 @@ Invariants (tests/unit/checkpoint/test_folder.py):
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -26,16 +27,23 @@ import re
 import shutil
 from collections.abc import Mapping
 
+from megatron_rl.config import json_text
+from megatron_rl.config.json_text import quoted, read_object
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.errors import CheckpointError
 
 FORMAT, VERSION = "megatron_rl", 2
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_iteration.txt"
 BLOCK_BYTES = 1 << 22
+MANIFEST_BYTES = 2**28  # a file's entry takes about 150 bytes
 
 
 class DamagedCheckpoint(CheckpointError):
     """Says that a file is missing, cut short or changed."""
+
+
+field = functools.partial(json_text.field, error=DamagedCheckpoint)
+check = functools.partial(json_text.check, error=DamagedCheckpoint)
 
 
 def name_of(iteration: int) -> str:
@@ -46,7 +54,7 @@ def whole_checkpoints(root: pathlib.Path) -> list[int]:
     """Return the iterations of the whole checkpoints under ``root``, oldest first; [] where there is no such folder."""
     if not root.is_dir():
         return []
-    matches = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.iterdir() if path.is_dir()]
+    matches = [re.fullmatch("iter_([0-9]{7,15})", path.name) for path in root.iterdir() if path.is_dir()]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -94,29 +102,36 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
 
 
 def read_manifest(folder: pathlib.Path) -> dict:
-    """Read a checkpoint's manifest.
+    """Read a checkpoint's manifest and check every field of it.
 
-    Raises DamagedCheckpoint for a manifest that cannot be read or was changed, CheckpointError for a whole one of a
-    format or version that this code does not know (one without a SHA-256 of its own is another tool's).
+    Raises DamagedCheckpoint for a manifest that cannot be read, was changed or is of no use, CheckpointError for a
+    whole one of a format or version that this code does not know (one without a SHA-256 of its own is another tool's).
     """
     path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kind, own = (content["format"], content["version"]), content.pop("sha256", None)
-        damaged = own != _own_digest(content) and (own is not None or kind == (FORMAT, VERSION))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(
-            f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged"
-        ) from error
-    if damaged:
+    content = read_object(path, most_bytes=MANIFEST_BYTES, error=DamagedCheckpoint)
+    kind = (field(content, "format", str, str(path)), field(content, "version", int, str(path)))
+    own = content.pop("sha256", None)
+    if own != _own_digest(content) and (own is not None or kind == (FORMAT, VERSION)):
         raise DamagedCheckpoint(
             f"{path} is not what was written, by the SHA-256 that it ends with: the checkpoint is damaged"
         )
     if kind != (FORMAT, VERSION):
         raise CheckpointError(
-            f"{folder} is a checkpoint of format {kind[0]!r} version {kind[1]!r} and this release reads {FORMAT!r} "
-            f"version {VERSION}; use the release that wrote it, or export its weights with tools/convert_checkpoint.py"
+            f"{folder} is a checkpoint of format {quoted(kind[0])} version {quoted(kind[1])} and this release reads "
+            f"{FORMAT!r} version {VERSION}; use the release that wrote it, or export its weights with "
+            "tools/convert_checkpoint.py"
         )
+    if name_of(number := field(content, "iteration", int, str(path), least=0, most=2**53)) != folder.name:
+        raise DamagedCheckpoint(f"{path}: iteration is {number}, and the folder's name is {folder.name}")
+    files = field(content, "files", dict, str(path))
+    for name, facts in files.items():
+        where = f"{path}: files.{quoted(name)[1:-1]}"
+        check(facts, where, dict)
+        field(facts, "bytes", int, where, least=0, most=2**63 - 1)
+        if not re.fullmatch("[0-9a-f]{64}", field(facts, "sha256", str, where)):
+            raise DamagedCheckpoint(f"{where}: sha256 is no SHA-256: {quoted(facts['sha256'])}")
+    if STATE not in files:
+        raise DamagedCheckpoint(f"{path}: files lacks {STATE}: the checkpoint is damaged")
     return content
 
 
@@ -131,7 +146,10 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
     and sizes of all files are checked.
     """
     files = read_manifest(folder)["files"]
-    present = set(_files_in(folder)) - {MANIFEST}
+    try:
+        present = set(_files_in(folder)) - {MANIFEST}
+    except OSError as error:
+        raise DamagedCheckpoint(f"{folder} cannot be listed ({error}): the checkpoint is damaged") from error
     if missing := sorted(files.keys() - present):
         raise DamagedCheckpoint(
             f"{folder / missing[0]} is missing ({len(missing)} of {len(files)} files are): the checkpoint is damaged"

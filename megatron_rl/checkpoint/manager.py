@@ -26,18 +26,20 @@ from collections.abc import Callable, Mapping
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.exports import exported_steps, set_exports_aside, start_anew
 from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, remove, verify, whole_checkpoints
-from megatron_rl.checkpoint.pickled import check_pickle
+from megatron_rl.checkpoint.pickled import check_torch_files
 from megatron_rl.checkpoint.random_state import random_state, set_random_state
 from megatron_rl.checkpoint.run_state import RestoredRun, ResumePoint, RunState
+from megatron_rl.checkpoint.state_file import read_model_state, read_state
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, config_to_dict
+from megatron_rl.config.json_text import shortened
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 # in the run's folder; cut back to the sizes that they had when the checkpoint was taken
 APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class CheckpointManager:
@@ -60,6 +62,8 @@ class CheckpointManager:
 
     def _ask_to_leave(self, number: int, _frame: object) -> None:
         """Note the signal; log by ``os.write``, since in a handler a print that interrupts another print raises."""
+        if number == signal.SIGINT and self.preempted:
+            return  # torchrun passes on the Ctrl-C that the terminal has sent to every rank already
         self.preempted = True
         message = (
             f"rank {self.backend.topology.rank}: {signal.Signals(number).name}: the step in progress is finished, a "
@@ -70,12 +74,50 @@ class CheckpointManager:
 
     # ---- on start --------------------------------------------------------------------------------------------------
 
-    def find(self) -> ResumePoint | None:
-        """Return the newest good checkpoint; None where there is none, or under ``checkpoint.resume=never``.
+    def load_newest(
+        self, prepare: Callable[[ResumePoint, bool], None], check_rows: Callable[[bytes], None]
+    ) -> ResumePoint | None:
+        """Load model and critic from the newest good checkpoint; return it, ``restore`` returns the rest of the run.
 
-        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown
-        format and for another model.
+        None where there is none, or under ``checkpoint.resume=never``. Raises CheckpointError where one is damaged
+        under ``checkpoint.on_damage=fail``, where all are, for an unknown format and for another model.
+
+        prepare: called before a load with the checkpoint, and with True if a load before it broke off.
+        check_rows: raises an exception for a ``rollouts_<rank>.npz`` that is damaged.
         """
+        folders, broke_off = self._folders(), False
+        for folder in folders:  # the newest first
+            has_critic = self.critic is not None and folder.parent == self.root
+            try:
+                state = self._verify(folder, check_rows)
+                if has_critic:
+                    self._verify(self.critic_root / folder.name, None)
+                model_state.check_model(self.backend, folder, state["model"])
+                if has_critic:
+                    self.critic.check(self.critic_root / folder.name)
+                point = ResumePoint(folder=folder, state=state)
+                prepare(point, broke_off)
+                broke_off = True
+                model_state.load(self.backend, folder, state["backend"], state["model"])
+            except DamagedCheckpoint as error:
+                if self.settings.on_damage == "fail":
+                    raise DamagedCheckpoint(
+                        f"{error}; remove that folder, or set checkpoint.on_damage=previous"
+                    ) from error
+                log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
+                continue
+            if has_critic:
+                self.critic.load(self.critic_root / folder.name)
+            self.resumes = True
+            return point
+        if not folders:
+            return None
+        raise CheckpointError(
+            f"all {len(folders)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never"
+        )
+
+    def _folders(self) -> list[pathlib.Path]:
+        """Return the checkpoints to choose from, the newest first; set them aside under ``checkpoint.resume=never``."""
         roots = (self.root, self.critic_root, self.supervised_root)
         first, *others = gather_json([*(whole_checkpoints(root) for root in roots), exported_steps(self.root)])
         if any(theirs != first for theirs in others):
@@ -84,38 +126,14 @@ class CheckpointManager:
                 "share"
             )
         iterations, of_critic, supervised, exports = first
-        # the checkpoints to choose from, the oldest first
         if not (iterations or supervised) or self.settings.resume == "never":
             if iterations or supervised or exports:
                 start_anew(self.root, self.config.model.hf_path, is_main=self.is_main)
-            return None
+            return []
         if self.critic is not None and iterations:
             iterations = self._of_both(iterations, of_critic)
-        folders = [self.supervised_root / name_of(steps) for steps in supervised]
-        folders += [self.root / name_of(iteration) for iteration in iterations]
-        # the newest of them that is not damaged
-        for folder in reversed(folders):
-            has_critic = self.critic is not None and folder.parent == self.root
-            try:
-                self._verify(folder)
-                if has_critic:
-                    self._verify(self.critic_root / folder.name)
-            except DamagedCheckpoint as error:
-                if self.settings.on_damage == "fail":
-                    raise DamagedCheckpoint(
-                        f"{error}; remove that folder, or set checkpoint.on_damage=previous"
-                    ) from error
-                log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
-                continue
-            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            model_state.check_model(self.backend, folder, state["model"])  # before the run's files are cut back
-            if has_critic:
-                self.critic.check(self.critic_root / folder.name)
-            self.resumes = True
-            return ResumePoint(folder=folder, state=state)
-        raise CheckpointError(
-            f"all {len(folders)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never"
-        )
+        folders = [self.root / name_of(iteration) for iteration in reversed(iterations)]
+        return folders + [self.supervised_root / name_of(steps) for steps in reversed(supervised)]
 
     @property
     def critic_root(self) -> pathlib.Path:
@@ -132,13 +150,19 @@ class CheckpointManager:
             )
         return both
 
-    def _verify(self, folder: pathlib.Path) -> None:
-        """Verify a checkpoint: each rank digests its share of the files, the main rank checks torch's pickle."""
-        topology, error = self.backend.topology, None
+    def _verify(self, folder: pathlib.Path, check_rows: Callable[[bytes], None] | None) -> dict:
+        """Verify a checkpoint and return its state.json; ``check_rows`` is None for a critic's.
+
+        Each rank digests its share of the files, and the main rank looks into torch's.
+        """
+        topology, error, state = self.backend.topology, None, {}
         try:
             verify(folder, share=(topology.rank, topology.world_size))
+            state = read_model_state(folder) if check_rows is None else read_state(folder)
             if self.is_main:
-                check_pickle(folder / ".metadata")
+                check_torch_files(folder)
+            if check_rows is not None:
+                self._check_rows(folder, state, check_rows)
         except CheckpointError as raised:
             error = raised
         damaged = isinstance(error, DamagedCheckpoint)
@@ -146,6 +170,21 @@ class CheckpointManager:
         if errors:
             message, damaged = errors[0]
             raise (DamagedCheckpoint if damaged else CheckpointError)(message) from error
+        return state
+
+    def _own_files(self, folder: pathlib.Path, state: Mapping) -> list[pathlib.Path]:
+        """Return the files of the saved ranks whose rollouts this rank takes over."""
+        topology = self.backend.topology
+        return [folder / own_file(rank) for rank in range(topology.rank, state["world_size"], topology.world_size)]
+
+    def _check_rows(self, folder: pathlib.Path, state: Mapping, check_rows: Callable[[bytes], None]) -> None:
+        for path in self._own_files(folder, state):
+            try:
+                check_rows(path.read_bytes())
+            except Exception as error:
+                raise DamagedCheckpoint(
+                    f"{path} cannot be read: {type(error).__name__}: {shortened(str(error), 500)}"
+                ) from error
 
     def cut_back(self, found: ResumePoint | None) -> None:
         """Cut the run's files to their sizes in the checkpoint, on the main rank, and set later exports aside."""
@@ -168,15 +207,10 @@ class CheckpointManager:
                     file.truncate(size)
 
     def restore(self, found: ResumePoint) -> RestoredRun:
-        """Load model, critic and random states, and return the rest of the run."""
+        """Restore the random states of a checkpoint that is loaded, and return the rest of the run."""
         state = found.state
-        model_state.load(self.backend, found.folder, state["backend"], state["model"])
-        if self.critic is not None and found.supervised_steps is None:
-            self.critic.load(self.critic_root / found.folder.name)
-        topology = self.backend.topology
-        saved_ranks = range(topology.rank, state["world_size"], topology.world_size)
         self._restore_random(state)
-        for key, (before, now) in _changed(state["config"], config_to_dict(self.config)).items():
+        for key, (before, now) in changed_settings(state["config"], config_to_dict(self.config)).items():
             log.warning("resumed with %s=%s; it was %s when the checkpoint was taken", key, now, before)
         log.info(
             "resumed from %s: %d rollouts trained, %d optimizer steps",
@@ -188,7 +222,7 @@ class CheckpointManager:
             rollouts=found.rollouts if found.supervised_steps is None else None,
             supervised_steps=found.supervised_steps,
             queue=state["feed"],
-            queue_rows=[(found.folder / own_file(rank)).read_bytes() for rank in saved_ranks],
+            queue_rows=[path.read_bytes() for path in self._own_files(found.folder, state)],
             prompts=state["prompts"],
             reference=state.get("reference", {"coefficient": None}),  # checkpoints from before it: β was fixed
             trace_rollouts=state["trace_rollouts"],
@@ -348,13 +382,13 @@ def own_file(rank: int) -> str:
     return f"rollouts_{rank}.npz"
 
 
-def _changed(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
+def changed_settings(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
     """Return the dotted keys whose values differ, with both values."""
     changes: dict[str, tuple] = {}
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes |= _changed(old, new, f"{prefix}{key}.")
+            changes |= changed_settings(old, new, f"{prefix}{key}.")
         elif old != new:
             changes[prefix + key] = (old, new)
     return changes

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import torch
 import torch.distributed.distributed_c10d as between_ranks
 from torch.distributed.checkpoint import filesystem as on_disk
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
+from megatron_rl.config.json_text import field, quoted, read_object, shortened
 
 ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
     "torch.distributed.checkpoint.metadata": {
@@ -105,8 +107,42 @@ def check_pickle(path: pathlib.Path) -> object:
         IndexError,
         KeyError,
         TypeError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
     ) as error:
-        raise DamagedCheckpoint(f"{path} is refused: {error}") from error
+        raise DamagedCheckpoint(f"{path} is refused: {shortened(str(error) or type(error).__name__, 500)}") from error
+
+
+def check_torch_files(folder: pathlib.Path) -> None:
+    """Raise DamagedCheckpoint, naming the file, where torch's own files of a checkpoint are not whole.
+
+    These are the index of its tensors (``.metadata``), which must lie within the files that it names, the format
+    (``metadata.json``) and, of Megatron-Core 0.16.1, the common state (``common.pt``).
+    """
+    path = folder / ".metadata"
+    metadata = check_pickle(path)
+    try:
+        for info in metadata.storage_data.values():
+            size = (folder / info.relative_path).stat().st_size
+            if pathlib.PurePath(info.relative_path).name != info.relative_path:
+                raise DamagedCheckpoint(f"{path} names {quoted(info.relative_path)}, which is no file of its folder")
+            if not 0 <= info.offset <= info.offset + info.length <= size:
+                raise DamagedCheckpoint(
+                    f"{path} has a tensor at bytes {quoted(info.offset)} to {quoted(info.offset + info.length)} of "
+                    f"{info.relative_path}, which has {size}"
+                )
+        if not metadata.state_dict_metadata:
+            raise DamagedCheckpoint(f"{path} names no tensor")
+    except (AttributeError, TypeError, ValueError, OSError) as error:
+        raise DamagedCheckpoint(f"{path} is no index of tensors: {shortened(str(error), 500)}") from error
+    kind = read_object(folder / "metadata.json", error=DamagedCheckpoint)
+    field(kind, "sharded_backend", str, str(folder / "metadata.json"), error=DamagedCheckpoint)
+    if (common := folder / "common.pt").exists():
+        try:
+            torch.load(common, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise DamagedCheckpoint(f"{common} is refused: {shortened(str(error), 500)}") from error
 
 
 @contextlib.contextmanager

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickled import guarded
+from megatron_rl.config.json_text import shortened
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.errors import CheckpointError
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip
@@ -37,6 +38,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params 
 LOAD_BYTES = 1 << 30
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
+# raised by Megatron-Core and torch where .metadata, the same for every rank, is not what they expect
+OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def weight_entries(chunks: Sequence[DistributedDataParallel]) -> list[ShardedBase]:
@@ -215,6 +218,13 @@ def _read(asked: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tens
             loaded = dist_checkpointing.load(
                 {"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False
             )
-    except (CheckpointException, CheckpointingException) as error:  # the former no Exception; both raised on every rank
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    except (CheckpointException, CheckpointingException, *OF_A_FALSE_INDEX) as error:  # all raised on every rank
+        raise DamagedCheckpoint(f"{folder} cannot be loaded: {_reason(error)}") from error
     return [loaded["tensors"][i] for i in range(len(asked))]
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's class and text in one line; torch's error quotes every rank's stack, and the first is taken."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    first = next((cause for cause, _ in failures.values()), error)
+    return shortened(f"{type(first).__name__}: {' '.join(str(first).split())}", 500)

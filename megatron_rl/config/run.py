@@ -35,11 +35,11 @@ class CheckpointConfig:
     """Saves all of a run under `<run.dir>/checkpoints`, and goes on from there (docs/checkpoints.md).
 
     A run saves every `checkpoint.save_every_rollouts` rollouts, before the first and after the last one, and when
-    SIGTERM or SIGUSR1 arrives.
+    SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) arrives.
     """
 
     save_every_rollouts: Annotated[int, Range(0)] = 0
-    """Rollouts between checkpoints; 0: no checkpoint is written, and SIGTERM and SIGUSR1 are not caught."""
+    """Rollouts between checkpoints; 0: no checkpoint is written, and no signal saves one."""
     keep_last: Annotated[int, Range(1)] | None = 2
     """Number of newest checkpoints that are kept; null: all."""
     asynchronous: bool = True

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
+from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.critic.link import Arrays, PolicyCriticLink
 from megatron_rl.distributed import topology
 from megatron_rl.errors import CheckpointError
@@ -67,7 +68,7 @@ class RemoteCritic:
         """Send a request about a checkpoint; raises the critic's CheckpointError on every rank."""
         answer, _ = self.ask(request, **given)
         if answer["refused"]:
-            raise CheckpointError(answer["refused"])
+            raise (DamagedCheckpoint if answer["damaged"] else CheckpointError)(answer["refused"])
         return answer
 
     # ---- a rollout -------------------------------------------------------------------------------------------------

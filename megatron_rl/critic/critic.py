@@ -24,6 +24,7 @@ from megatron_rl.backend.packing import PackedMicroBatch
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import STATE
+from megatron_rl.checkpoint.state_file import read_model_state
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, critic_config
 from megatron_rl.distributed import topology
@@ -176,22 +177,18 @@ class Critic(TrainableModel):
             return model_state.save(self, root, iteration, {STATE: json.dumps(state) + "\n"})
 
     def check(self, folder: pathlib.Path) -> None:
-        """Raise CheckpointError where a checkpoint is of another model. Not a collective."""
-        model_state.check_model(self, folder, _state_of(folder)["model"])
+        """Raise CheckpointError where a checkpoint is of another model or damaged. Not a collective."""
+        model_state.check_model(self, folder, read_model_state(folder)["model"])
 
     def load(self, folder: pathlib.Path) -> None:
         """Load a checkpoint of its own, of any topology."""
-        state = _state_of(folder)
+        state = read_model_state(folder)
         with self._here():
             model_state.load(self, folder, state["backend"], state["model"])
 
     def close(self, *, preempted: bool = False) -> None:
         """End its threads and hooks; its groups are taken down with the policy's."""
         self.retire()
-
-
-def _state_of(folder: pathlib.Path) -> dict:
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.backend.batch import Batch
+from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.manager import SIGNALS
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config
@@ -111,7 +112,7 @@ class Service:
                 case "load":
                     self.critic.load(pathlib.Path(asked["folder"]))
         except CheckpointError as error:  # raised on every rank
-            return {"refused": str(error)}
+            return {"refused": str(error), "damaged": isinstance(error, DamagedCheckpoint)}
         return {"refused": ""}
 
     def _batch(self, sample_ids: Sequence[str], arrays: Mapping[str, np.ndarray]) -> Batch:

@@ -45,6 +45,15 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def end_with_launcher() -> None:
+    """End this process when torchrun, whose child it is, is killed; torchrun ends its ranks at any other end itself.
+
+    A process without torchrun lives on when its parent ends, which may be a login shell.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_at_parents_end(signal.SIGKILL)
+
+
 def signal_at_parents_end(number: int) -> None:
     """Have the kernel send this process a signal when the thread that started it ends, for any reason (Linux)."""
     _LIBC.prctl(PR_SET_PDEATHSIG, number)

@@ -53,6 +53,20 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
     return buffer.getvalue()
 
 
+def check_packed(data: bytes) -> None:
+    """Raise an exception, of any class, for bytes that ``unpack_groups`` could not unpack."""
+    for group in unpack_groups(data, _any_prompt).values():
+        for rollout in group.rollouts:
+            if len(rollout.response_ids) != len(rollout.logprobs):
+                raise ValueError(f"{len(rollout.response_ids)} tokens come with {len(rollout.logprobs)} log-probs")
+
+
+def _any_prompt(prompt_id: str, attempt: int) -> Prompt:
+    if not isinstance(prompt_id, str) or not isinstance(attempt, int):
+        raise ValueError(f"a prompt is named by {prompt_id!r}, {attempt!r}")
+    return Prompt(prompt_id=prompt_id, text="", token_ids=(0,), columns={}, attempt=attempt)
+
+
 def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str, SavedGroup]:
     """Unpack the groups that ``pack_groups`` packed; ``recall`` finds a prompt by its id and attempt."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:

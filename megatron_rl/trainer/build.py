@@ -13,6 +13,7 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.run_state import ResumePoint
 from megatron_rl.config import Config, config_to_dict, config_to_yaml
 from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
@@ -22,14 +23,12 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
-from megatron_rl.distributed.collectives import raise_on_all_ranks
+from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
-from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import DTYPES
-from megatron_rl.observability.metrics import MetricsWriter, read_metrics
+from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.observability.progress_bar import ProgressBar
-from megatron_rl.observability.report import write_report
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, required_columns
@@ -37,9 +36,18 @@ from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.multi_turn import with_environment
 from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.rollout.serialization import check_packed
 from megatron_rl.simulator.record import Recorder
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.reference_policy import ReferencePolicy
+from megatron_rl.trainer.run_folder import (
+    held_run_folder,
+    on_every_rank,
+    refuse_finished,
+    repair_records,
+    report_run,
+    written_rows,
+)
 from megatron_rl.trainer.supervised import held_out_solutions, start_supervised_optimizer
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.update import UpdatePlanner
@@ -71,9 +79,18 @@ def load_prompts(config: Config, tokenizer, hf_config) -> PromptDataset:
 def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -> Iterator[Trainer]:
     """Build a trainer and all its parts, restore the newest checkpoint if there is one, and take them down in order.
 
-    However the run ends, its report is written from the metrics so far.
     critic_link: connects to the ranks of a separate critic.
+
+    However the run ends, its report is written from the metrics so far. Raises ConfigError where the run's folder
+    cannot be written or another run is in it.
     """
+    with held_run_folder(config), _built(config, critic_link) as trainer:
+        yield trainer
+
+
+@contextlib.contextmanager
+def _built(config: Config, critic_link: PolicyCriticLink | None) -> Iterator[Trainer]:
+    """Do the work of ``build_trainer`` within the run's folder."""
     hf_config = _read_model(config)
     tokenizer = load_tokenizer(config, hf_config.vocab_size)
     prompts = load_prompts(config, tokenizer, hf_config)
@@ -81,16 +98,11 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
     backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
     is_main, folder = backend.topology.is_main, config.run.path
-    if is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(config_to_yaml(config))
     critic = build_critic(config, rl_steps // steps_per_rollout(config) * critic_steps_per_rollout(config), critic_link)
     checkpoints = CheckpointManager(config, backend, critic)
-    resume_point = checkpoints.find()
-    checkpoints.cut_back(resume_point)
+    resume_point = _load_newest(checkpoints, backend, config, prompts)
     num_steps = config.sft.steps + rl_steps
     steps_left = num_steps - (resume_point.state["backend"]["step_index"] if resume_point else 0)
-    metrics_path, report_path = folder / "metrics.jsonl", folder / "report.html"
     with (
         _open_writer(config, num_steps, is_main, resume_point.state["metrics"] if resume_point else None) as writer,
         ProgressBar(
@@ -105,8 +117,6 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
                 with watchdog.stage("start"):
                     trainer = _assemble(config, *parts)
                     if resume_point is not None:
-                        if resume_point.supervised_steps is not None:
-                            start_supervised_optimizer(backend, config)  # which takes the checkpoint's moments
                         trainer.resume(checkpoints.restore(resume_point))
                 announce(trainer)
                 yield trainer
@@ -115,9 +125,9 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
         finally:
             if trainer is not None:
                 trainer.close()
-            if is_main and metrics_path.stat().st_size:
-                write_report(metrics_path, config_to_yaml(config), report_path)
-        progress.finish(read_metrics(metrics_path) if is_main else [], report_path)
+            if is_main:
+                report_run(folder, config_to_yaml(config))
+        progress.finish(written_rows(folder) if is_main else [], folder / "report.html")
     if critic is not None:
         critic.close(preempted=checkpoints.leaves)
     backend.close()
@@ -143,16 +153,36 @@ def _open_watch(
 def _open_writer(
     config: Config, num_steps: int, is_main: bool, resumed: Mapping[str, int | None] | None
 ) -> MetricsWriter:
-    """Open the run's metrics and their sinks on the main rank, whose ConfigError ends every rank. A collective."""
-    error = None
-    try:
-        writer = MetricsWriter(
-            config.run.path, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config)
-        )
-    except ConfigError as caught:
-        error = caught
-    raise_on_all_ranks(error)
-    return writer
+    """Write config.yaml, and open the run's metrics and their sinks; all on the main rank. A collective.
+
+    Raises ConfigError on every rank where a file cannot be written, or a sink cannot be opened.
+    """
+    folder = config.run.path
+    with on_every_rank(folder):
+        if is_main:
+            replace_text(folder / "config.yaml", config_to_yaml(config))
+            if resumed is not None:
+                repair_records(folder)
+        return MetricsWriter(folder, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config))
+
+
+def _load_newest(
+    checkpoints: CheckpointManager, backend: MegatronBackend, config: Config, prompts: PromptDataset
+) -> ResumePoint | None:
+    """Load the newest good checkpoint, if there is one, and cut the run's records back to it. A collective."""
+
+    def prepare(point: ResumePoint, broke_off: bool) -> None:
+        if point.supervised_steps is not None:
+            start_supervised_optimizer(backend, config)  # which takes the checkpoint's moments
+        elif broke_off:
+            backend.reset_optimizer(total_steps=moving_rl_steps(config, len(prompts)))
+
+    point = checkpoints.load_newest(prepare, check_packed)
+    if point is not None:
+        refuse_finished(config, prompts, point.folder, point.state)
+    with on_every_rank(config.run.path):
+        checkpoints.cut_back(point)
+    return point
 
 
 def _assemble(

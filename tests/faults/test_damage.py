@@ -106,18 +106,56 @@ DAMAGE = {
 }
 
 
-QUICK = ("tensors cut", "manifest flipped")
+def signed(damage):
+    """Return the damage with checksums that hold, so that what reads the file has to find it."""
+
+    def change(path: pathlib.Path) -> None:
+        damage(path)
+        manifest = path.with_name(MANIFEST)
+        files = json.loads(manifest.read_text())["files"]
+        sign_again(manifest, files={**files, path.name: digest(path)})
+
+    return change
 
 
-@pytest.mark.parametrize("kind", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in DAMAGE])
+def blank(path: pathlib.Path) -> None:
+    """Write zeros over the tensors of a file, and leave its size."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def backwards(path: pathlib.Path) -> None:
+    """Set a counter of state.json below 0."""
+    state = json.loads(path.read_text())
+    state["backend"]["step_index"] = -1
+    path.write_text(json.dumps(state))
+
+
+SIGNED = {
+    "tensors cut, signed": (signed(cut), "__1_0.distcp"),
+    "tensors blank, signed": (signed(blank), "__0_0.distcp"),
+    "state out of range, signed": (signed(backwards), "state.json"),
+    "state cut, signed": (signed(cut), "state.json"),
+    "common state cut, signed": (signed(cut), "common.pt"),
+    "format cut, signed": (signed(cut), "metadata.json"),
+    "metadata cut, signed": (signed(cut), ".metadata"),
+    "rollouts cut, signed": (signed(cut), "rollouts_1.npz"),
+}
+QUICK = ("tensors cut", "tensors blank, signed")
+
+
+@pytest.mark.parametrize(
+    "kind", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in DAMAGE | SIGNED]
+)
 def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arithmetic, whole, half, kind):
-    damage, name = DAMAGE[kind]
+    damage, name = (DAMAGE | SIGNED)[kind]
+    if not (half / "checkpoints" / name_of(2) / name).exists():
+        pytest.skip(f"this release of Megatron-Core writes no {name}")
     damage(half / "checkpoints" / name_of(2) / name)
     results = run(pool, arithmetic, half, "train.num_rollouts=4")
     assert [code for code, _ in results] == [0, 0], results
     said = results[0][1]
     assert (
-        f"{name_of(2)}/{name}" in said
+        (f"{name_of(2)}/{name}" in said if kind in DAMAGE else name in said or f"{name_of(2)} cannot be loaded" in said)
         and "THE CHECKPOINT BEFORE IT IS USED" in said
         and f"{name_of(1)}: 1 rollouts trained" in said
     ), said

@@ -1,0 +1,188 @@
+"""A lock on a run's folder: one run at a time, on one host or on several that share the file system.
+
+The lock is a small JSON file that names its holder: host, machine (this boot of it, and the namespace that process ids
+count in), process id, the process's start in clock ticks since boot, and a token of its own. The holder touches it
+every BEAT_S. A process that finds one decides:
+
+1. The same machine: the lock is stale iff no process of that id and start lives. A crash is seen at once.
+2. Another machine: the lock is stale iff nothing touches it for STALE_S. No clocks are compared: only changes count.
+
+A stale lock is replaced. Two processes that replace it at once are told apart by reading it again after SETTLE_S: the
+last one holds it. A holder whose lock was replaced, since it was stopped for longer than STALE_S, learns so at its next
+beat and ends, so that two runs never write side by side for longer than a beat.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from megatron_rl.config.json_text import field, parse_json
+from megatron_rl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+LOCK = "run.lock"
+BEAT_S, STALE_S, SETTLE_S, POLL_S = 5.0, 60.0, 1.0, 0.5
+MOST_BYTES = 1 << 16
+
+
+def machine() -> str | None:
+    """Name this boot of this host and the namespace of its process ids; None where the system does not say."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None
+
+
+def started_ticks(pid: int) -> int | None:
+    """Return the start of a living process of this machine, in clock ticks since boot; None where there is none."""
+    try:
+        # the name, in parentheses, may hold spaces and parentheses itself
+        after_name = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if after_name[0] in "ZXx" else int(after_name[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class RunLock:
+    """Holds the lock of one folder from ``acquire`` to ``release``. Not a collective: the main rank holds it."""
+
+    def __init__(self, folder: pathlib.Path, *, lost: Callable[[str], None] | None = None) -> None:
+        """``lost`` is called, in a thread, with a message where another run has replaced the lock."""
+        self.path = folder / LOCK
+        self.token = secrets.token_hex(16)
+        self._lost = lost or _end_process
+        self._released = threading.Event()
+
+    # ---- taking it -------------------------------------------------------------------------------------------------
+
+    def acquire(self) -> None:
+        """Take the lock, or raise ConfigError with its holder's name. Raises OSError where it cannot be written."""
+        while not self._created():
+            holder, touched = self._read()
+            if holder is None and touched is None:  # released meanwhile
+                continue
+            if not self._is_stale(holder, touched):
+                raise ConfigError(
+                    f"{self.path.parent} is in use by another run ({_who(holder)}); wait for its end, or name another "
+                    f"run.dir"
+                )
+            if self._read()[0] == holder and self._replaced():
+                log.warning("%s was left by a run that is gone (%s): taken over", self.path, _who(holder))
+                break
+        threading.Thread(target=self._keep_beating, name="run-lock", daemon=True).start()
+
+    def _content(self) -> bytes:
+        facts = {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
+        return json.dumps({**facts, "started_ticks": started_ticks(os.getpid()), "token": self.token}).encode()
+
+    def _created(self) -> bool:
+        """Create the file, which fails where there is one, on shared file systems too."""
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(descriptor, self._content())
+            os.fsync(descriptor)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _read(self) -> tuple[dict | None, int | None]:
+        """Return (the holder, the file's last touch in ns); the former None where its text is none of a lock's.
+
+        The file is opened each time, so that a network file system asks its server.
+        """
+        try:
+            with self.path.open("rb") as file:
+                touched = os.fstat(file.fileno()).st_mtime_ns
+                content = file.read(MOST_BYTES)
+        except FileNotFoundError:
+            return None, None
+        where = str(self.path)
+        try:
+            holder = parse_json(content, where)
+            field(holder, "token", str, where)
+            field(holder, "pid", int, where)
+            return holder, touched
+        except (ConfigError, TypeError):
+            return None, touched
+
+    def _is_stale(self, holder: dict | None, touched: int) -> bool:
+        if holder is not None and holder.get("machine") is not None and holder["machine"] == machine():
+            ticks = started_ticks(holder["pid"])
+            return ticks is None or ticks != holder.get("started_ticks")
+        log.warning("%s is held by %s: up to %g s are waited for a sign of it", self.path, _who(holder), STALE_S)
+        deadline = time.monotonic() + STALE_S
+        while time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            found, again = self._read()
+            if again is None:
+                return True
+            if found != holder or again != touched:
+                return False
+        return True
+
+    def _replaced(self) -> bool:
+        unfinished = self.path.with_name(f"{LOCK}.{self.token}.tmp")
+        try:
+            unfinished.write_bytes(self._content())
+            os.replace(unfinished, self.path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        time.sleep(SETTLE_S)
+        return self._is_mine()
+
+    def _is_mine(self) -> bool:
+        holder, _ = self._read()
+        return holder is not None and holder["token"] == self.token
+
+    # ---- holding it ------------------------------------------------------------------------------------------------
+
+    def _keep_beating(self) -> None:
+        while not self._released.wait(BEAT_S):
+            try:
+                self.beat()
+            except OSError as error:  # of a file system that is away for a while
+                log.warning("%s cannot be touched: %s", self.path, error)
+
+    def beat(self) -> None:
+        """Touch the lock; call ``lost`` where it is another run's, and make it again where it was removed."""
+        holder, touched = self._read()
+        if self._released.is_set():
+            return
+        if holder is not None and holder["token"] == self.token:
+            os.utime(self.path)
+        elif touched is not None or not self._created():
+            self._released.set()
+            self._lost(f"another run ({_who(holder)}) has taken over {self.path}: this one ends, since two would mix")
+
+    def release(self) -> None:
+        """Remove the lock, if it is still this process's."""
+        self._released.set()
+        try:
+            if self._is_mine():
+                self.path.unlink(missing_ok=True)
+        except OSError as error:  # it is stale when this process has ended
+            log.warning("%s cannot be removed: %s", self.path, error)
+
+
+def _who(holder: dict | None) -> str:
+    return "a run that it does not name" if holder is None else f"process {holder['pid']} on {holder.get('host')}"
+
+
+def _end_process(message: str) -> None:
+    os.write(2, f"megatron_rl: {message}\n".encode())
+    os._exit(1)

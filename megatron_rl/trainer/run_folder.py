@@ -1,0 +1,171 @@
+"""The run's folder: it can be written, one run at a time uses it, and its records can be gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+
+from megatron_rl.checkpoint.manager import APPENDED, changed_settings
+from megatron_rl.config import Config, config_to_dict
+from megatron_rl.config.json_text import quoted
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.distributed.agreement import this_job
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.run_lock import RunLock
+from megatron_rl.errors import ConfigError
+from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
+from megatron_rl.observability.report import write_report
+
+log = logging.getLogger(__name__)
+# settings that may differ between a finished run and the command that starts it again
+OF_THE_RECORD = ("run.dir", "run.name", "run.deadline_s", "metrics.", "checkpoint.")
+
+
+def check_run_folder(path: pathlib.Path) -> None:
+    """Make the run's folder; raise ConfigError where it cannot be made or written. Not a collective: every rank asks.
+
+    Every rank raises by itself, before the job's world is made, so that none waits for another.
+    """
+    way_out = "name a folder that can be written by run.dir (or --run-dir)"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f"run.dir={quoted(str(path), 300)} is a file, not a folder; {way_out}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with NUL in it
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"run.dir={quoted(str(path), 300)} cannot be made: {reason}; {way_out}") from error
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        reason = "the file system is read-only" if os.statvfs(path).f_flag & os.ST_RDONLY else "no permission"
+        raise ConfigError(f"run.dir={quoted(str(path), 300)} cannot be written: {reason}; {way_out}")
+
+
+@contextlib.contextmanager
+def held_run_folder(config: Config) -> Iterator[None]:
+    """Hold the lock of the run's folder within the block, on the job's first rank. Not a collective.
+
+    Raises ConfigError where the folder cannot be written or another run holds it: before the ranks of the job agree to
+    start (distributed/agreement.py), so that it ends all.
+    """
+    folder = config.run.path
+    check_run_folder(folder)
+    if this_job(deadline_s=config.run.deadline_s).rank:
+        yield
+        return
+    lock = RunLock(folder)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise ConfigError(unwritable(folder, error)) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def unwritable(folder: pathlib.Path, error: OSError) -> str:
+    return f"run.dir={quoted(str(folder), 300)} cannot be written: {error}; make room there, or name another folder"
+
+
+@contextlib.contextmanager
+def on_every_rank(folder: pathlib.Path) -> Iterator[None]:
+    """Raise on every rank, as a ConfigError, what one rank meets in the block: a ConfigError or an OSError.
+
+    A collective, unlike the block's own work.
+    """
+    error: Exception | None = None
+    message = None
+    try:
+        yield
+    except ConfigError as raised:
+        error, message = raised, str(raised)
+    except OSError as raised:
+        error, message = raised, unwritable(folder, raised)
+    for said in gather_json(message):
+        if said is not None:
+            raise ConfigError(said) from error
+
+
+def repair_records(folder: pathlib.Path) -> None:
+    """Remove what an interrupted write left at the end of the run's records, so that lines can be added. Main rank.
+
+    Raises ConfigError for a metrics.jsonl with any other malformed line, which the run's report could not read.
+    """
+    for name in APPENDED:
+        path = folder / name
+        if path.is_file() and (lost := drop_unfinished_line(path)):
+            log.error(
+                "%s ended within a line, which an interrupted write has left: its %d bytes are removed", path, lost
+            )
+    path = folder / METRICS_FILE
+    if path.exists():
+        try:
+            read_metrics(path)
+        except ValueError as error:
+            raise ConfigError(f"{error}, or move the file away") from error
+
+
+def drop_unfinished_line(path: pathlib.Path) -> int:
+    """Cut a file behind its last newline; return the bytes removed."""
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            place = file.read(end - start).rfind(b"\n")
+            if place >= 0:
+                end = start + place + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+    return size - end
+
+
+def refuse_finished(config: Config, prompts: PromptDataset, folder: pathlib.Path, state: Mapping) -> None:
+    """Raise ConfigError where a run has ended and the command asks for other settings, which would train nothing.
+
+    folder, state: the checkpoint to resume from, and its state.json. Not a collective.
+    """
+    if state.get("supervised_steps") is not None or state["feed"]["jobs"]:
+        return
+    train = config.train
+    prompts.load_state(state["prompts"])
+    if prompts.remain(train.epochs) if train.epochs is not None else state["rollouts"] < train.num_rollouts:
+        return
+    changes = {
+        key: values
+        for key, values in changed_settings(state["config"], config_to_dict(config)).items()
+        if not key.startswith(OF_THE_RECORD)
+    }
+    if changes:
+        said = [f"{key}={quoted(now)} (it was {quoted(before)})" for key, (before, now) in changes.items()]
+        more = f" and {len(said) - 5} more" if len(said) > 5 else ""
+        raise ConfigError(
+            f"the run in {config.run.path} has ended, with {state['rollouts']} rollouts trained ({folder.name}), and "
+            f"this command has {', '.join(said[:5])}{more}: nothing would be trained; raise train.num_rollouts, or "
+            "name another run.dir"
+        )
+    log.info(
+        "the run in %s has ended, with %d rollouts trained: nothing is left to do", config.run.path, state["rollouts"]
+    )
+
+
+def report_run(folder: pathlib.Path, config_yaml: str) -> None:
+    """Write report.html from the metrics so far; a report that cannot be written is said and fails nothing."""
+    try:
+        if (folder / METRICS_FILE).stat().st_size:
+            write_report(folder / METRICS_FILE, config_yaml, folder / "report.html")
+    except (OSError, ValueError) as error:
+        log.error("report.html was not written (%s); the run is not touched by it", error)
+
+
+def written_rows(folder: pathlib.Path) -> list[Row]:
+    """Return the run's rows for its last table; none, with a word in the log, where they cannot be read."""
+    try:
+        return read_metrics(folder / METRICS_FILE)
+    except (OSError, ValueError) as error:
+        log.error("the run's last table is left out (%s)", error)
+        return []

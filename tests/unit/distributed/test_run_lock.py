@@ -1,0 +1,148 @@
+"""Checks distributed/run_lock.py: one run in a folder at a time, and none kept out by a run that is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megatron_rl.distributed import run_lock
+from megatron_rl.distributed.run_lock import LOCK, RunLock, machine, started_ticks
+from megatron_rl.errors import ConfigError
+from tests.patience import patient
+
+
+def holder_of(folder: pathlib.Path, **changes) -> pathlib.Path:
+    """Write a lock as another process would hold it; by default a living one of this machine: the tests' parent."""
+    pid = changes.pop("pid", os.getppid())
+    facts = {"host": "here", "machine": machine(), "pid": pid, "started_ticks": started_ticks(pid), "token": "theirs"}
+    path = folder / LOCK
+    path.write_text(json.dumps(facts | changes))
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    for name, seconds in (("STALE_S", 0.3), ("SETTLE_S", 0.01), ("POLL_S", 0.01)):
+        monkeypatch.setattr(run_lock, name, seconds)
+
+
+def test_a_second_run_is_refused_until_the_first_has_left(tmp_path):
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    with pytest.raises(ConfigError, match=f"in use by another run .process {os.getpid()} on .* run.dir"):
+        second.acquire()
+    second.release()  # which held nothing
+    assert (tmp_path / LOCK).exists()
+    first.release()
+    second.acquire()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_living_process_of_this_machine_keeps_it_without_a_beat(tmp_path):
+    holder_of(tmp_path)
+    with pytest.raises(ConfigError, match=f"process {os.getppid()} on here"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_process_that_was_killed_holds_it_no_more_reaped_or_not(tmp_path, quick):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        holder_of(tmp_path, pid=child.pid)
+        with pytest.raises(ConfigError):
+            RunLock(tmp_path).acquire()
+    finally:
+        child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie
+    assert started_ticks(child.pid) is None
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    child.wait(patient(10))
+
+
+def test_another_process_of_the_same_id_holds_it_not(tmp_path, quick):
+    holder_of(tmp_path, started_ticks=started_ticks(os.getppid()) + 1)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert json.loads((tmp_path / LOCK).read_text())["token"] == lock.token
+    lock.release()
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", '{"token": 3}', "\udcff"])
+def test_of_another_machine_only_a_beat_says_that_it_lives(tmp_path, quick, content):
+    """A lock of another host, or one whose text was cut short, is taken over when nothing touches it."""
+    path = holder_of(tmp_path, machine="another boot", host="far")
+    if content is not None:
+        path.write_bytes(content.encode(errors="surrogateescape"))
+    beats, ended = iter(range(1, 10**6)), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.005):
+            os.utime(path, ns=(0, next(beats)))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="far" if content is None else "does not name"):
+            RunLock(tmp_path).acquire()
+    finally:
+        ended.set()
+        thread.join()
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+def test_a_holder_that_was_replaced_learns_so_at_its_next_beat_and_touches_nothing(tmp_path):
+    said: list[str] = []
+    lock = RunLock(tmp_path, lost=said.append)
+    lock.acquire()
+    path = holder_of(tmp_path, host="far")
+    before = path.stat().st_mtime_ns
+    lock.beat()
+    assert len(said) == 1 and "far" in said[0] and "has taken over" in said[0]
+    lock.beat()
+    lock.release()
+    assert len(said) == 1 and path.stat().st_mtime_ns == before
+
+
+def test_a_beat_touches_the_lock_and_makes_it_again_where_it_was_removed(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    path = tmp_path / LOCK
+    os.utime(path, ns=(0, 0))
+    lock.beat()
+    assert path.stat().st_mtime_ns > 0
+    path.unlink()
+    lock.beat()
+    assert json.loads(path.read_text())["token"] == lock.token
+    lock.release()
+
+
+def test_of_many_that_replace_a_stale_lock_one_holds_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "SETTLE_S", 0.2)
+    holder_of(tmp_path, pid=2**22 + 1, started_ticks=1)
+    locks = [RunLock(tmp_path, lost=lambda _: None) for _ in range(8)]
+    held: list[RunLock] = []
+
+    def take(lock: RunLock) -> None:
+        try:
+            lock.acquire()
+            held.append(lock)
+        except ConfigError:
+            return
+
+    threads = [threading.Thread(target=take, args=[lock]) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1
+    held[0].release()
