@@ -28,7 +28,7 @@ from megatron_rl.config.json_text import field, parse_json
 from megatron_rl.errors import ConfigError
 
 log = logging.getLogger(__name__)
-LOCK = "run.lock"
+LOCK = "lock.json"
 BEAT_S, STALE_S, SETTLE_S, POLL_S = 5.0, 60.0, 1.0, 0.5
 MOST_BYTES = 1 << 16
 
