@@ -14,25 +14,7 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import FilePart, Rows
 from megatron_rl.errors import ConfigError
-
-
-class LetterTokenizer:
-    """One token per character; asserts that no special tokens are asked for."""
-
-    def __init__(self, chat_template: str | None = None, eos_token_id: int | None = 0) -> None:
-        self.chat_template = chat_template
-        self.eos_token_id = eos_token_id
-
-    def __call__(self, text, add_special_tokens):
-        assert add_special_tokens is False
-        if isinstance(text, str):
-            return SimpleNamespace(input_ids=[ord(c) for c in text])
-        return SimpleNamespace(input_ids=[[ord(c) for c in one] for one in text])
-
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
-        assert not tokenize
-        said = "".join(f"<{m['role']}>{m['content']}" + "\0" * (m["role"] == "assistant") for m in messages)
-        return said + "<assistant>" * add_generation_prompt
+from tests.unit.data.letters import CountingTokenizer, LetterTokenizer
 
 
 def make_rows(count: int) -> list[dict]:
@@ -261,22 +243,6 @@ def test_a_source_that_would_never_be_drawn_is_named():
 def test_a_row_of_a_file_is_named_with_its_line():
     with pytest.raises(ConfigError, match=r"row 7 \(b.jsonl:6\): the prompt has 6 tokens"):
         make_source(two_files(), max_prompt_tokens=5)
-
-
-class CountingTokenizer(LetterTokenizer):
-    name_or_path = "some/folder"
-    vocabulary = ("a", "b" * 40)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.characters = 0
-
-    def __call__(self, text, add_special_tokens):
-        self.characters += sum(map(len, text))
-        return super().__call__(text, add_special_tokens)
-
-    def get_vocab(self):
-        return dict.fromkeys(self.vocabulary, 0)
 
 
 def test_a_prompt_without_end_is_refused_before_it_is_tokenized():

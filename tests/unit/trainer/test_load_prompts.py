@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.trainer.build import load_prompts
-from tests.unit.data.test_prompt_dataset import CountingTokenizer
+from tests.unit.data.letters import CountingTokenizer
 
 
 @pytest.mark.parametrize(
