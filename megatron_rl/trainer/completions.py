@@ -6,7 +6,7 @@ engine and every layout, and alone records them. Choosing them draws no random n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,11 +23,13 @@ def of_training(config: Config, taken: TrainingBatch, advantages: np.ndarray, in
     """
     if index % config.metrics.completions_every_rollouts:
         return []
-    rows = {place: np.flatnonzero(taken.facts.groups == place) for place in taken.groups}  # in the group's order
-    totals = taken.scored.rewards.totals
-    rewards_of = {place: totals[members].tolist() for place, members in rows.items()}
-    advantages_of = {place: advantages[members].tolist() for place, members in rows.items()}
-    return _chosen(config, taken.groups, rewards_of, source=TRAIN, advantages=advantages_of, number=index + 1)
+    groups, totals = taken.facts.groups, taken.scored.rewards.totals
+
+    def numbers(place: int) -> tuple[list[float], list[float]]:
+        members = np.flatnonzero(groups == place)  # in the group's order
+        return totals[members].tolist(), advantages[members].tolist()
+
+    return _chosen(config, taken.groups, numbers, source=TRAIN, number=index + 1)
 
 
 def of_evaluation(config: Config, name: str, groups: Mapping[int, Group]) -> list[Completion]:
@@ -36,35 +38,43 @@ def of_evaluation(config: Config, name: str, groups: Mapping[int, Group]) -> lis
     name: as in the evaluation's metrics, ``eval/<set>``.
     groups: this rank's groups of the set, by their places.
     """
-    rewards_of = {place: [score.total for score in group.scores] for place, group in groups.items()}
-    return _chosen(config, groups, rewards_of, source=name)
+
+    def numbers(place: int) -> tuple[list[float | None], list[None]]:
+        totals = [score.total for score in groups[place].scores]
+        return totals, [None] * len(totals)
+
+    return _chosen(config, groups, numbers, source=name)
 
 
 def _chosen(
     config: Config,
     groups: Mapping[int, Group],
-    rewards_of: Mapping[int, Sequence[float | None]],
+    numbers: Callable[[int], tuple[Sequence[float | None], Sequence[float | None]]],
     *,
     source: str,
-    advantages: Mapping[int, Sequence[float]] | None = None,
     number: int | None = None,
 ) -> list[Completion]:
-    """Record ``metrics.log_completions`` samples of the first groups: of each the best and the worst."""
+    """Record ``metrics.log_completions`` samples of the first groups: of each the best and the worst.
+
+    numbers: returns the rewards and the advantages of a place's group.
+    """
     places = sorted(groups)
     size = max((len(groups[place].rollouts) for place in places), default=0)
     chosen = []
     for place, count in zip(places, share_of_groups(len(places), size, config.metrics.log_completions), strict=True):
-        group = groups[place]
-        for member in best_to_worst(rewards_of[place], count):
+        if not count:
+            break
+        group, (rewards, advantages) = groups[place], numbers(place)
+        for member in best_to_worst(rewards, count):
             by_function = group.scores[member].by_function
             chosen.append(
                 of_rollout(
                     group.rollouts[member],
                     source=source,
-                    reward=rewards_of[place][member],
+                    reward=rewards[member],
                     rewards=dict(zip(config.reward.functions, by_function, strict=True)),
                     most_chars=config.metrics.completion_chars,
-                    advantage=None if advantages is None else advantages[place][member],
+                    advantage=advantages[member],
                     number=number,
                 )
             )
