@@ -5,6 +5,7 @@ A step's sums are reduced over all ranks once, and divided here, last. A mean of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -13,11 +14,12 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import numpy as np
 
 from megatron_rl.config import MetricsConfig
+from megatron_rl.errors import RunError
 from megatron_rl.observability import completions
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.sinks import Sink, open_sinks, set_aside
@@ -212,8 +214,11 @@ class MetricsWriter:
     def _emit(self, plain: Row) -> None:
         if self._file is None:
             raise ValueError(f"metrics row with step={plain['step']} after close(); write before the writer is closed")
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._fail(METRICS_FILE, error)
         scalars = {key: value for key, value in _revive(plain).items() if "/" in key and not isinstance(value, str)}
         for sink in self._sinks:
             sink.write(plain["step"], scalars, plain)
@@ -221,13 +226,27 @@ class MetricsWriter:
     def _emit_completions(self, sampled: Sequence[Completion]) -> None:
         if not sampled:
             return
-        with (self._run_dir / completions.FILE_NAME).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(completions.to_row(each), allow_nan=False) + "\n" for each in sampled)
+        lines = "".join(json.dumps(completions.to_row(each), allow_nan=False) + "\n" for each in sampled)
+        try:
+            with (self._run_dir / completions.FILE_NAME).open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            self._fail(completions.FILE_NAME, error)
         for source in dict.fromkeys(each.source for each in sampled):
             members = [each for each in sampled if each.source == source]
             for sink in self._sinks:
                 sink.show(members[0].step, source, members)
             completions.print_some(members, every_rollouts=self._settings.print_completions_every_rollouts)
+
+    def _fail(self, name: str, error: OSError) -> NoReturn:
+        """Raise RunError for a file that cannot be written, whose end would be tried again when it is closed."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._file = None
+        raise RunError(
+            f"{self._run_dir / name} cannot be written: {error.strerror}; make room there and start the same command "
+            "again"
+        ) from error
 
     def close(self, *, failed: bool = False) -> None:
         """Close every sink; a second call does nothing. ``failed``: the run ended with an error, which sinks show."""

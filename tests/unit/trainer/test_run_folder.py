@@ -10,7 +10,8 @@ import types
 import pytest
 
 from megatron_rl.config import Config, config_to_dict
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.trainer.run_folder import (
     check_run_folder,
     drop_unfinished_line,
@@ -76,6 +77,17 @@ def test_a_report_that_cannot_be_written_is_said_and_fails_nothing(tmp_path, cap
     (tmp_path / "report.html").rmdir()
     report_run(tmp_path, "")
     assert (tmp_path / "report.html").stat().st_size
+
+
+def test_a_row_that_a_full_disk_refuses_ends_the_run_by_the_files_name(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    state = {"ghost_steps": 0, "last_step": None}
+    row = {"step": 1, "step_kind": "real", "phase": "rl"}
+    with (
+        pytest.raises(RunError, match=r"metrics.jsonl cannot be written: No space left on device; make room there"),
+        MetricsWriter(tmp_path, Config().metrics, 1, True, state) as writer,
+    ):
+        writer.write(row)
 
 
 def settings(**changes: object) -> dict:
