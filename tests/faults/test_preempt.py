@@ -1,4 +1,4 @@
-"""On SIGTERM and SIGUSR1 the rollout in progress is trained, all is saved, and every rank leaves with 75.
+"""On SIGTERM, SIGUSR1 and SIGINT the rollout in progress is trained, all is saved, and every rank leaves with 75.
 
 The same command goes on. Ranks are processes of their own, so that signals reach them as a scheduler's would.
 """
@@ -68,7 +68,10 @@ def assert_same_end(whole: pathlib.Path, other: pathlib.Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.parametrize(("number", "told"), [(signal.SIGTERM, (0, 1)), (signal.SIGUSR1, (1,)), (signal.SIGTERM, (0,))])
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGTERM, (0, 1)), (signal.SIGUSR1, (1,)), (signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
+)
 def test_a_signal_to_any_rank_saves_and_the_same_command_goes_on(nursery, arithmetic, whole, tmp_path, number, told):
     run_dir = tmp_path / "run"
     command = arguments(arithmetic, run_dir, *GIVEN)
