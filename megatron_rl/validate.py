@@ -9,7 +9,7 @@ from megatron_rl.algorithm import own_estimator
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, critic_config
 from megatron_rl.config.import_path import is_own
-from megatron_rl.config.json_text import quoted
+from megatron_rl.config.json_text import quoted, shortened
 from megatron_rl.errors import ConfigError
 
 MOST_SAMPLES = 10**7  # of a rollout
@@ -153,7 +153,7 @@ def _check_critic(config: Config) -> None:
         for name, neutral in dataclasses.asdict(CriticConfig()).items():
             if (value := dataclasses.asdict(critic)[name]) != neutral:
                 raise ConfigError(
-                    f"critic.{name}={value} and advantage.estimator={estimator} has no critic; set "
+                    f"critic.{name}={shortened(str(value))} and advantage.estimator={shortened(estimator)} has no critic; set "
                     f"advantage.estimator=gae, or leave it at {neutral}"
                 )
         return
