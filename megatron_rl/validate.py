@@ -153,8 +153,8 @@ def _check_critic(config: Config) -> None:
         for name, neutral in dataclasses.asdict(CriticConfig()).items():
             if (value := dataclasses.asdict(critic)[name]) != neutral:
                 raise ConfigError(
-                    f"critic.{name}={shortened(str(value))} and advantage.estimator={shortened(estimator)} has no critic; "
-                    f"set advantage.estimator=gae, or leave it at {neutral}"
+                    f"critic.{name}={shortened(str(value))} and "
+                    f"advantage.estimator={shortened(estimator)} has no critic; set advantage.estimator=gae, or leave it at {neutral}"
                 )
         return
     critic_config(config)
