@@ -154,7 +154,8 @@ def _check_critic(config: Config) -> None:
             if (value := dataclasses.asdict(critic)[name]) != neutral:
                 raise ConfigError(
                     f"critic.{name}={shortened(str(value))} and "
-                    f"advantage.estimator={shortened(estimator)} has no critic; set advantage.estimator=gae, or leave it at {neutral}"
+                    f"advantage.estimator={shortened(estimator)} has no critic; set advantage.estimator=gae, or "
+                    f"leave it at {neutral}"
                 )
         return
     critic_config(config)
