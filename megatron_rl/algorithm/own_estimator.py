@@ -79,7 +79,8 @@ def own_advantages(
 
 
 def require(config: AdvantageConfig) -> None:
-    """Raise ConfigError for the first property that ``advantage.estimator`` lacks."""
+    """Raise ConfigError where ``advantage.estimator`` cannot be called, or for the first property that it lacks."""
+    resolve(config.estimator, config.arguments)
     for finding in check(config):
         if not finding.holds:
             raise ConfigError(

@@ -66,10 +66,11 @@ def check_known(cls: type, name: str, value: object, prefix: str = "") -> None:
         )
     known = [field.name for field in dataclasses.fields(cls)]
     if name not in known:
-        nearest = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.0)
+        old = [key.removeprefix(prefix) for key in RENAMED if key.rpartition(".")[0] == prefix.rstrip(".")]
+        nearest = prefix + difflib.get_close_matches(name[:100], known + old, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"unknown config key {shortened(prefix + name)} (value {quoted(value)}); the nearest known key is "
-            f"{prefix}{nearest[0]}"
+            f"{RENAMED.get(nearest, nearest)}"
         )
 
 

@@ -136,10 +136,11 @@ def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[st
 
 
 def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[Outcome], str | None]:
-    """Call ``function``; return (an outcome per sample, None), or ([], the traceback) where the call fails.
+    """Call ``function``; return (an outcome per sample, None), or ([], the reason) where the call fails.
 
     A call fails where it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of values. A coroutine
-    is run to its end in an event loop of its own. KeyboardInterrupt passes: in a rank it is the user's.
+    is run to its end in an event loop of its own. KeyboardInterrupt passes: in a rank it is the user's. The reason is
+    the traceback of what the call raised, or a sentence about what it returned.
     """
     try:
         with exit_is_an_error():
@@ -149,6 +150,8 @@ def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[
         return [_outcome(value) for value in _as_list(returned, len(arguments["completions"]))], None
     except KeyboardInterrupt:
         raise
+    except _WrongReturn as error:
+        return [], str(error)
     except BaseException:  # noqa: BLE001
         # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code they interrupt.
         # Nothing is lost: the traceback goes to the caller, which raises it or counts it.

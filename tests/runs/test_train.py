@@ -137,6 +137,7 @@ def test_other_settings_run(pool, arithmetic, tmp_path, setting):
 
 BAD_INPUT = {
     "unknown key": (["train.num_rolouts=3"], ["train.num_rolouts", "nearest known key is train.num_rollouts"]),
+    "near an old key": (["train.stpes=3"], ["train.stpes", "nearest known key is train.num_rollouts"]),
     "unknown megatron field": (
         ["megatron.transformer.recompute_granularty=full"],
         ["recompute_granularty", "recompute_granularity"],

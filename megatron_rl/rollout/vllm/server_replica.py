@@ -110,7 +110,7 @@ class ServerReplica:
                 hint = ""
                 if isinstance(error, NotListening):
                     hint = f". Start a server: {example(self.model, self.server.host, self.server.port)}"
-                raise ReplicaLost(f"{self.name} was not ready in {timeout_s:g} s: {error}{hint}") from error
+                raise ReplicaLost(f"{self.name} was not ready in {timeout_s:.1f} s: {error}{hint}") from error
 
     def _check_health(self, timeout_s: float) -> None:
         try:

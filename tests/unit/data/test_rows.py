@@ -99,7 +99,7 @@ DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ("d.jsonl", b'{"n": NaN}', "d.jsonl:1: NaN is no JSON number"),
         ("d.jsonl", b"\0" * 1000, "d.jsonl:1: not valid JSON"),
         ("d.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "d.jsonl:1: not UTF-8"),
-        ("d.jsonl", gzip.compress(b"{}"), r"d.jsonl is compressed \(gzip\); unpack it"),
+        ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d.jsonl is compressed \(gzip\); unpack it"),
         ("d.jsonl", b"", "data.train='.*d.jsonl' has no rows"),
         ("d.jsonl", b"\n \n", "data.train='.*d.jsonl' has no rows"),
         ("d.json", b'[{"a": 1}, 2]', "d.json, row 1: a JSON int, not an object"),
