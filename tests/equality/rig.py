@@ -68,8 +68,12 @@ class Rig:
         self.backend.rules = dataclasses.replace(self.backend.rules, **changes)
 
     def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
-        """Plan the batch, and bring the rows where they are needed."""
-        plan = self.backend.plan(purpose, self.batch, has_signal(advantages, self.batch.facts.loss_tokens), drops=drops)
+        """Plan the batch, and bring the rows where they are needed.
+
+        An infinite advantage, which ``has_signal`` refuses, is planned as a large one: the way to an infinite gradient.
+        """
+        finite = np.nan_to_num(advantages, nan=np.nan, posinf=1.0, neginf=-1.0)
+        plan = self.backend.plan(purpose, self.batch, has_signal(finite, self.batch.facts.loss_tokens), drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
 
