@@ -134,7 +134,7 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
     """
     table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(style="bold", no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # on a narrow screen a figure takes two lines; nothing is cut off
     first_last = f"first {summary.window} → last {summary.window} steps"
     if summary.reward is not None:
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
