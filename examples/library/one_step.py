@@ -15,7 +15,9 @@ from megatron_rl.config import load_config
 from megatron_rl.types import LossInputs, Sample
 
 if len(sys.argv) < 2 or "=" in sys.argv[1]:
-    print(f"The first argument is the folder of a Hugging Face model; settings follow it.\n\n{__doc__}", file=sys.stderr)
+    print(
+        f"The first argument is the folder of a Hugging Face model; settings follow it.\n\n{__doc__}", file=sys.stderr
+    )
     sys.exit(2)
 backend = MegatronBackend(
     load_config(None, [f"model.hf_path={sys.argv[1]}", "train.samples_per_mini_batch=4", *sys.argv[2:]])

@@ -1,4 +1,4 @@
-"""The example of the backend as a library: a real step, a ghost, the weights, and a sentence where its argument is missing."""
+"""The library example: a real step, a ghost, the weights, and a sentence where its argument is missing."""
 
 from __future__ import annotations
 
