@@ -65,6 +65,10 @@ class MegatronBackend(TrainableModel):
     ) -> None:
         """Build the policy; the arguments are those of TrainableModel."""
         super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, lora=config.lora)
+
+    def _build(self, *arguments: object) -> None:
+        super()._build(*arguments)
+        config = self.config
         # the KL is measured all the same
         loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss
         self.objective = Objective(loss, self._sum_over_context)

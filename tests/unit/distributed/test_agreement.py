@@ -125,16 +125,32 @@ def test_a_file_that_one_host_lacks_ends_all_ranks_with_one_message(pool, arithm
     assert ("rank 1 on " in results[0][1]) == (lacking == 1)
 
 
-def builds_again(rank: int, world: int, folder: str, has_world: bool) -> tuple[str, bool, int, int]:
-    """Return a failed construction's error, whether a world stayed, its groups, and a second construction's stages."""
+def _without_reference(config):
+    """Build a backend whose reference policy, the last of its parts, cannot be made."""
+    from megatron_rl.backend import MegatronBackend, backend
+
+    def fails(model):
+        raise RuntimeError("no reference")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backend.PLACEMENTS, config.reference.placement, fails)
+        return MegatronBackend(config)
+
+
+def builds_again(rank: int, world: int, folder: str, has_world: bool, part: str) -> tuple[str, bool, int, int]:
+    """Return a failed construction's error, whether a world stayed, its groups, and a second construction's stages.
+
+    part: ``weights``, which the model lacks, or ``reference``, which cannot be made.
+    """
     from megatron_rl.backend import MegatronBackend
     from megatron_rl.config import load_config
 
     if not has_world:
         dist.destroy_process_group()
     config = load_config(None, [f"model.hf_path={folder}/model", "run.deadline_s=60"])
+    broken = {"weights": lambda: MegatronBackend(config, weights={}), "reference": lambda: _without_reference(config)}
     with contextlib.redirect_stderr(io.StringIO()), pytest.raises(Exception) as error:
-        MegatronBackend(config, weights={})
+        broken[part]()
     stays = dist.is_initialized()
     groups = len(dist.distributed_c10d._world.pg_map)
     backend = MegatronBackend(config)
@@ -143,10 +159,13 @@ def builds_again(rank: int, world: int, folder: str, has_world: bool) -> tuple[s
     return str(error.value), stays, groups, stages
 
 
-@pytest.mark.parametrize("has_world", [True, False])
-def test_a_backend_that_failed_leaves_no_groups_and_another_is_built(pool, arithmetic, has_world) -> None:
-    ((said, stays, groups, stages),) = pool.run(1, builds_again, str(arithmetic), has_world, timeout_s=60)
-    assert "embed_tokens" in said and (stays, groups, stages) == (has_world, int(has_world), 1)
+@pytest.mark.parametrize(
+    ("has_world", "part", "named"),
+    [(True, "weights", "embed_tokens"), (False, "weights", "embed_tokens"), (True, "reference", "no reference")],
+)
+def test_a_backend_that_failed_leaves_no_groups_and_another_is_built(pool, arithmetic, has_world, part, named) -> None:
+    ((said, stays, groups, stages),) = pool.run(1, builds_again, str(arithmetic), has_world, part, timeout_s=60)
+    assert named in said and (stays, groups, stages) == (has_world, int(has_world), 1)
 
 
 @pytest.mark.long(seconds=20)
