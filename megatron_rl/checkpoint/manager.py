@@ -99,6 +99,8 @@ class CheckpointManager:
                 prepare(point, broke_off)
                 broke_off = True
                 model_state.load(self.backend, folder, state["backend"], state["model"])
+                if has_critic:
+                    self.critic.load(self.critic_root / folder.name)
             except DamagedCheckpoint as error:
                 if self.settings.on_damage == "fail":
                     raise DamagedCheckpoint(
@@ -106,8 +108,6 @@ class CheckpointManager:
                     ) from error
                 log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
                 continue
-            if has_critic:
-                self.critic.load(self.critic_root / folder.name)
             self.resumes = True
             return point
         if not folders:

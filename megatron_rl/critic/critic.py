@@ -23,7 +23,7 @@ from megatron_rl.backend.offload import OffloadedBytes
 from megatron_rl.backend.packing import PackedMicroBatch
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint import model_state
-from megatron_rl.checkpoint.folder import STATE
+from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint
 from megatron_rl.checkpoint.state_file import read_model_state
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, critic_config
@@ -84,6 +84,7 @@ class Critic(TrainableModel):
         alone: whether these ranks hold no policy, whose grid it could share.
         """
         own = critic_config(config)
+        self._total_steps = total_steps
         self.grid = None if alone or own.parallel == config.parallel else topology.Grid()
         shared = topology.current() if self.grid is None and not alone else None
         with self._here():
@@ -181,10 +182,17 @@ class Critic(TrainableModel):
         model_state.check_model(self, folder, read_model_state(folder)["model"])
 
     def load(self, folder: pathlib.Path) -> None:
-        """Load a checkpoint of its own, of any topology."""
+        """Load a checkpoint of its own, of any topology.
+
+        Raises DamagedCheckpoint where its tensors cannot be read; AdamW is then begun anew, for another checkpoint.
+        """
         state = read_model_state(folder)
         with self._here():
-            model_state.load(self, folder, state["backend"], state["model"])
+            try:
+                model_state.load(self, folder, state["backend"], state["model"])
+            except DamagedCheckpoint:
+                self.reset_optimizer(total_steps=self._total_steps)
+                raise
 
     def close(self, *, preempted: bool = False) -> None:
         """End its threads and hooks; its groups are taken down with the policy's."""

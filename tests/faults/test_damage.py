@@ -16,7 +16,7 @@ import torch
 from megatron_rl.checkpoint.folder import MANIFEST, digest, name_of, verify, whole_checkpoints
 from tests.equality.saved_steps import tensors_of
 from tests.patience import patient
-from tests.runs.command import arguments, command_line, rows_of, timeless
+from tests.runs.command import PPO, arguments, command_line, rows_of, timeless
 from tests.unit.checkpoint.signing import sign_again
 from tests.workers.inputs import prepare_inputs
 
@@ -161,6 +161,22 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arit
     ), said
     assert not (half / "ran").exists()
     assert_same_end(whole, half)
+
+
+@pytest.mark.long(seconds=30)
+def test_the_checkpoint_before_a_damaged_critics_is_used(pool, arithmetic, tmp_path):
+    """The critic's tensors cannot be read, under checksums that hold: policy and critic go back together."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, rollouts in ((whole, 4), (parts, 2)):
+        results = run(pool, arithmetic, folder, *PPO, f"train.num_rollouts={rollouts}")
+        assert [code for code, _ in results] == [0, 0], results
+    signed(blank)(parts / "checkpoints" / "critic" / name_of(2) / "__0_0.distcp")
+    results = run(pool, arithmetic, parts, *PPO, "train.num_rollouts=4")
+    assert [code for code, _ in results] == [0, 0], results
+    assert "THE CHECKPOINT BEFORE IT IS USED" in results[0][1] and f"{name_of(1)}: 1 rollouts trained" in results[0][1]
+    assert_same_end(whole, parts)
+    one, two = (tensors_of(x / "checkpoints" / "critic" / name_of(4)) for x in (whole, parts))
+    assert set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_damage_ends_the_run_by_choice_with_the_files_name(pool, arithmetic, half, tmp_path):
