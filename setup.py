@@ -52,6 +52,7 @@ setup(
             "ray==2.60.0",
             "tensordict==0.10.0",
             "codetiming==1.4.0",
+            "omegaconf==2.4.0",
             "peft==0.21.2",
         ],
         "dev": [
