@@ -119,6 +119,7 @@ def run(given: argparse.Namespace, inputs: pathlib.Path, run_dir: pathlib.Path, 
     """Return one short run's measured rollouts: total seconds, seconds of generation and rewards, and staleness."""
     overrides = (
         "reward.functions=[async_modes:slow_arithmetic]",
+        "reward.worker_environment=[BENCHMARK_REWARD_MS]",
         f"rollout.producer.min_groups={given.min_groups}",
         "skip.mode=off",
         "correction.mode=token_truncate",
