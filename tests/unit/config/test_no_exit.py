@@ -45,12 +45,12 @@ def test_a_forked_child_and_other_threads_exit_as_ever(monkeypatch) -> None:
     ("leave", "said"),
     [
         (lambda: sys.exit(0), "0"),
-        (lambda: sys.exit(), "None"),
+        (lambda: sys.exit(), "None|0"),  # wandb replaces sys.exit by one whose default is 0
         (lambda: os._exit(0), r"'os\._exit\(0\) was called'"),
     ],
 )
 def test_a_run_that_something_exits_is_a_failure(leave, said) -> None:
-    with pytest.raises(RunError, match=rf"(?s)asked to exit \({said}\), which is a failure.*in leaves"):
+    with pytest.raises(RunError, match=rf"(?s)asked to exit \(({said})\), which is a failure.*in leaves"):
 
         def leaves(config: Config) -> bool:
             leave()

@@ -197,7 +197,8 @@ def test_a_users_function_that_does_not_return_ends_a_world_of_one(ended, capfd)
 
 
 def test_a_users_function_that_does_not_return_is_named_on_every_rank(watch, ended) -> None:
-    guilty, other = watch.join((0.1, HANG_S))
+    guilty, other = watch.join((patient(HANG_S), HANG_S))
+    guilty.deadline_s = 0.1  # once all have joined, which may take a loaded host longer
     with guilty.own_code("reward"):
         assert other._known.wait(patient(HANG_S)) and reward_that_hangs(ended)
     assert other._cause.rank == 0 and other._cause.text == guilty._cause.text
