@@ -172,12 +172,15 @@ def test_a_port_that_nobody_serves_is_named() -> None:
 
 
 @pytest.fixture
-def ended(monkeypatch) -> threading.Event:
-    """Set where a watch thread ends the process, which it does not."""
+def ended(monkeypatch) -> Iterator[threading.Event]:
+    """Set where a watch thread ends the process, which it does not; each has ended before ``os._exit`` is back."""
     ended = threading.Event()
     monkeypatch.setattr(watch_module.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watch_module, "END_S", 0.2)
-    return ended
+    yield ended
+    for thread in [thread for thread in threading.enumerate() if thread.name == "watch"]:
+        thread.join(patient(HANG_S))
+        assert not thread.is_alive()
 
 
 def reward_that_hangs(until_set: threading.Event) -> bool:
