@@ -1,6 +1,5 @@
 """Rewards: functions of completions and dataset columns, called here or in workers, and the policy on failures."""
 
-from megatron_rl.reward.function import required_columns
-from megatron_rl.reward.reward import Reward, RewardFailure
+from megatron_rl.reward.reward import Reward, RewardFailure, opened_reward
 
-__all__ = ["Reward", "RewardFailure", "required_columns"]
+__all__ = ["Reward", "RewardFailure", "opened_reward"]

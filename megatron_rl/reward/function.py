@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config import RewardConfig, import_path
+from megatron_rl.config import import_path
 from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.data.columns import ANSWER, RequiredColumn
 from megatron_rl.errors import ConfigError
@@ -89,24 +89,26 @@ def check_signature(name: str, function: RewardFunction, columns: Sequence[str])
         ) from None
 
 
-def required_columns(config: RewardConfig) -> list[RequiredColumn]:
+def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredColumn]:
     """Return the columns that the reward functions cannot be called without, which every row must therefore have.
 
-    A function of the user's names them by its parameters without default, and meets null where a row says null; it is
-    not imported here if workers alone import it. The built-in functions read an answer, which null is none of.
+    parameters: of each function by its name, in their order, as `needed_parameters` gives them.
+
+    A function of the user's meets null where a row says null. The built-in functions read an answer, which null is
+    none of.
     """
     needed = {}
-    for name in config.functions:
+    for name, columns in parameters.items():
         if name in BUILT_IN:
             needed[ANSWER] = RequiredColumn(name=ANSWER, needed_by=f"read by reward function {name!r}", null=False)
-        elif name != ENVIRONMENT and (not config.num_workers or name in config.in_process):
-            for column in _needed_by(resolve(name)):
-                column = RequiredColumn(name=column, needed_by=f"a parameter of reward function {name!r}", null=True)
-                needed.setdefault(column.name, column)
+            continue
+        for column in columns:
+            column = RequiredColumn(name=column, needed_by=f"a parameter of reward function {name!r}", null=True)
+            needed.setdefault(column.name, column)
     return list(needed.values())
 
 
-def _needed_by(function: RewardFunction) -> list[str]:
+def needed_parameters(function: RewardFunction) -> list[str]:
     """Return the parameters without default that a call by keyword has to give, beside those of every call."""
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -59,6 +59,7 @@ class Pool:
         self.deadline_s = deadline_s
         self.most_samples: int | None = None
         self.num_started = 0
+        self.needed_parameters: dict[str, list[str]] = {}  # of each function, as the last worker that started said
         self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
         self._ids = itertools.count()
@@ -190,7 +191,7 @@ class Pool:
             raise ConfigError(message.get("refused") or message["error"])
         if message["kind"] == "ready":
             worker.ready, worker.deadline, worker.pid = True, None, message["pid"]
-            self._failed_starts = 0
+            self._failed_starts, self.needed_parameters = 0, message["needed"]
         elif worker.task is None or message["id"] != worker.task_id:
             log.warning("reward worker %d answered %s, which nobody waits for", worker.pid, message["id"])
         else:

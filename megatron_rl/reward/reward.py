@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import RewardConfig
@@ -16,6 +17,8 @@ from megatron_rl.reward.function import (
     call,
     check_signature,
     columns_of,
+    needed_parameters,
+    required_columns,
     resolve,
 )
 from megatron_rl.reward.pool import Pool
@@ -64,7 +67,8 @@ class Reward:
     The name ``environment`` is no function: its value is the sum of the rewards that the sample's environment gave. A
     sample that its environment gave up (``Rollout.excluded``) has no total, and no function is called on it.
 
-    ``last_errors`` holds the failures of the last `score`, for metrics and the log.
+    ``last_errors`` holds the failures of the last `score`, for metrics and the log; ``required_columns`` those that
+    every row of the data must have.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -89,6 +93,9 @@ class Reward:
         self.pool = None
         if in_workers:
             self.pool = Pool(in_workers, config.num_workers, config.deadline_s, config.worker_environment)
+        parameters = {name: needed_parameters(function) for name, function in self._functions.items()}
+        parameters |= self.pool.needed_parameters if self.pool else {}
+        self.required_columns = required_columns({name: parameters[name] for name in called})
 
     @property
     def runs_apart(self) -> bool:
@@ -178,6 +185,16 @@ class Reward:
                 f"mend it, or set reward.on_error to drop or zero:\n{first.message}"
             )
         return failures
+
+
+@contextlib.contextmanager
+def opened_reward(config: RewardConfig) -> Iterator[Reward | None]:
+    """Open the run's reward for the block, None where it names no function; end its workers after it."""
+    if not config.functions:
+        yield None
+        return
+    with contextlib.closing(Reward(config)) as reward:
+        yield reward
 
 
 def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout], *, stop_at_failure: bool) -> _Answers:

@@ -19,7 +19,14 @@ from collections.abc import Callable, Iterator
 from megatron_rl.distributed.frames import Inbox, encode
 from megatron_rl.distributed.keeper import go_on_in_a_child
 from megatron_rl.errors import ConfigError
-from megatron_rl.reward.function import RewardFunction, call, check_signature, formatted_traceback, resolve
+from megatron_rl.reward.function import (
+    RewardFunction,
+    call,
+    check_signature,
+    formatted_traceback,
+    needed_parameters,
+    resolve,
+)
 
 STACK_AT = 0.9  # of the deadline
 
@@ -80,7 +87,8 @@ def serve(messages: Iterator[dict], send: Callable[[dict], None], stacks: int) -
     except ConfigError as error:
         send({"kind": "refused", "error": str(error)})
         return
-    send({"kind": "ready", "pid": own_pid})
+    needed = {name: needed_parameters(function) for name, function in functions.items()}
+    send({"kind": "ready", "pid": own_pid, "needed": needed})
     for task in messages:
         os.lseek(stacks, 0, os.SEEK_SET)
         os.ftruncate(stacks, 0)

@@ -19,6 +19,7 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
+from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -31,7 +32,7 @@ from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
-from megatron_rl.reward import Reward, required_columns
+from megatron_rl.reward import Reward, opened_reward
 from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.multi_turn import with_environment
@@ -58,10 +59,11 @@ from megatron_rl.weights.config_json import check_served, ignored_fields, load_h
 log = logging.getLogger(__name__)
 
 
-def load_prompts(config: Config, tokenizer, hf_config) -> PromptDataset:
+def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[RequiredColumn]) -> PromptDataset:
     """Return the training data, read and tokenized; raise ConfigError for the first row that cannot be trained.
 
     hf_config: the policy's Hugging Face config.
+    required: the columns that every row must have (``Reward.required_columns``).
     """
     return PromptDataset(
         load_rows(config.data.train),
@@ -70,7 +72,7 @@ def load_prompts(config: Config, tokenizer, hf_config) -> PromptDataset:
         config.run.seed,
         context_tokens=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
-        required=required_columns(config.reward),
+        required=required,
         held_out_share=config.sft.eval_share if config.sft.steps else 0.0,
     )
 
@@ -84,16 +86,22 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
     However the run ends, its report is written from the metrics so far. Raises ConfigError where the run's folder
     cannot be written or another run is in it.
     """
-    with held_run_folder(config), _built(config, critic_link) as trainer:
-        yield trainer
+    with held_run_folder(config):
+        hf_config = _read_model(config)
+        tokenizer = load_tokenizer(config, hf_config.vocab_size)
+        with (
+            opened_reward(config.reward) as reward,  # first, since the functions say which columns the data must have
+            _built(config, critic_link, hf_config, tokenizer, reward) as trainer,
+        ):
+            yield trainer
 
 
 @contextlib.contextmanager
-def _built(config: Config, critic_link: PolicyCriticLink | None) -> Iterator[Trainer]:
-    """Do the work of ``build_trainer`` within the run's folder."""
-    hf_config = _read_model(config)
-    tokenizer = load_tokenizer(config, hf_config.vocab_size)
-    prompts = load_prompts(config, tokenizer, hf_config)
+def _built(
+    config: Config, critic_link: PolicyCriticLink | None, hf_config, tokenizer, reward: Reward | None
+) -> Iterator[Trainer]:
+    """Do the work of ``build_trainer`` within the run's folder, with the reward's workers started."""
+    prompts = load_prompts(config, tokenizer, hf_config, reward.required_columns if reward else ())
     rl_steps = total_rl_steps(config, len(prompts))
     this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
     backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
@@ -113,7 +121,7 @@ def _built(config: Config, critic_link: PolicyCriticLink | None) -> Iterator[Tra
         try:
             with _open_watch(config, backend, progress) as watchdog:
                 started = time.perf_counter()
-                parts = (backend, critic, tokenizer, prompts, checkpoints, watchdog, writer, progress)
+                parts = (backend, critic, tokenizer, prompts, reward, checkpoints, watchdog, writer, progress)
                 with watchdog.stage("start"):
                     trainer = _assemble(config, *parts)
                     if resume_point is not None:
@@ -191,6 +199,7 @@ def _assemble(
     critic: Critic | RemoteCritic | None,
     tokenizer,
     prompts: PromptDataset,
+    reward: Reward | None,
     checkpoints: CheckpointManager,
     watchdog: Watchdog,
     writer: MetricsWriter,
@@ -199,11 +208,9 @@ def _assemble(
     """Build the parts that need the given ones, and the trainer of them all. Engines start here."""
     timer, rule = StepTimer(watchdog.stage), signal_rule(config)
     reference = ReferencePolicy(config, backend)
-    reward = Reward(config.reward) if config.reward.functions else None
     shape = backend.shape
-    evaluation = Evaluation(
-        config, tokenizer, shape.context_tokens, shape.vocab_size, required=required_columns(config.reward)
-    )
+    required = reward.required_columns if reward else ()
+    evaluation = Evaluation(config, tokenizer, shape.context_tokens, shape.vocab_size, required=required)
     manager = _build_manager(config, backend, critic, tokenizer, reward, watchdog)
     rollouts = RolloutQueue(
         config,

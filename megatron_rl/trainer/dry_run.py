@@ -15,8 +15,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
-from megatron_rl.reward import Reward
-from megatron_rl.reward.function import required_columns
+from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.build import RankLocation, refuse_sharing, role_of, shares_device, weight_channel
 from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
@@ -61,14 +60,15 @@ def check_inputs(config: Config) -> list[int]:
         check_embedded(config.model.hf_path, config.rollout)
     else:
         check_served(config.model.hf_path)
-    prompts = load_prompts(config, tokenizer, hf_config)
+    one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
+    with opened_reward(one_worker) as reward:
+        required = reward.required_columns if reward else ()
+    prompts = load_prompts(config, tokenizer, hf_config, required)
     moving_rl_steps(config, len(prompts))
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
-    Evaluation(config, tokenizer, *limits, required=required_columns(config.reward))
+    Evaluation(config, tokenizer, *limits, required=required)
     held_out_solutions(config, prompts, tokenizer, *limits)
     prompts.next_solutions(min(len(prompts), config.sft.steps * config.sft.samples_per_step))
-    if config.reward.functions:  # one worker resolves the names as all would
-        Reward(dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))).close()
     if config.environment.name is not None:
         environment_parts(config, tokenizer)
     return [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]

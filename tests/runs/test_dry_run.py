@@ -84,6 +84,16 @@ def test_a_job_that_cannot_start_ends_with_2_and_training_s_words(arithmetic, gi
     assert message in capsys.readouterr().err
 
 
+def test_rows_without_a_column_that_reward_workers_need_are_refused_alike(arithmetic, tmp_path, capsys) -> None:
+    (tmp_path / "own.py").write_text("def score(prompts, completions, completion_ids, level, **columns): pass\n")
+    said = []
+    for workers in (0, 4):
+        given = (f"reward.functions={tmp_path}/own.py:score", f"reward.num_workers={workers}")
+        assert dry_run(arithmetic, "--nodes=1", *given) == cli.EXIT_CONFIG
+        said.append([line for line in capsys.readouterr().err.splitlines() if "has no column 'level'" in line])
+    assert said[0] == said[1] and len(said[0]) == 1
+
+
 def test_the_number_of_gpus_and_vllm_are_asked_for(arithmetic, capsys, monkeypatch) -> None:
     assert dry_run(arithmetic) == cli.EXIT_CONFIG
     assert "add --nodes N" in capsys.readouterr().err

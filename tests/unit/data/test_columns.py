@@ -8,7 +8,7 @@ from megatron_rl.config import RewardConfig
 from megatron_rl.data.columns import check_columns
 from megatron_rl.data.rows import FilePart, Rows
 from megatron_rl.errors import ConfigError
-from megatron_rl.reward import required_columns
+from megatron_rl.reward import opened_reward
 
 OWN = """
 def score(prompts, completions, completion_ids, level, *, answer, bonus=1, **columns):
@@ -23,17 +23,36 @@ def own(tmp_path):
 
 
 def check(rows, functions=(), *, answer_key="answer", **reward):
-    needed = required_columns(RewardConfig(functions=tuple(functions), **reward))
-    check_columns(rows, needed, "prompt", answer_key)
+    with opened_reward(RewardConfig(functions=tuple(functions), **reward)) as opened:
+        check_columns(rows, opened.required_columns if opened else (), "prompt", answer_key)
 
 
 GOOD = {"prompt": "x", "level": 1, "answer": "1"}
 
 
 def test_the_columns_of_a_function_are_its_parameters_without_default(own):
-    needed = required_columns(RewardConfig(functions=(own, "arithmetic", "environment")))
-    assert [(column.name, column.null) for column in needed] == [("level", True), ("answer", False)]
-    assert required_columns(RewardConfig(functions=(own,), num_workers=1)) == []  # workers alone import it
+    with opened_reward(RewardConfig(functions=(own, "arithmetic", "environment"))) as reward:
+        needed = [(column.name, column.null) for column in reward.required_columns]
+    assert needed == [("level", True), ("answer", False)]
+
+
+def test_workers_tell_the_columns_of_functions_that_the_rank_does_not_import(tmp_path):
+    own, here = "own_in_workers", "own_in_rank"
+    (tmp_path / f"{own}.py").write_text(f"import sys\nassert 'pytest' not in sys.modules\n{OWN}")
+    (tmp_path / f"{here}.py").write_text(OWN.replace("level", "weight").replace("answer", "level"))
+    (tmp_path / "again.py").write_text(OWN)
+    workers, rank = f"{tmp_path}/{own}.py:score", f"{tmp_path}/{here}.py:score"
+    said = []
+    for functions, settings in [
+        ((workers, rank), {"num_workers": 1, "in_process": (rank,)}),
+        ((f"{tmp_path}/again.py:score", rank), {}),
+    ]:
+        for row in ({"prompt": "x"}, {"prompt": "x", "level": 1}, {"prompt": "x", "level": 1, "answer": "1"}):
+            with pytest.raises(ConfigError, match="row 0 has no column") as refused:
+                check([row], functions, **settings)
+            said.append(str(refused.value).replace(functions[0], "THE FUNCTION"))
+    assert said[:3] == said[3:] and len(set(said)) == 3
+    assert [message.split()[5] for message in said[:3]] == ["'level'", "'answer'", "'weight'"]
 
 
 @pytest.mark.parametrize(

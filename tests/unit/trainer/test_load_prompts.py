@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.reward import opened_reward
 from megatron_rl.trainer.build import load_prompts
 from tests.unit.data.letters import CountingTokenizer
 
@@ -25,5 +26,5 @@ def test_a_row_that_the_model_or_the_reward_cannot_take_is_refused(tmp_path, voc
     (tmp_path / "d.jsonl").write_text(json.dumps(row))
     config = load_config(None, [f"data.train={tmp_path / 'd.jsonl'}", "reward.functions=arithmetic"])
     hf_config = SimpleNamespace(vocab_size=vocab_size, max_position_embeddings=context_tokens)
-    with pytest.raises(ConfigError, match=message):
-        load_prompts(config, CountingTokenizer(), hf_config)
+    with opened_reward(config.reward) as reward, pytest.raises(ConfigError, match=message):
+        load_prompts(config, CountingTokenizer(), hf_config, reward.required_columns)
