@@ -42,6 +42,8 @@ setup(
         # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither
         "data": ["pyarrow>=18", "datasets>=4"],
         "mlflow": ["mlflow-skinny>=2.20"],
+        # tools/convert_checkpoint.py import --gguf
+        "gguf": ["gguf>=0.17"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         # verl itself has no place here: it asks for an older transformers. `make test-oracles` installs it without
         # what it asks for.
@@ -65,6 +67,7 @@ setup(
             "datasets>=4",
             "wandb>=0.17",
             "mlflow-skinny>=2.20",
+            "gguf>=0.17",
         ],
     },
     entry_points={"console_scripts": ["megatron_rl-doctor = megatron_rl.doctor:main"]},

@@ -2,6 +2,7 @@
 
 Examples:
   python tools/convert_checkpoint.py import    /models/qwen3-8b checkpoints/qwen3-8b --tp 2 --pp 2
+  python tools/convert_checkpoint.py import    --gguf model.Q4_1.gguf /models/smollm2 --dtype bfloat16
   python tools/convert_checkpoint.py export    checkpoints/run-7 /models/run-7 --dtype bfloat16
   python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits
   python tools/convert_checkpoint.py inspect   checkpoints/run-7
@@ -51,8 +52,15 @@ def _add_degrees(made: argparse.ArgumentParser) -> None:
 
 
 def _add_conversions(commands) -> None:
-    into = _command(commands, "import", "Hugging Face directory → Megatron checkpoint")
-    into.add_argument("target", type=pathlib.Path, help="Megatron-LM folder to write to")
+    into = _command(
+        commands, "import", "Hugging Face directory → Megatron checkpoint, or GGUF file → Hugging Face directory"
+    )
+    into.add_argument("target", type=pathlib.Path, help="Megatron-LM folder to write to, or directory (--gguf)")
+    into.add_argument(
+        "--gguf",
+        action="store_true",
+        help="SOURCE is a GGUF file, TARGET a Hugging Face directory (default float32)",
+    )
     _add_degrees(into)
     into.add_argument(
         "--iteration", type=int, metavar="N", help="write iter_N, N above 0 (default: release, which starts at 0)"
@@ -112,6 +120,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--iteration {given.iteration} must be above 0, or Megatron-LM refuses it; leave it out for release"
         )
+    if given.command == "import" and given.gguf and (given.tp, given.pp, given.ep, given.iteration) != (1, 1, 1, None):
+        parser.error("--gguf writes a Hugging Face directory; leave --tp, --pp, --ep and --iteration out")
     return given
 
 
@@ -170,7 +180,27 @@ def dtype_of(given: argparse.Namespace):
     )
 
 
+def gguf_command(given: argparse.Namespace) -> tuple[int, dict]:
+    import torch
+    from conversion.gguf_file import GgufFile
+    from conversion.gguf_import import import_gguf
+
+    file, dtype = GgufFile(given.source), dtype_of(given) or torch.float32
+    started_s = time.monotonic()
+    with progress_bar("import", file.num_elements * dtype.itemsize, quiet=given.quiet) as progress:
+        report = import_gguf(file, given.target, read_model, dtype=dtype, overwrite=given.overwrite, progress=progress)
+    report["seconds"] = time.monotonic() - started_s
+    print(
+        f"wrote {given.target}: {report['family']}, {report['tensors']} tensors, {report['bytes'] / 1e9:.2f} GB in "
+        f"{report['seconds']:.1f} s"
+    )
+    print(f"  {', '.join(report['files'])}, from {', '.join(report['types'])}")
+    return 0, report
+
+
 def import_command(given: argparse.Namespace) -> tuple[int, dict]:
+    if given.gguf:
+        return gguf_command(given)
     from megatron_rl.checkpoint.convert import Cut, import_folder, import_size
     from megatron_rl.weights.reader import HuggingFaceReader
 

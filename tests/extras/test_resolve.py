@@ -22,8 +22,18 @@ PINNED = ["-c", "constraints.txt"]
 BRIDGE = ["-c", "tests/extras/bridge.txt"]
 
 CASES = {
-    "gpu-vllm-3.11": (["gpu", "vllm", "wandb", "mlflow", "data"], "3.11", PINNED, {**PINS, "megatron-core": "0.16.1"}),
-    "gpu-vllm-3.12": (["gpu", "vllm", "wandb", "mlflow", "data"], "3.12", PINNED, {**PINS, "megatron-core": "0.19.2"}),
+    "gpu-vllm-3.11": (
+        ["gpu", "vllm", "wandb", "mlflow", "data", "gguf"],
+        "3.11",
+        PINNED,
+        {**PINS, "megatron-core": "0.16.1"},
+    ),
+    "gpu-vllm-3.12": (
+        ["gpu", "vllm", "wandb", "mlflow", "data", "gguf"],
+        "3.12",
+        PINNED,
+        {**PINS, "megatron-core": "0.19.2"},
+    ),
     "benchmark": (["benchmark", "dev"], "3.11", PINNED, {"trl": "1.16.0"}),
     "oracles": (["oracles", "dev"], "3.11", PINNED, {"peft": "0.21.2"}),
     "bridge": (["bridge"], "3.12", BRIDGE, {"megatron-core": "0.16.1", "megatron-bridge": "0.4.2"}),

@@ -1,0 +1,262 @@
+"""Makes, for `convert_checkpoint.py import --gguf`, a Hugging Face directory from a GGUF file.
+
+A tensor at a time is dequantized by the gguf library, in float32, and cast; names come from that library's table, the
+tokenizer from transformers. Both are those of transformers' own loading (5.19 ``load_gguf_checkpoint``), so that every
+tensor is equal to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from conversion.gguf_file import GgufFile, gguf_library
+
+from megatron_rl.checkpoint.convert import appearing
+from megatron_rl.config.json_text import check, field, quoted
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.mapping import hf_size
+from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.reader import used_names
+from megatron_rl.weights.shards import Planned, ShardWriter
+
+# general.architecture → the class that config.json names; llama.cpp's mistral files say llama too.
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+}
+# tokenizer.ggml.pre → how text is cut before merges. Transformers (5.19) cuts those of SPLITS as the model was trained
+# to, and every name that it does not know as GPT-2 does; DIGITS cut each digit off first (llama.cpp llama-vocab.cpp).
+SPLITS = ("default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "qwen2", "deepseek-r1-qwen")
+DIGITS = ("smollm",)
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+ReadModel = Callable[[pathlib.Path], tuple[object, ModelShape]]
+Progress = Callable[[int], None]
+
+
+def import_gguf(
+    file: GgufFile,
+    target: pathlib.Path,
+    read_model: ReadModel,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    progress: Progress = lambda _: None,
+) -> dict:
+    """Write the model of a GGUF file to the directory ``target``, and return a report as JSON-able values.
+
+    read_model: checks a directory with a config.json, and returns (config, shape).
+    dtype: of the tensors written; they are dequantized in float32.
+    shard_bytes: the most bytes of a safetensors file.
+    progress: called after each tensor with the bytes written for it.
+
+    Raises ConfigError, naming the file, for a file that is damaged, of another architecture, or whose tensors are not
+    those of the model that its keys describe.
+    """
+    fields, generation = config_fields(file, dtype)
+    with appearing(target, overwrite=overwrite) as partial:
+        write_json(partial / "config.json", fields)
+        write_json(partial / "generation_config.json", generation)
+        _, shape = read_model(partial)
+        names = match_tensors(file, shape)
+        write_tokenizer(file, partial, shape.vocab_size)
+        planned = [Planned(name=name, shape=hf_size(shape, name), dtype=dtype) for name in names]
+        writer = ShardWriter(partial, planned, shard_bytes)
+        try:
+            for name, stored in names.items():
+                tensor = read_tensor(file, stored, shape, dtype)
+                writer.add(name, tensor)
+                progress(tensor.nbytes)
+                del tensor  # before the next one is read
+            files = writer.finish()
+        finally:
+            writer.abandon()
+    num_bytes = sum(tensor.num_bytes for tensor in planned)
+    return {
+        "wrote": str(target),
+        "family": shape.family,
+        "tensors": len(names),
+        "bytes": num_bytes,
+        "files": files,
+        "types": sorted({place.type_name for place in file.tensors.values()}),
+    }
+
+
+def write_json(path: pathlib.Path, fields: dict) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def shortest(value: float) -> float:
+    """Return the shortest decimal number that is the same in float32: 9.999999747378752e-06 → 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
+    """Return the fields of config.json and of generation_config.json."""
+    values, where = file.values, str(file.path)
+    family = field(values, "general.architecture", str, where)
+    if family not in CLASSES:
+        raise ConfigError(
+            f"{where} holds a {quoted(family)} model; import --gguf reads {', '.join(CLASSES)}: for another, convert "
+            "the Hugging Face directory that it was made from"
+        )
+    if values.get("split.count", 0) not in (0, 1):
+        raise ConfigError(f"{where} is one of {values['split.count']} files; join them by llama-gguf-split --merge")
+    fields = {name: field(values, f"{family}.{key}", int, where, least=1, most=2**40) for key, name in SIZES.items()}
+    heads = fields["num_attention_heads"]
+    groups = check(values.get(f"{family}.attention.head_count_kv", heads), f"{where}: head_count_kv", int, least=1)
+    eps = field(values, f"{family}.attention.layer_norm_rms_epsilon", float, where, least=1e-30, most=1.0)
+    tokens = field(values, "tokenizer.ggml.tokens", list, where)
+    if len(tokens) != (different := len(set(tokens))):
+        raise ConfigError(f"{where} has {len(tokens)} tokens, and only {different} of them are different")
+    fields |= {"num_key_value_heads": groups, "rms_norm_eps": shortest(eps), "vocab_size": len(tokens)}
+    head_dim = values.get(f"{family}.attention.key_length", fields["hidden_size"] // heads)
+    refuse_unknown(file, family, head_dim)
+    if family != "qwen2":
+        fields["head_dim"] = head_dim
+    found = {
+        key: check(values[f"tokenizer.ggml.{key}"], f"{where}: {key}", int, least=0, most=len(tokens) - 1)
+        for key in ("bos_token_id", "padding_token_id", "unknown_token_id", *STOPS)
+        if f"tokenizer.ggml.{key}" in values
+    }
+    stops = list(dict.fromkeys(found[key] for key in STOPS if key in found))
+    ids = {"bos_token_id": found.get("bos_token_id"), "pad_token_id": found.get("padding_token_id")}
+    ids["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
+    head = {"architectures": [CLASSES[family]], "model_type": family, "dtype": str(dtype).removeprefix("torch.")}
+    tied = {"tie_word_embeddings": "output.weight" not in file.tensors, "rope_parameters": rope(file, family)}
+    return head | fields | tied | ids, ids
+
+
+def rope(file: GgufFile, family: str) -> dict:
+    """Return config.json's ``rope_parameters``; raises ConfigError for a scaling that the file's keys do not settle."""
+    values, where = file.values, str(file.path)
+    base = check(values.get(f"{family}.rope.freq_base", 10000.0), f"{where}: rope.freq_base", float, least=1.0)
+    kind = values.get(f"{family}.rope.scaling.type", "none")
+    scaled_by = "the tensor rope_freqs.weight" if "rope_freqs.weight" in file.tensors else quoted(kind)
+    if scaled_by not in ("'none'", "'linear'"):
+        raise ConfigError(
+            f"{where} scales its rotary frequencies by {scaled_by}, which config.json cannot be made from; convert the "
+            "Hugging Face directory that it was made from"
+        )
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": shortest(base)}
+    factor = field(values, f"{family}.rope.scaling.factor", float, where, least=1e-6, most=1e6)
+    return {"rope_type": "linear", "rope_theta": shortest(base), "factor": shortest(factor)}
+
+
+def refuse_unknown(file: GgufFile, family: str, head_dim: object) -> None:
+    """Raise ConfigError for keys that describe a part that the model built here lacks."""
+    for key, wanted in (
+        ("rope.dimension_count", head_dim),
+        ("attention.value_length", head_dim),
+        ("vocab_size", len(file.values["tokenizer.ggml.tokens"])),
+        ("expert_count", 0),
+    ):
+        if (found := file.values.get(f"{family}.{key}", wanted)) != wanted:
+            raise ConfigError(f"{file.path} has {family}.{key}={quoted(found)}; only {quoted(wanted)} is read")
+
+
+def match_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
+    """Return the name in the file of each Hugging Face tensor, in the order of the model's layers.
+
+    Raises ConfigError where the file lacks a tensor, has one of another shape, or one that the model has no part for.
+    """
+    gguf = gguf_library()
+    file.check_types()
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == shape.family)
+    table = gguf.get_tensor_name_map(architecture, shape.num_layers)
+    names: dict[str, str] = {}
+    for name in sorted(used_names(shape), key=by_layer):
+        base, _, kind = name.rpartition(".")
+        stored = f"{table.get_name(base)}.{kind}"
+        if stored not in file.tensors:
+            raise ConfigError(f"{file.path} holds no tensor {stored}; its keys describe a model that has one ({name})")
+        if file.tensors[stored].shape != hf_size(shape, name):
+            raise ConfigError(
+                f"{file.path}: {stored} has shape {file.tensors[stored].shape}, and its keys ask for "
+                f"{hf_size(shape, name)}"
+            )
+        names[name] = stored
+    if unread := sorted(file.tensors.keys() - set(names.values())):
+        raise ConfigError(
+            f"{file.path} holds {len(unread)} tensors that the {shape.family} model is not made of, "
+            f"{', '.join(unread[:3])}"
+        )
+    return names
+
+
+def by_layer(name: str) -> tuple[int, str]:
+    """Sort the embedding before the layers, in their order, and the final norm and the LM head behind them."""
+    parts = name.split(".")
+    layer = int(parts[2]) if parts[1] == "layers" else -1 if parts[1] == "embed_tokens" else 1 << 30
+    return layer, name
+
+
+def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as Hugging Face has it, in ``dtype``; raises ConfigError for numbers that are not finite."""
+    numbers = file.read(stored)
+    heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(stored.split(".")[-2])
+    if shape.family == "llama" and heads is not None:
+        numbers = unpermute(numbers, heads)
+    tensor = torch.from_numpy(np.array(numbers)).to(dtype)
+    if not torch.isfinite(tensor).all():
+        raise ConfigError(f"{file.path}: {stored} holds NaN or infinity as {dtype}; copy or download it again")
+    return tensor
+
+
+def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Return a projection's rows in Hugging Face's order.
+
+    llama.cpp turns neighbouring pairs of a head's rows, Hugging Face's llama turns row i with row i + head_dim / 2; its
+    converter (convert_hf_to_gguf.py, LlamaModel.permute) therefore interleaves the halves of each head. With one head
+    of 4 rows, a, c, b, d become a, b, c, d.
+    """
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> None:
+    """Write the tokenizer's files and the chat template, by transformers; raises ConfigError where it cannot."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    where = str(file.path)
+    cut = file.values.get("tokenizer.ggml.pre", "default")
+    byte_level = field(file.values, "tokenizer.ggml.model", str, where) == "gpt2"
+    if byte_level and cut not in SPLITS + DIGITS:
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.pre={quoted(cut)} cuts text in a way that is not known here; known are "
+            f"{', '.join(SPLITS + DIGITS)}"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+    except Exception as error:  # of many classes: a list that is too short, a merge of one part, an unknown model
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{where}: no tokenizer can be made from it: {type(error).__name__}: {reason}") from error
+    # Transformers adds the class's own unknown token where the file names none: the model has no row for it.
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < vocab_size]
+    backend = Tokenizer.from_str(json.dumps(state))
+    if (found := backend.get_vocab_size()) != vocab_size:
+        raise ConfigError(f"{where}: its tokenizer has {found} tokens, and the embedding {vocab_size} rows")
+    if byte_level and cut in DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    tokens = file.values["tokenizer.ggml.tokens"]
+    special = {
+        name: tokens[file.values[f"tokenizer.ggml.{key}_token_id"]]
+        for name, key in SPECIAL.items()
+        if f"tokenizer.ggml.{key}_token_id" in file.values
+    }
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    made.chat_template = check(file.values.get("tokenizer.chat_template", ""), f"{where}: chat_template", str) or None
+    made.save_pretrained(folder)
