@@ -10,8 +10,8 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's advantages are not 0.
 6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
    not on how they are cut into micro-batches or spread over ranks.
-7. A sample whose reward is its group's mean in exact arithmetic has an advantage of exactly 0.0, except under ``gdpo``
-   and ``center_and_scale``.
+7. A sample whose reward is its group's mean in exact arithmetic (``gdpo``: the weighted sum of whose standardised
+   rewards is 0 in it) has an advantage of exactly 0.0, except under ``center_and_scale``.
 """
 
 from __future__ import annotations
