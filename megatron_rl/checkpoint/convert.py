@@ -7,6 +7,7 @@ all: it is filled under another name beside its own and renamed at the end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -32,14 +33,17 @@ from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from megatron_rl.config.json_text import read_object
 from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import EMBEDDING, Layout, adapter_name, hf_size, load_shard
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ
+from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ, whole_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
 from megatron_rl.weights.side_files import copy_side_files, drop_fields
 
 # a GPTModel's keys; the others are an optimizer's, or another model's
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
+
+WIDER = "choose a wider one with --dtype"
 
 Progress = Callable[[int], None]
 """Called after each tensor with the bytes written for it."""
@@ -123,8 +127,8 @@ def import_weights(
 ) -> int:
     """Fill ``folder`` with a torch_dist checkpoint of the model's weights; return the bytes of its tensors.
 
-    Raises ConfigError where a tensor is missing, has another shape than the config's, or files hold tensors that no
-    table names.
+    Raises ConfigError where a tensor is missing, has another shape than the config's or numbers that are not finite, or
+    files hold tensors that no table names.
     shape: its ``padded_vocab_size`` is a multiple of ``cut.tensor``.
     dtype: None keeps the files' own.
     """
@@ -167,6 +171,7 @@ def _import_one(
     for rank in range(cut.tensor if split else 1):
         shard = load_shard(entry, shape, reader.read, rank, cut.tensor if split else 1)
         shard = shard if dtype is None else shard.to(dtype)
+        check_finite(shard, functools.partial(whole_tensors, entry, shape, reader), WIDER)
         # two chunks for a rank's gate and up, as in Megatron-Core (0.16.1 transformer/mlp.py
         # apply_swiglu_sharded_factory)
         halves = shard.chunk(2) if entry.layout is Layout.GATE_UP else (shard,)
@@ -253,7 +258,8 @@ def export_folder(
 ) -> list[str]:
     """Convert a Megatron-LM checkpoint into a Hugging Face directory; return the names of its files.
 
-    Optimizer states and everything else in the checkpoint stay behind.
+    Optimizer states and everything else in the checkpoint stay behind. Raises ConfigError, and leaves no folder, where
+    a tensor holds numbers that are not finite.
     hf: a directory with the model's config and tokenizer.
     """
     reader = TorchDistReader(source.path)
@@ -264,7 +270,9 @@ def export_folder(
             for layer in stored_layers(shape):
                 for stored in layer:
                     for name, tensor in read_stored(stored, shape, reader):
+                        stored_as = (f"{name} of {source.path}", tensor)
                         tensor = tensor if dtype is None else tensor.to(dtype)
+                        check_finite(tensor, functools.partial(iter, [stored_as]), WIDER)
                         writer.add(name, tensor)
                         progress(tensor.nbytes)
             names = writer.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from megatron_rl.distributed import platform  # noqa: F401  (before megatron.cor
 from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import (
     TIED_HEAD,
     Entry,
@@ -26,7 +28,7 @@ from megatron_rl.weights.mapping import (
     stage_entries,
 )
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.reader import WeightReader
+from megatron_rl.weights.reader import WeightReader, whole_tensors
 from megatron_rl.weights.side_files import copy_side_files, is_tokenizers
 
 BUCKET_BYTES = 512 * 2**20
@@ -65,26 +67,11 @@ def _load_chunk(
             rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
         parameter = parameters.pop(entry.megatron)
         parameter.copy_(load_shard(entry, shape, reader.read, rank, ranks))
-        if not _is_finite(parameter):
-            raise ConfigError(_name_the_infinite(entry, shape, reader, parameter.dtype))
+        check_finite(parameter, functools.partial(whole_tensors, entry, shape, reader), "set model.dtype=float32")
     if parameters:
         raise RuntimeError(
             f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them"
         )
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no element is NaN or infinite, in one pass without a copy."""
-    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
-
-
-def _name_the_infinite(entry: Entry, shape: ModelShape, reader: WeightReader, dtype: torch.dtype) -> str:
-    """Return the message of a parameter with NaN or infinity: the tensor that it comes from, and how many it holds."""
-    for name in entry.hf:
-        whole = reader.read(name, 0, 0, hf_size(shape, name)[0])
-        if wrong := int((~whole.isfinite()).sum()):
-            return f"{name} holds {wrong} numbers that are NaN or infinite, of {whole.numel()}: the weights are broken"
-    return f"{', '.join(entry.hf)} hold numbers that {dtype} has no place for; set model.dtype=float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

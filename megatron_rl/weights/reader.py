@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.mapping import hf_size, stage_entries
+from megatron_rl.weights.mapping import Entry, hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
@@ -192,6 +192,12 @@ def _list_tensors(reader: HuggingFaceReader) -> dict[str, pathlib.Path]:
                 "they may be another model's"
             )
     return {name: folder / part for name, part in mapped.items()}
+
+
+def whole_tensors(entry: Entry, shape: ModelShape, reader: WeightReader) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the Hugging Face tensors that a Megatron parameter comes from."""
+    for name in entry.hf:
+        yield name, reader.read(name, 0, 0, hf_size(shape, name)[0])
 
 
 def used_names(shape: ModelShape) -> set[str]:
