@@ -49,15 +49,17 @@ class GpuNeeds:
     """Holds the most bytes that a GPU needs at each time, the stage that needs them, and the engine's part.
 
     training, generating: (bytes, stage).
+    critic: the same of a critic on ranks of its own; None without one.
     """
 
     training: tuple[int, int]
     generating: tuple[int, int]
     engine: EngineMemory
+    critic: tuple[int, int] | None = None
 
     @property
     def most(self) -> int:
-        return max(self.training[0], self.generating[0])
+        return max(self.training[0], self.generating[0], self.critic[0] if self.critic else 0)
 
 
 def engine_memory(config: Config, shape: ModelShape, degrees: Degrees, gpu_bytes: float) -> EngineMemory:
@@ -91,13 +93,17 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
-def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory) -> GpuNeeds:
-    """Return the most that a GPU of any stage needs."""
+def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory, critic: tuple[StageMemory, ...] = ()) -> GpuNeeds:
+    """Return the most that a GPU of any stage needs.
+
+    critic: the stages of a critic on ranks of its own.
+    """
     training = max((stage.total + engine.while_training, stage.stage) for stage in memory)
     generating = max(
         (stage.kept_while_generating(engine.takes_turns) + engine.while_generating, stage.stage) for stage in memory
     )
-    return GpuNeeds(training=training, generating=generating, engine=engine)
+    of_critic = max(((stage.total, stage.stage) for stage in critic), default=None)
+    return GpuNeeds(training=training, generating=generating, engine=engine, critic=of_critic)
 
 
 def shortfalls(needs: GpuNeeds, config: Config, gpu_bytes: float) -> list[str]:
@@ -111,6 +117,9 @@ def shortfalls(needs: GpuNeeds, config: Config, gpu_bytes: float) -> list[str]:
         if most > gpu_bytes:
             share = f", {gib(part)} of them for {engine}" if part else ""
             found.append(f"{time} needs {gib(most)} GiB of {whole} on a GPU of stage {stage}{share}")
+    if needs.critic and needs.critic[0] > gpu_bytes:
+        most, stage = needs.critic
+        found.append(f"training the critic needs {gib(most)} GiB of {whole} on a GPU of its stage {stage}")
     if config.rollout.engine == "vllm" and needs.engine.needed > needs.engine.while_generating:
         found.append(
             f"{engine} needs {gib(needs.engine.needed)} GiB for its weights and one longest sample, and "

@@ -6,17 +6,18 @@ A forecast has the update's time, the bubble, the balance, the memory, and the c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.algorithm.signal import signal_rule
-from megatron_rl.config import Config
+from megatron_rl.config import Config, critic_config
 from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.timeline import Timeline, simulate
-from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.machine import Costs
-from megatron_rl.simulator.memory import StageMemory, stage_memory
+from megatron_rl.simulator.memory import StageMemory, beside_critic, stage_memory
 from megatron_rl.simulator.workload import Workload
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 from megatron_rl.weights.model_shape import ModelShape
@@ -100,13 +101,17 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """Holds the inputs of one forecast."""
+    """Holds the inputs of one forecast.
+
+    critic: the same of PPO's critic, on its own grid; None without one.
+    """
 
     config: Config
     shape: ModelShape
     degrees: Degrees
     workload: Workload
     costs: Costs
+    critic: Job | None = None
 
     def rules(self) -> PlanRules:
         """Return the backend's plan rules: prior costs, or a run's own if given and ``plan.calibrate`` is on."""
@@ -142,13 +147,34 @@ def forecast(job: Job) -> Forecast:
     )
 
 
+def with_critic(job: Job, read_shape: Callable[[Config, Degrees], ModelShape]) -> Job:
+    """Return the job with that of its critic, if it has one; its times are not forecast.
+
+    read_shape: gives a configuration's shape of the model (simulator/command.py).
+    Raises ConfigError where the critic's degrees do not divide its ranks or its model.
+    """
+    if not job.config.has_critic:
+        return job
+    config = critic_config(job.config)
+    degrees = degrees_of(config, job.config.critic.ranks or job.degrees.world_size)
+    shape = dataclasses.replace(read_shape(config, degrees), value_head=True, tied_embeddings=False)
+    costs = dataclasses.replace(job.costs, from_run=False)
+    critic = Job(config=config, shape=shape, degrees=degrees, workload=job.workload, costs=costs)
+    return dataclasses.replace(job, critic=critic)
+
+
+def critic_memory(critic: Job) -> tuple[StageMemory, ...]:
+    """Return the memory of each stage of a critic, which trains every sample that has a loss token."""
+    return memory_of(critic, critic.plan(critic.rules(), critic.workload.loss_tokens > 0, drops=True))
+
+
 def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
-    """Return the memory of every pipeline stage under a plan."""
+    """Return the memory of every pipeline stage of the policy under a plan, with a critic that shares its GPUs."""
     padded = padded_lengths(job.workload.lengths, job.rules().pad_multiple).astype(np.float64)
     real = [step for step in plan.mini_batches if step.kind is not StepKind.GHOST]
     tokens, loss_tokens = max((_largest(step, padded, job.workload.loss_tokens) for step in real), default=(0, 0))
     microbatches = max((int(step.num_microbatches.max()) for step in real), default=0)
-    return tuple(
+    stages = tuple(
         stage_memory(
             job.shape,
             job.config,
@@ -160,6 +186,9 @@ def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
         )
         for stage in range(job.degrees.pipeline_size)
     )
+    if job.critic is None or job.config.critic.placement == "separate":
+        return stages
+    return beside_critic(stages, critic_memory(job.critic), job.degrees.world_size)
 
 
 def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:

@@ -3,14 +3,17 @@
 Weights are counted from the shape and equal those of the built model (tests/tools/test_simulate_cluster.py). Gradients
 lie in one buffer per rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per
 parameter and, for bfloat16 weights, a float32 master, which ``optimizer.distributed`` shards over data and context
-parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. Activations are the elements that
-autograd saves per token and layer with an attention that keeps no scores. The sum leaves out allocator fragments,
-communication buffers, and CUDA itself.
+parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. A critic on the same GPUs keeps its
+own; its updates and the policy's take turns, so that of their activations and logits the larger sum counts. Activations
+are the elements that autograd saves per token and layer with an attention that keeps no scores. The sum leaves out
+allocator fragments, communication buffers, and CUDA itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
@@ -30,6 +33,8 @@ class StageMemory:
     reference: weights again if a KL is measured under ``reference.placement=device``.
     optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``.
     activations: as the config recomputes them; the two after it without and with full recompute.
+    critic_weights, critic_state, critic_working: of a critic on the same GPU: its weights, its gradients and optimizer
+        state, and its activations and values while it is updated, when the policy has none.
     """
 
     stage: int
@@ -43,17 +48,27 @@ class StageMemory:
     activations_kept: int
     activations_recomputed: int
     logits: int
+    critic_weights: int = 0
+    critic_state: int = 0
+    critic_working: int = 0
+
+    @property
+    def state(self) -> int:
+        """Return the bytes that are kept between updates."""
+        own = self.weights + self.reference + self.gradients + self.optimizer
+        return own + self.critic_weights + self.critic_state
 
     @property
     def total(self) -> int:
-        return self.weights + self.reference + self.gradients + self.optimizer + self.activations + self.logits
+        return self.state + max(self.activations + self.logits, self.critic_working)
 
     def kept_while_generating(self, takes_turns: bool) -> int:
         """Return the bytes that the trainer keeps on the GPU while an engine generates there.
 
         takes_turns: whether gradients and optimizer state leave the GPU meanwhile (rollout/colocation.py).
         """
-        return self.weights + self.reference + (0 if takes_turns else self.gradients + self.optimizer)
+        offloaded = self.gradients + self.optimizer + self.critic_state
+        return self.state - (offloaded if takes_turns else 0)
 
 
 def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
@@ -73,7 +88,7 @@ def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
 def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
     """Return the dense and the experts' parameters that a rank of the pipeline stage holds.
 
-    A tied embedding lies on both ends of a pipeline.
+    A tied embedding lies on both ends of a pipeline; a critic has a row in place of the output matrix.
     """
     dense, experts = (n * shape.num_layers // degrees.pipeline_size for n in layer_parameters(shape, degrees))
     vocabulary = shape.padded_vocab_size // degrees.tensor_size * shape.hidden_size
@@ -82,7 +97,9 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
         dense += vocabulary
     if last:
         dense += shape.hidden_size
-        if not (shape.tied_embeddings and degrees.pipeline_size == 1):
+        if shape.value_head:
+            dense += shape.hidden_size
+        elif not (shape.tied_embeddings and degrees.pipeline_size == 1):
             dense += vocabulary
     return dense, experts
 
@@ -135,7 +152,7 @@ def stage_memory(
     # Parameters, and their optimizer state.
     size, layers = ELEMENT_BYTES[config.model.dtype], shape.num_layers // degrees.pipeline_size
     dense, experts = stage_parameters(shape, degrees, stage)
-    adapters = stage_adapters(shape, config, degrees)
+    adapters = 0 if shape.value_head else stage_adapters(shape, config, degrees)
     weights = dense + experts + adapters
     if adapters:
         dense, experts = adapters, 0  # only the adapters are trained
@@ -151,11 +168,12 @@ def stage_memory(
     boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)
     at_once = config.megatron.transformer.get("recompute_num_layers") or 1
     kept, recomputed = flying * layers * layer, flying * layers * boundary / at_once + at_once * layer
-    second = config.loss.kl_coefficient != 0 and config.reference.placement == "device"
+    second = config.loss.kl_coefficient != 0 and config.reference.placement == "device" and not shape.value_head
     logits = 0.0
     if stage == degrees.pipeline_size - 1 and microbatches:
         rows = min(loss_tokens / degrees.context_size, LINEAR_CHUNK_TOKENS)
-        logits = rows * shape.padded_vocab_size / degrees.tensor_size * (4 + (size if size != 4 else 0))
+        columns = 1 if shape.value_head else shape.padded_vocab_size / degrees.tensor_size
+        logits = rows * columns * (4 + (size if size != 4 else 0))
     return StageMemory(
         stage=stage,
         weights=weights * size,
@@ -169,3 +187,28 @@ def stage_memory(
         activations_recomputed=round(recomputed),
         logits=round(logits),
     )
+
+
+def beside_critic(
+    policy: Sequence[StageMemory], critic: Sequence[StageMemory], num_ranks: int
+) -> tuple[StageMemory, ...]:
+    """Return the policy's stages with the critic on the same ranks, whose pipeline may have another length.
+
+    Stages are blocks of successive ranks, so that a stage of the one meets some of the other: its GPU of the greatest
+    need counts.
+    """
+    found = []
+    for number, stage in enumerate(policy):
+        ranks = range(number * num_ranks // len(policy), (number + 1) * num_ranks // len(policy))
+        met = sorted({rank * len(critic) // num_ranks for rank in ranks})
+        both = [
+            dataclasses.replace(
+                stage,
+                critic_weights=critic[other].weights,
+                critic_state=critic[other].gradients + critic[other].optimizer,
+                critic_working=critic[other].activations + critic[other].logits,
+            )
+            for other in met
+        ]
+        found.append(max(both, key=lambda memory: memory.total))
+    return tuple(found)

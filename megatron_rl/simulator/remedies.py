@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, critic_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.plan import padded_lengths
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.engine_memory import GpuNeeds, engine_memory, gib, gpu_needs, shortfalls
-from megatron_rl.simulator.forecast import Job, memory_of
+from megatron_rl.simulator.forecast import Job, critic_memory, memory_of, with_critic
 from megatron_rl.simulator.memory import full_recompute
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.model_shape import ModelShape
@@ -40,7 +40,8 @@ def needs_of(job: Job, gpu_bytes: float) -> GpuNeeds:
     """Return the bytes that a job needs on a GPU, by the dense run's plan. Raises ConfigError if it has none."""
     plan = job.plan(job.rules(), job.workload.signal(job.config), drops=False)
     engine = engine_memory(job.config, job.shape, job.degrees, gpu_bytes)
-    return gpu_needs(memory_of(job, plan), engine)
+    separate = critic_memory(job.critic) if job.critic and job.config.critic.placement == "separate" else ()
+    return gpu_needs(memory_of(job, plan), engine, separate)
 
 
 def remedies(
@@ -79,6 +80,13 @@ def _families(config: Config, longest: int, gpus_per_node: int) -> Iterator[Sequ
     ]
     yield [{"parallel.pipeline": parallel.pipeline * n} for n in FACTORS]
     yield [{"parallel.context": parallel.context * n} for n in FACTORS]
+    if config.has_critic:
+        tensor = critic_config(config).parallel.tensor
+        yield [
+            {"critic.parallel.tensor": tensor * n, "critic.parallel.sequence_parallel": True}
+            for n in FACTORS
+            if tensor * n <= gpus_per_node
+        ]
     yield [] if config.optimizer.distributed else [{"optimizer.distributed": True}]
     yield [{"reference.placement": "host"}] if config.reference.placement == "device" else []
     yield [BFLOAT16] if config.model.dtype == "float32" else []
@@ -110,7 +118,7 @@ def _mildest(
                 shape=read_shape(config, degrees),
                 costs=dataclasses.replace(job.costs, from_run=False),
             )
-            needs = needs_of(other, gpu_bytes)
+            needs = needs_of(with_critic(other, read_shape), gpu_bytes)
         except ConfigError:  # a degree that does not divide, a cap below a sample: no way out
             continue
         if not shortfalls(needs, config, gpu_bytes):

@@ -106,7 +106,10 @@ def gpu_words(content: dict[str, Any]) -> str:
         engine = needs["engine"][f"while_{time}"]
         share = f", {gib(engine)} of them the engine's" if engine else ""
         parts.append(f"{time} {gib(most)} of {whole / GIB:g} GiB (stage {stage}{share})")
-    largest = max(needs["training"][0], needs["generating"][0])
+    if needs["critic"]:
+        most, stage = needs["critic"]
+        parts.append(f"the critic, on ranks of its own, {gib(most)} of {whole / GIB:g} GiB (its stage {stage})")
+    largest = max(needs[time][0] for time in ("training", "generating", "critic") if needs[time])
     near = "; NOT COUNTED are allocator fragments, communication buffers and CUDA itself, for which little is left"
     return "; ".join(parts) + (near if NEARLY * whole < largest <= whole else "")
 
@@ -127,11 +130,12 @@ def show(content: dict[str, Any]) -> None:
         plans.add_row(label, *(_cell(content[kind][key], unit) for kind in ("dense", "skip")))
     console.print(plans)
     memory = Table(title=f"GiB on a GPU of each stage (recompute {content['recompute']}); right: were it otherwise")
-    second = ("reference",) if any(stage["reference"] for stage in content["memory"]) else ()
-    names = ("weights", *second, "gradients", "optimizer", "activations", "logits", "total")
+    rarer = ("reference", "critic_weights", "critic_state", "critic_working")
+    rarer = tuple(name for name in rarer if any(stage[name] for stage in content["memory"]))
+    names = ("weights", "gradients", "optimizer", "activations", "logits", *rarer, "total")
     other = {"optimizer_whole": "unsharded", "activations_kept": "all kept", "activations_recomputed": "recomputed"}
     for name in ("stage", *names, *other.values()):
-        memory.add_column(name, justify="right")
+        memory.add_column(name.replace("_", " "), justify="right")
     for stage in content["memory"]:
         memory.add_row(str(stage["stage"]), *(f"{stage[name] / GIB:.2f}" for name in (*names, *other)))
     console.print(memory)

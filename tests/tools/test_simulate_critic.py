@@ -1,0 +1,110 @@
+"""Checks the critic's memory in the forecast against critics that are built, and against a count by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import critic_config, load_config
+from megatron_rl.critic import Critic
+from megatron_rl.model.hf_config import model_shape
+from megatron_rl.simulator.degrees import degrees_of
+from megatron_rl.simulator.engine_memory import EngineMemory, gpu_needs, shortfalls
+from megatron_rl.simulator.forecast import critic_memory, memory_of, with_critic
+from megatron_rl.simulator.memory import StageMemory, beside_critic
+from tests.equality.rig import DEFAULTS, open_rig
+from tests.reference import LAYERS, file_weights, tiny_config
+from tests.tools.simulated_job import equal_samples, job_of
+
+GRIDS = {
+    "DP2, sharded": ("llama", "optimizer.distributed=true"),
+    "PP2": ("qwen2_tied", "parallel.pipeline=2"),
+    "TP2 beside PP2": ("qwen2_tied", "parallel.pipeline=2", "critic.parallel={pipeline: 1, tensor: 2}"),
+    "EP2": ("mixtral", "parallel.expert=2", "critic.optimizer.distributed=true"),
+}
+
+
+def critic_bytes(rank: int, world: int, family: str, *overrides: str) -> tuple[int, int, int]:
+    """Return the bytes of a built critic's weights, gradients and moments on a rank, once it has trained."""
+    with open_rig(family, "advantage.estimator=gae", *overrides, samples=4) as rig:
+        critic = Critic(rig.backend.config, hf_config=rig.backend.hf_config, weights=file_weights(rig.model))
+        count = int(rig.batch.facts.response_tokens.sum())
+        critic.train(rig.batch, np.ones(count, np.float32), np.zeros(count, np.float32))
+        parameters = [p for chunk in critic.chunks for p in chunk.parameters()]
+        moments = 0
+        for part in critic.optimizer.megatron.chained_optimizers:
+            for state in part.optimizer.state.values():
+                moments += sum(state[name].numel() * state[name].element_size() for name in ("exp_avg", "exp_avg_sq"))
+        sizes = [(p.numel() * p.element_size(), p.main_grad.numel() * 4) for p in parameters]
+        critic.close()
+    return *np.sum(sizes, axis=0).tolist(), moments
+
+
+def job_with_critic(family: str, world: int, *overrides: str):
+    config = load_config(None, [*DEFAULTS, "advantage.estimator=gae", *overrides])
+    hf_config = tiny_config(family, layers=LAYERS)
+
+    def read_shape(config, degrees):
+        return model_shape(hf_config, config, degrees, layer_spec="torch")
+
+    degrees = degrees_of(config, world)
+    return with_critic(job_of(config, read_shape(config, degrees), degrees, equal_samples(8, 16)), read_shape)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_critics_memory_is_that_of_one_that_is_built(pool, grid: str) -> None:
+    """Weights and gradients are equal on every rank, moments over all ranks."""
+    family, *overrides = GRIDS[grid]
+    found = pool.run(2, critic_bytes, family, *overrides, timeout_s=120)
+    critic = job_with_critic(family, 2, *overrides).critic
+    stages = critic_memory(critic)
+    predicted = [stages[rank * len(stages) // 2] for rank in range(2)]
+    assert [(x.weights, x.gradients) for x in predicted] == [rank[:2] for rank in found]
+    assert sum(x.optimizer for x in predicted) == sum(rank[2] for rank in found)
+    assert all(x.reference == 0 for x in stages)
+
+
+def test_a_shared_critic_is_counted_by_hand() -> None:
+    """Of float32 four bytes a weight and a gradient, eight of moments; the critic's head is one row."""
+    job = job_with_critic("llama", 1)
+    alone = memory_of(
+        dataclasses.replace(job, critic=None), plan := job.plan(job.rules(), np.ones(8, bool), drops=False)
+    )
+    (stage,) = memory_of(job, plan)
+    shape = job.shape
+    policy = stage.weights // 4
+    critic = policy - shape.padded_vocab_size * shape.hidden_size + shape.hidden_size  # an untied output matrix, a row
+    assert not shape.tied_embeddings
+    assert (stage.critic_weights, stage.critic_state) == (4 * critic, 4 * critic + 8 * critic)
+    assert 0 < stage.critic_working < stage.activations + stage.logits  # the same samples, without logits
+    assert stage.total == alone[0].total + 16 * critic
+    kept = stage.kept_while_generating(takes_turns=True)
+    assert kept == stage.weights + stage.critic_weights  # gradients and moments of both leave the GPU
+    assert stage.kept_while_generating(takes_turns=False) == 16 * (policy + critic)
+
+
+def test_stages_of_two_grids_meet_on_the_ranks_that_they_share() -> None:
+    """Two stages of a policy on 4 ranks beside a critic of four: the larger of those that a stage meets counts."""
+
+    def stages(*weights: int) -> tuple[StageMemory, ...]:
+        others = dict.fromkeys([x.name for x in dataclasses.fields(StageMemory)][2:], 0)
+        return tuple(StageMemory(stage=i, weights=size, **others) for i, size in enumerate(weights))
+
+    assert [x.total for x in beside_critic(stages(100, 200), stages(1, 2, 4, 3), 4)] == [102, 204]
+    assert [x.total for x in beside_critic(stages(1, 2, 4, 3), stages(100, 200), 4)] == [101, 102, 204, 203]
+    assert [x.total for x in beside_critic(stages(1), stages(100, 200), 2)] == [201]
+
+
+def test_a_separate_critic_must_fit_on_its_own_gpus() -> None:
+    job = job_with_critic("llama", 2, "critic.placement=separate", "critic.ranks=1")
+    assert job.critic.degrees.world_size == 1 and critic_config(job.config) == job.critic.config
+    (policy,) = memory_of(job, job.plan(job.rules(), np.ones(8, bool), drops=False))
+    (critic,) = critic_memory(job.critic)
+    assert policy.critic_weights == 0
+    engine = EngineMemory(while_training=0, while_generating=0, needed=0, takes_turns=False)
+    needs = gpu_needs((policy,), engine, (critic,))
+    assert needs.critic == (critic.total, 0) and needs.most == max(policy.total, critic.total)
+    assert shortfalls(needs, job.config, 2**40) == []
+    assert "training the critic needs" in shortfalls(needs, job.config, critic.total - 1)[-1]
