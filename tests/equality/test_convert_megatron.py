@@ -203,7 +203,11 @@ def saved_by_training(rank: int, world: int, root: str, topology: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    "topology", [sizes(2, 1), (*sizes(1, 2), "optimizer.distributed=true")], ids=["TP2", "PP2-sharded"]
+    "topology",
+    [
+        pytest.param(sizes(2, 1), marks=pytest.mark.long(seconds=20), id="TP2"),
+        pytest.param((*sizes(1, 2), "optimizer.distributed=true"), id="PP2-sharded"),
+    ],
 )
 def test_a_training_runs_checkpoint_exports_its_weights(
     pool: Pool, tmp_path: pathlib.Path, topology: tuple[str, ...]

@@ -23,7 +23,7 @@ from megatron_rl.observability.metrics import read_metrics
 from tests.patience import patient
 from tests.workers.environment import worker_environment
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long(seconds=30)]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "gsm8k" / "gsm8k.yaml"

@@ -62,6 +62,7 @@ def test_one_size_is_extrapolated_in_proportion(tool) -> None:
     assert tool.extrapolated({10: 300}, 40) == 1200
 
 
+@pytest.mark.long(seconds=15)
 def test_resident_memory_is_that_of_the_path(tool) -> None:
     """Each path's resident memory is its own: lean holds less than a twentieth of what plain holds.
 

@@ -38,6 +38,7 @@ def run_tool(out: pathlib.Path, processes: int, *arguments: str) -> list[dict]:
     return json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.long(seconds=20)
 def test_shares_are_those_of_the_figures(tmp_path: pathlib.Path) -> None:
     """The reported shares are those of the reported times and tokens.
 
