@@ -139,11 +139,11 @@ def _own_digest(content: Mapping) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
+def verify(folder: pathlib.Path, *, share: tuple[int, int] | None = (0, 1)) -> None:
     """Raise DamagedCheckpoint, naming the first damaged file, unless every file is as the manifest says.
 
     share: (r, n) digests every n-th file from the r-th, so that n ranks check a large checkpoint together; the names
-    and sizes of all files are checked.
+    and sizes of all files are checked. None digests no file.
     """
     files = read_manifest(folder)["files"]
     try:
@@ -162,7 +162,7 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] = (0, 1)) -> None:
             size = path.stat().st_size
             sha256 = (
                 digest(path)["sha256"]
-                if size == wanted["bytes"] and number % share[1] == share[0]
+                if share is not None and size == wanted["bytes"] and number % share[1] == share[0]
                 else wanted["sha256"]
             )
         except OSError as error:
@@ -190,6 +190,13 @@ def remove(folder: pathlib.Path) -> None:
     doomed = folder.with_name(f"{folder.name}.deleting")
     os.rename(folder, doomed)
     shutil.rmtree(doomed)
+
+
+def remove_if_empty(root: pathlib.Path) -> None:
+    """Remove a folder of checkpoints in which none is left, and nothing but the file that named the latest."""
+    if root.is_dir() and {path.name for path in root.iterdir()} <= {LATEST}:
+        (root / LATEST).unlink(missing_ok=True)
+        root.rmdir()
 
 
 def _files_in(folder: pathlib.Path) -> list[str]:

@@ -25,9 +25,19 @@ from collections.abc import Callable, Mapping
 
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.exports import exported_steps, set_exports_aside, start_anew
-from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint, name_of, prune, remove, verify, whole_checkpoints
+from megatron_rl.checkpoint.folder import (
+    STATE,
+    DamagedCheckpoint,
+    name_of,
+    prune,
+    remove,
+    remove_if_empty,
+    verify,
+    whole_checkpoints,
+)
 from megatron_rl.checkpoint.pickled import check_torch_files
 from megatron_rl.checkpoint.random_state import random_state, set_random_state
+from megatron_rl.checkpoint.resume import CRITIC, ROOT, SUPERVISED, damaged_words, none_good_words, resumable
 from megatron_rl.checkpoint.run_state import RestoredRun, ResumePoint, RunState
 from megatron_rl.checkpoint.state_file import read_model_state, read_state
 from megatron_rl.checkpoint.writer import PendingSave
@@ -48,8 +58,8 @@ class CheckpointManager:
     def __init__(self, config: Config, backend, critic=None) -> None:
         self.config, self.backend, self.critic = config, backend, critic
         self.settings = config.checkpoint
-        self.root = config.run.path / "checkpoints"
-        self.supervised_root = self.root / "supervised"
+        self.root = config.run.path / ROOT
+        self.supervised_root = self.root / SUPERVISED
         self.is_main = backend.topology.is_main
         self.pending: list[PendingSave] = []  # in the order in which they are to be whole
         self.waited_s = 0.0  # seconds that the loop waited for the last checkpoint
@@ -103,18 +113,14 @@ class CheckpointManager:
                     self.critic.load(self.critic_root / folder.name)
             except DamagedCheckpoint as error:
                 if self.settings.on_damage == "fail":
-                    raise DamagedCheckpoint(
-                        f"{error}; remove that folder, or set checkpoint.on_damage=previous"
-                    ) from error
+                    raise DamagedCheckpoint(damaged_words(error)) from error
                 log.error("%s; THE CHECKPOINT BEFORE IT IS USED", error)
                 continue
             self.resumes = True
             return point
         if not folders:
             return None
-        raise CheckpointError(
-            f"all {len(folders)} checkpoints in {self.root} are damaged; restore one, or set checkpoint.resume=never"
-        )
+        raise CheckpointError(none_good_words(folders, self.root))
 
     def _folders(self) -> list[pathlib.Path]:
         """Return the checkpoints to choose from, the newest first; set them aside under ``checkpoint.resume=never``."""
@@ -130,25 +136,11 @@ class CheckpointManager:
             if iterations or supervised or exports:
                 start_anew(self.root, self.config.model.hf_path, is_main=self.is_main)
             return []
-        if self.critic is not None and iterations:
-            iterations = self._of_both(iterations, of_critic)
-        folders = [self.root / name_of(iteration) for iteration in reversed(iterations)]
-        return folders + [self.supervised_root / name_of(steps) for steps in reversed(supervised)]
+        return resumable(self.root, iterations, None if self.critic is None else of_critic, supervised)
 
     @property
     def critic_root(self) -> pathlib.Path:
-        return self.root / "critic"
-
-    def _of_both(self, found: list[int], theirs: list[int]) -> list[int]:
-        """Return the policy's iterations that the critic has too. Not a collective."""
-        both = [iteration for iteration in found if iteration in theirs]
-        if not both:
-            raise CheckpointError(
-                f"{self.root} holds {len(found)} checkpoints of a policy and {self.critic_root} none of a critic that "
-                "belong to them, and advantage.estimator=gae asks for one; restore them, or start from an exported "
-                "policy in another run.dir"
-            )
-        return both
+        return self.root / CRITIC
 
     def _verify(self, folder: pathlib.Path, check_rows: Callable[[bytes], None] | None) -> dict:
         """Verify a checkpoint and return its state.json; ``check_rows`` is None for a critic's.
@@ -363,6 +355,7 @@ class CheckpointManager:
             left = keep_last - len(whole_checkpoints(self.root))
             for steps in whole_checkpoints(self.supervised_root)[: -left or None]:
                 remove(self.supervised_root / name_of(steps))
+            remove_if_empty(self.supervised_root)
 
     def _give_up(self) -> None:
         """Abandon the parts still being written, whose checkpoint will never be whole."""

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.backend.reference_weights import trained
 from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.checkpoint.resume import check_identity
 from megatron_rl.checkpoint.tensors import (
     AdamStates,
     adam_to_save,
@@ -24,13 +25,11 @@ from megatron_rl.checkpoint.tensors import (
     weights_to_save,
 )
 from megatron_rl.checkpoint.writer import PendingSave
-from megatron_rl.errors import CheckpointError
+from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 
 REFERENCE = "reference."
-# the identity where every weight is trained; a checkpoint from before there were adapters lacks these
-WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": [], "frozen_weights": None}
 # fields of a ModelShape that may differ between a save and a load
 OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")
 
@@ -41,9 +40,13 @@ def identity(backend: TrainableModel) -> dict[str, object]:
     They are the model's shape, its adapters' and the checksum of the frozen weights beside them. The first call is a
     collective where there are adapters.
     """
-    shape = dataclasses.asdict(backend.shape) | {"lora_targets": sorted(backend.shape.lora_targets)}
-    shape["frozen_weights"] = backend.frozen_checksum()
-    return {name: value for name, value in sorted(shape.items()) if name not in OF_THE_RUN}
+    return {**identity_of_shape(backend.shape), "frozen_weights": backend.frozen_checksum()}
+
+
+def identity_of_shape(shape: ModelShape) -> dict[str, object]:
+    """Return the part of a model's ``identity`` that its shape, with its adapters, tells."""
+    fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
+    return {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
 
 
 def numbers(backend: TrainableModel) -> dict[str, object]:
@@ -127,18 +130,7 @@ def load(
 
 def check_model(backend: TrainableModel, folder: pathlib.Path, model: Mapping[str, object]) -> None:
     """Raise CheckpointError where ``model``, a checkpoint's ``identity``, is not the backend's. All ranks call it."""
-    own, model = identity(backend), {**WITHOUT_LORA, **model}
-    if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
-        summary = ", ".join(
-            f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here"
-            for name, (theirs, ours) in different.items()
-        )
-        settings = "the model.hf_path and model.dtype" if "frozen_weights" in different else "the model.hf_path"
-        if "lora_rank" in different or set(different) <= {"lora_alpha", "lora_targets"}:
-            settings = "the lora.rank (null for 0), lora.alpha and lora.targets"
-        raise CheckpointError(
-            f"{folder} is of another model: {summary}; give {settings} it was trained with, or another run folder"
-        )
+    check_identity(identity(backend), folder, model)
 
 
 @torch.no_grad()

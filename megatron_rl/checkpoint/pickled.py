@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import io
 import os
 import pathlib
 import pickle
@@ -20,6 +21,7 @@ import torch.distributed.distributed_c10d as between_ranks
 from torch.distributed.checkpoint import filesystem as on_disk
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
+from megatron_rl.checkpoint.pickle_scan import scan
 from megatron_rl.config.json_text import field, quoted, read_object, shortened
 
 ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
@@ -67,6 +69,7 @@ BETWEEN_RANKS = {
     "megatron.core.dist_checkpointing.mapping": {"ShardedTensor"},
     **OF_ERRORS,
 }
+SMALL_BYTES, MOST_BYTES = 2**20, 2**30  # of an index; a stored tensor takes more bytes than its entries here
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
@@ -92,11 +95,17 @@ class PlanUnpickler(MetadataUnpickler):
 def check_pickle(path: pathlib.Path) -> object:
     """Unpickle a ``.metadata`` file and return its object.
 
-    Raises DamagedCheckpoint where it names any other class or function; the file is then not unpickled.
+    Raises DamagedCheckpoint where it names any other class or function, is larger than the tensors beside it, or would
+    build what no index of tensors is (checkpoint/pickle_scan.py); the file is then not unpickled.
     """
     try:
-        with path.open("rb") as file:
-            return MetadataUnpickler(file).load()
+        size = path.stat().st_size
+        most = min(MOST_BYTES, SMALL_BYTES + sum(file.stat().st_size for file in path.parent.glob("*.distcp")))
+        if size > most:
+            raise pickle.UnpicklingError(f"it has {size} bytes, and an index of the tensors beside it at most {most}")
+        content = path.read_bytes()
+        scan(content)
+        return MetadataUnpickler(io.BytesIO(content)).load()
     except (
         pickle.UnpicklingError,
         EOFError,

@@ -70,15 +70,24 @@ class RunLock:
             holder, touched = self._read()
             if holder is None and touched is None:  # released meanwhile
                 continue
-            if not self._is_stale(holder, touched):
-                raise ConfigError(
-                    f"{self.path.parent} is in use by another run ({_who(holder)}); wait for its end, or name another "
-                    f"run.dir"
-                )
+            self._refuse_unless_stale(holder, touched)
             if self._read()[0] == holder and self._replaced():
                 log.warning("%s was left by a run that is gone (%s): taken over", self.path, _who(holder))
                 break
         threading.Thread(target=self._keep_beating, name="run-lock", daemon=True).start()
+
+    def check_free(self) -> None:
+        """Raise ConfigError or OSError as ``acquire`` would, and take nothing."""
+        holder, touched = self._read()
+        if touched is not None:
+            self._refuse_unless_stale(holder, touched)
+
+    def _refuse_unless_stale(self, holder: dict | None, touched: int | None) -> None:
+        if not self._is_stale(holder, touched):
+            raise ConfigError(
+                f"{self.path.parent} is in use by another run ({_who(holder)}); wait for its end, or name another "
+                "run.dir"
+            )
 
     def _content(self) -> bytes:
         facts = {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}

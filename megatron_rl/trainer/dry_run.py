@@ -23,6 +23,7 @@ from megatron_rl.simulator.command import simulate_job
 from megatron_rl.simulator.degrees import world_size
 from megatron_rl.trainer.build import load_prompts
 from megatron_rl.trainer.evaluation import Evaluation
+from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_folder
 from megatron_rl.trainer.supervised import held_out_solutions
 from megatron_rl.validate import check_critic_model, check_lengths
 from megatron_rl.weights.config_json import check_served, load_hf_config
@@ -47,7 +48,8 @@ def dry_run(config: Config, given: argparse.Namespace) -> None:
 
 
 def check_inputs(config: Config) -> list[int]:
-    """Check model, tokenizer, data, rewards and environment as a run does; return the tokens of its first prompts."""
+    """Check folder, model, tokenizer, data, rewards and environment as a run does; return its first prompts' tokens."""
+    look_at_run_folder(config)
     hf_config = load_hf_config(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
@@ -71,7 +73,9 @@ def check_inputs(config: Config) -> list[int]:
     prompts.next_solutions(min(len(prompts), config.sft.steps * config.sft.samples_per_step))
     if config.environment.name is not None:
         environment_parts(config, tokenizer)
-    return [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
+    lengths = [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
+    look_at_checkpoints(config, hf_config, prompts)
+    return lengths
 
 
 def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: bool) -> None:

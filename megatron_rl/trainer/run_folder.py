@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.checkpoint.manager import APPENDED, changed_settings
+from megatron_rl.checkpoint.model_state import identity_of_shape
+from megatron_rl.checkpoint.resume import foresee_resume
 from megatron_rl.config import Config, config_to_dict
 from megatron_rl.config.json_text import quoted
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.run_lock import RunLock
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.model.hf_config import read_shape
 from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
 from megatron_rl.observability.report import write_report
 
@@ -24,14 +28,19 @@ log = logging.getLogger(__name__)
 OF_THE_RECORD = ("run.dir", "run.name", "run.deadline_s", "metrics.", "checkpoint.")
 
 
-def check_run_folder(path: pathlib.Path) -> None:
+def check_run_folder(path: pathlib.Path, *, make: bool = True) -> None:
     """Make the run's folder; raise ConfigError where it cannot be made or written. Not a collective: every rank asks.
 
     Every rank raises by itself, before the job's world is made, so that none waits for another.
+
+    make: False only looks, and leaves the folder unmade.
     """
     way_out = "name a folder that can be written by run.dir (or --run-dir)"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        elif not _exists(path):
+            return
     except FileExistsError as error:
         raise ConfigError(f"run.dir={quoted(str(path), 300)} is a file, not a folder; {way_out}") from error
     except (OSError, ValueError) as error:  # ValueError: a path with NUL in it
@@ -40,6 +49,48 @@ def check_run_folder(path: pathlib.Path) -> None:
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         reason = "the file system is read-only" if os.statvfs(path).f_flag & os.ST_RDONLY else "no permission"
         raise ConfigError(f"run.dir={quoted(str(path), 300)} cannot be written: {reason}; {way_out}")
+
+
+def _exists(path: pathlib.Path) -> bool:
+    """Tell whether a folder is there; raise OSError as making it would, as far as permissions and names say."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        parent = next(each for each in path.absolute().parents if each.exists())
+        if os.access(parent, os.W_OK | os.X_OK):
+            return False
+        code = errno.EROFS if os.statvfs(parent).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code), str(parent)) from None
+    if not path.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    return True
+
+
+def look_at_run_folder(config: Config) -> None:
+    """Raise ConfigError as `held_run_folder` would, and make, lock and write nothing."""
+    folder = config.run.path
+    check_run_folder(folder, make=False)
+    try:
+        RunLock(folder).check_free()
+    except OSError as error:
+        raise ConfigError(unwritable(folder, error)) from error
+
+
+def look_at_checkpoints(config: Config, hf_config, prompts: PromptDataset) -> None:
+    """Raise ConfigError where the run's checkpoints end its start, and log the one that it would resume from.
+
+    prompts: the training data, whose cursor is then that of the checkpoint.
+    """
+    shape = read_shape(hf_config, layer_spec="torch").with_adapters(config.lora)
+    try:
+        point = foresee_resume(config, identity_of_shape(shape))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if point is None:
+        return
+    log.info("%s is there: the run would resume from it", point.folder)
+    prompts.load_state(point.state["prompts"])
+    refuse_finished(config, prompts, point.folder, point.state)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from megatron_rl.checkpoint.folder import (
     name_of,
     prune,
     read_manifest,
+    remove,
+    remove_if_empty,
     verify,
     whole_checkpoints,
 )
@@ -226,6 +228,22 @@ def test_a_manifest_of_another_tool_is_named_and_ours_without_its_digest_is_dama
     manifest.write_text(json.dumps({**content, "format": "other"}))
     with pytest.raises(CheckpointError, match="format 'other' version 2 .* reads 'megatron_rl' version 2"):
         read_manifest(manifest.parent)
+
+
+def test_a_root_goes_with_its_last_checkpoint_and_not_with_what_a_user_put_there(tmp_path):
+    root = tmp_path / "supervised"
+    remove_if_empty(root)
+    write_checkpoint(root, 1)
+    assert (root / "latest_checkpointed_iteration.txt").exists()
+    remove_if_empty(root)
+    assert whole_checkpoints(root) == [1]
+    remove(root / "iter_0000001")
+    (root / "notes.txt").write_text("mine")
+    remove_if_empty(root)
+    assert (root / "notes.txt").exists()
+    (root / "notes.txt").unlink()
+    remove_if_empty(root)
+    assert not root.exists()
 
 
 def test_3_prune_keeps_the_newest(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import pickletools
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
+from megatron_rl.checkpoint.pickle_scan import MOST_DEPTH, PARTS_PER_BYTE, _Machine
 from megatron_rl.checkpoint.pickled import (
     ALLOWED,
     BETWEEN_RANKS,
@@ -204,3 +206,49 @@ def test_a_call_from_another_rank_is_refused_and_does_not_run(pool, tmp_path):
     for said in pool.run(2, send_planted, str(tmp_path / "ran"), timeout_s=30):
         assert "names posix.system" in said
     assert not (tmp_path / "ran").exists()
+
+
+def declared(opcode: bytes, size: bytes) -> bytes:
+    return b"\x80\x04" + opcode + size + b"abc."
+
+
+METADATA_INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+DOUBLED = b")\x94" + b"".join(b"h%b\x86\x94" % bytes([i]) for i in range(60))  # each tuple holds the one before twice
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(declared(b"\x8e", (1 << 40).to_bytes(8, "little")), "expected 1099511627776 bytes", id="bytes"),
+        pytest.param(declared(b"\x8d", (1 << 40).to_bytes(8, "little")), "only 4 remain", id="text"),
+        pytest.param(b"\x80\x04Nr" + (1 << 31).to_bytes(4, "little") + b".", "a memo of 2147483649 places", id="memo"),
+        pytest.param(b"\x80\x04" + b"]" * 100 + b"a" * 99 + b".", "nests more than 64 deep", id="lists"),
+        pytest.param(b"\x80\x04})" + b"\x85" * 300_000 + b"Ns.", "nests more than 64 deep", id="tuples"),
+        pytest.param(b"\x80\x04}" + DOUBLED + b"Ns.", "parts, by references to the same ones", id="doubled"),
+        pytest.param(b"\x80\x04N" + b"2" * 99 + b".", "the opcode DUP", id="copies"),
+        pytest.param(b"\x80\x04" + METADATA_INDEX + b"N}\x8c\x03fqnNs\x86b.", "shared or global", id="a class changed"),
+        pytest.param(b"\x80\x04]\x94h\x00a.", "shared or global", id="a list within itself"),
+        pytest.param(b"\x80\x04a.", "more values than there are", id="nothing to take"),
+        pytest.param(b"\x80\x04" + b"N" * 2**20 + b".", "an index of the tensors beside it at most 1048576", id="size"),
+    ],
+)
+def test_a_pickle_that_would_take_memory_or_time_is_refused_before_it_is_read(tmp_path, monkeypatch, content, words):
+    monkeypatch.setattr(MetadataUnpickler, "load", lambda _: pytest.fail("it is unpickled"), raising=False)
+    path = tmp_path / ".metadata"
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=f"metadata is refused: .*{words}"):
+        check_pickle(path)
+
+
+def test_real_indexes_are_far_from_the_bounds(met):
+    """A real checkpoint's index is smaller than its tensors' files, shallow, and refers to few things again."""
+    folder, _, _ = met
+    content = (folder / ".metadata").read_bytes()
+    machine, deepest = _Machine(PARTS_PER_BYTE * len(content)), 0
+    for opcode, argument, _ in pickletools.genops(content):
+        machine.run(opcode.name, argument)
+        deepest = max([deepest, *(value.depth for value in machine.stack)])
+    (whole,) = machine.stack
+    data = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    print(f"{len(content)} bytes beside {data} of tensors, {whole.parts} parts, {deepest} deep")
+    assert len(content) < data / 2 and whole.parts < len(content) and deepest < MOST_DEPTH / 2

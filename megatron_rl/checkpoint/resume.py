@@ -1,0 +1,108 @@
+"""The checkpoints that a run can resume from, and the one that its start would find, told without a model.
+
+`CheckpointManager.load_newest` chooses by the same rules and loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.checkpoint.exports import exported_steps, start_anew
+from megatron_rl.checkpoint.folder import DamagedCheckpoint, name_of, verify, whole_checkpoints
+from megatron_rl.checkpoint.pickled import check_torch_files
+from megatron_rl.checkpoint.run_state import ResumePoint
+from megatron_rl.checkpoint.state_file import read_model_state, read_state
+from megatron_rl.config import Config
+from megatron_rl.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+ROOT, CRITIC, SUPERVISED = "checkpoints", "critic", "supervised"  # of the run's folder, and within the first
+# the identity where every weight is trained; a checkpoint from before there were adapters lacks these
+WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": [], "frozen_weights": None}
+
+
+def resumable(
+    root: pathlib.Path, iterations: Sequence[int], of_critic: Sequence[int] | None, supervised: Sequence[int]
+) -> list[pathlib.Path]:
+    """Return the checkpoints to choose from, the newest first, those of the supervised start last.
+
+    iterations, of_critic, supervised: those of the whole checkpoints under ``root``, ``critic/`` and ``supervised/``,
+        oldest first; ``of_critic`` is None for a run without a critic.
+    Raises CheckpointError where no checkpoint of the policy has its critic's.
+    """
+    if of_critic is not None and iterations:
+        both = [iteration for iteration in iterations if iteration in of_critic]
+        if not both:
+            raise CheckpointError(
+                f"{root} holds {len(iterations)} checkpoints of a policy and {root / CRITIC} none of a critic that "
+                "belong to them, and advantage.estimator=gae asks for one; restore them, or start from an exported "
+                "policy in another run.dir"
+            )
+        iterations = both
+    folders = [root / name_of(iteration) for iteration in reversed(iterations)]
+    return folders + [root / SUPERVISED / name_of(steps) for steps in reversed(supervised)]
+
+
+def check_identity(own: Mapping[str, object], folder: pathlib.Path, model: Mapping[str, object]) -> None:
+    """Raise CheckpointError where ``model``, the identity of a checkpoint's model, is not this run's.
+
+    own: this run's ``model_state.identity``, or the fields of it that are known.
+    """
+    model = {**WITHOUT_LORA, **model}
+    if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
+        summary = ", ".join(
+            f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here"
+            for name, (theirs, ours) in different.items()
+        )
+        settings = "the model.hf_path and model.dtype" if "frozen_weights" in different else "the model.hf_path"
+        if "lora_rank" in different or set(different) <= {"lora_alpha", "lora_targets"}:
+            settings = "the lora.rank (null for 0), lora.alpha and lora.targets"
+        raise CheckpointError(
+            f"{folder} is of another model: {summary}; give {settings} it was trained with, or another run folder"
+        )
+
+
+def damaged_words(error: DamagedCheckpoint) -> str:
+    """Return the message of a damaged checkpoint under ``checkpoint.on_damage=fail``."""
+    return f"{error}; remove that folder, or set checkpoint.on_damage=previous"
+
+
+def none_good_words(folders: Sequence[pathlib.Path], root: pathlib.Path) -> str:
+    """Return the message of a run all of whose checkpoints are damaged."""
+    return f"all {len(folders)} checkpoints in {root} are damaged; restore one, or set checkpoint.resume=never"
+
+
+def foresee_resume(config: Config, identity: Mapping[str, object]) -> ResumePoint | None:
+    """Return the checkpoint that this run's start would resume from, None if it would begin anew; write nothing.
+
+    identity: of the policy's model, as far as it is known without its weights.
+
+    The files' names and sizes are checked, and those that are read for it; tensors are not digested. Raises
+    CheckpointError and ConfigError as the start would.
+    """
+    root = config.run.path / ROOT
+    of_critic = whole_checkpoints(root / CRITIC) if config.has_critic else None
+    iterations, supervised = whole_checkpoints(root), whole_checkpoints(root / SUPERVISED)
+    if not (iterations or supervised) or config.checkpoint.resume == "never":
+        if iterations or supervised or exported_steps(root):
+            start_anew(root, config.model.hf_path, is_main=False)
+        return None
+    folders = resumable(root, iterations, of_critic, supervised)
+    for folder in folders:
+        try:
+            verify(folder, share=None)
+            state = read_state(folder)
+            check_torch_files(folder)
+            if of_critic is not None and folder.parent == root:
+                verify(root / CRITIC / folder.name, share=None)
+                read_model_state(root / CRITIC / folder.name)
+            check_identity(identity, folder, state["model"])
+        except DamagedCheckpoint as error:
+            if config.checkpoint.on_damage == "fail":
+                raise DamagedCheckpoint(damaged_words(error)) from error
+            log.error("%s; THE CHECKPOINT BEFORE IT WOULD BE USED", error)
+            continue
+        return ResumePoint(folder=folder, state=state)
+    raise CheckpointError(none_good_words(folders, root))
