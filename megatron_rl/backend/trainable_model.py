@@ -37,7 +37,7 @@ from megatron_rl.model.build import build_model
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.types import BatchPlan, Sample, StepKind, StepPlan, StepResult
-from megatron_rl.weights.config_json import load_hf_config
+from megatron_rl.weights.config_json import load_hf_config, transformers_model
 from megatron_rl.weights.export import StageEntries, export_weights, load_weights
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
@@ -140,11 +140,9 @@ class TrainableModel:
             reader = HuggingFaceReader(self.config.model.hf_path)
             check_tensors(reader, self.shape, allow_unread=self.config.model.allow_unread_tensors)
             return reader
-        from transformers import AutoModelForCausalLM
-
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.run.seed)
-            model = AutoModelForCausalLM.from_config(self.hf_config)
+            model = transformers_model(self.hf_config, self.config.model.hf_path)
             return MemoryReader(file_tensors(model.state_dict(), self.hf_config.model_type))
 
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:

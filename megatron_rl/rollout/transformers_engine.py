@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -18,7 +17,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
 from megatron_rl.types import Prompt, Rollout
-from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_ids
+from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_ids, transformers_model
 from megatron_rl.weights.fused import file_tensors
 
 MAX_EMBEDDED_PARAMETERS = 1_000_000_000
@@ -321,7 +320,7 @@ def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, devic
     # Modules draw their initial values from torch's global generator, which belongs to the trainer.
     accelerators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = transformers_model(config, hf_path, dtype=dtype, attn_implementation="sdpa")
     return model.requires_grad_(False).eval()
 
 
@@ -332,7 +331,7 @@ def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes without storage
-        num_parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+        num_parameters = transformers_model(config, hf_path, dtype=torch.float32).num_parameters()
     if num_parameters > MAX_EMBEDDED_PARAMETERS:
         raise ConfigError(
             "rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "

@@ -99,6 +99,26 @@ def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> An
     return config
 
 
+def transformers_model(config: Any, folder: str | pathlib.Path, **settings: object) -> Any:
+    """Return transformers' own causal model of a config, its weights not read; raise ConfigError where it makes none.
+
+    settings: further arguments of ``AutoModelForCausalLM.from_config``.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(config, **settings)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a field that only the model's own code reads may raise an error of any class
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{pathlib.Path(folder) / CONFIG}: transformers can make no model of it: {type(error).__name__}: "
+            f"{reason[:400]}; mend the field that it speaks of, or remove it"
+        ) from error
+
+
 def settle_tying(config: Any, folder: str | pathlib.Path) -> None:
     """Set ``tie_word_embeddings`` to false where the folder's files hold an LM head of other values than the embedding.
 

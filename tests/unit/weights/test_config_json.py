@@ -7,9 +7,10 @@ import pathlib
 import re
 
 import pytest
+import torch
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.config_json import check_served, ignored_fields, read_hf_config, stop_ids
+from megatron_rl.weights.config_json import check_served, ignored_fields, read_hf_config, stop_ids, transformers_model
 from tests.reference import FAMILIES, MIXTURES, tiny_config
 
 # changed fields of config.json, and the message behind "<folder>/config.json"
@@ -136,3 +137,23 @@ def test_an_engine_that_reads_the_folder_itself_is_refused_fp8(tmp_path: pathlib
     assert "quantization_config" not in read_hf_config(tmp_path).to_dict()
     with pytest.raises(ConfigError, match="rollout.engine=vllm would hold FP8 weights"):
         check_served(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mixtral", {"experts_implementation": 64}, "ValueError: .*experts_implementation"),
+        ("mixtral", {"dtype": 5}, "AttributeError: .*is_floating_point"),
+        ("qwen2_untied", {"dtype": {"rope_theta": 1e4}}, "AttributeError: .*is_floating_point"),
+    ],
+)
+def test_a_field_that_transformers_meets_when_it_makes_the_model_is_refused_too(tmp_path, family, changes, words):
+    tiny_config(family).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = read_hf_config(tmp_path)
+    with (
+        torch.device("meta"),
+        pytest.raises(ConfigError, match=f"config.json: transformers can make no model of it: {words}"),
+    ):
+        transformers_model(config, tmp_path)
