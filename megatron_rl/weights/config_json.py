@@ -30,6 +30,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "max_position_embeddings": (int, 1, 2**40),
     "rms_norm_eps": (float, 1e-30, 1.0),
     "initializer_range": (float, 0.0, 1e6),
+    "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
 # The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
 ROPE_NUMBERS = {
@@ -47,7 +48,7 @@ _READ = {
 # The fields that say nothing of the numbers that a forward pass gives.
 _NEUTRAL = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-    *("id2label", "label2id", "num_labels", "problem_type", "pretraining_tp", "output_router_logits"),
+    *("id2label", "label2id", "problem_type", "pretraining_tp", "output_router_logits"),
     *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
 }
 

@@ -32,6 +32,7 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ({"rms_norm_eps": 0.0}, ": rms_norm_eps must be 1e-30 to 1.0, and it is 0.0"),
     ({"rms_norm_eps": "small"}, ": rms_norm_eps must be a number, and it is 'small'"),
     ({"initializer_range": -1.0}, ": initializer_range must be 0.0 to 1000000.0, and it is -1.0"),
+    ({"num_labels": 2**63}, ": num_labels must be 0 to 65536, and it is 9223372036854775808"),
     ({"max_position_embeddings": 0}, ": max_position_embeddings must be 1 to "),
     ({"pad_token_id": 99}, ": pad_token_id=99 is beyond vocab_size=99"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ": rope_parameters: rope_theta must be "),
