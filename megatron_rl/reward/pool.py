@@ -2,10 +2,13 @@
 
 1. Every task carries an id that no other task has, and a killed worker's socket is closed: a late answer reaches
    nobody.
-2. A task has one sample's deadline, however many samples it has: a hung sample is known after that time, and slow ones
-   are scored again a sample at a time (reward/task_queue.py), after which tasks are smaller.
-3. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline: nothing polls.
-4. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that
+2. A task has one sample's deadline, however many samples it has, and one that fails is scored again a sample at a time
+   (reward/task_queue.py); where samples are slow only together, tasks are smaller from then on.
+3. The samples of a task that takes SUSPECT_S are tried alone beside it, so that one that hangs is known that much after
+   its deadline, and not after two of them. ``num_workers`` other tasks may run all the same: a pool has up to twice as
+   many workers meanwhile.
+4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline: nothing polls.
+5. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that
    may kill them, and by STARTS in a row that do not get ready.
 """
 
@@ -37,7 +40,7 @@ class Pool:
     """Scores samples in worker processes that live as long as the pool.
 
     functions: [F] names; the workers import the functions, this process does not.
-    num_workers: the number of processes.
+    num_workers: the number of processes; up to twice as many while tasks take long.
     deadline_s: seconds for one sample, and for a task of several.
     variables: names of environment variables that workers get beside the harmless ones.
 
@@ -82,8 +85,7 @@ class Pool:
     def score(self, rollouts: Sequence[Rollout], *, stop_at_failure: bool = False) -> TaskQueue:
         """Call every function on every sample; neighbours with the same prompt form a group.
 
-        stop_at_failure: whether the other samples are given up once one has failed: a sample that hangs is known after
-            two deadlines, its group's and its own.
+        stop_at_failure: whether the other samples are given up once one has failed.
         Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no
         worker starts.
         """
@@ -99,7 +101,9 @@ class Pool:
                     self._wait(work)
             finally:
                 for worker in [worker for worker in self._workers if worker.task is not None]:
-                    self._end(worker)  # after an error nobody waits for its task any more
+                    self._end(worker)  # nobody waits for its task any more
+                for worker in self._workers[self.num_workers :]:
+                    self._end(worker)
             work.give_up_rest()
         # The next batches get tasks that a worker can finish in time.
         slow = work.slow_samples()
@@ -145,34 +149,68 @@ class Pool:
 
     def _fill(self) -> None:
         while len(self._workers) < self.num_workers:
-            try:
-                worker = self._start_one().result(START_S)
-            except OSError as error:  # TimeoutError is one: no memory, no process, or a file system that hangs
-                raise RewardError(f"no reward worker can be started: {type(error).__name__}: {error}") from error
-            self.num_started += 1
-            self._workers.append(worker)
-            self._selector.register(worker.socket, worker.events, worker)
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            worker = self._start_one().result(START_S)
+        except OSError as error:  # TimeoutError is one: no memory, no process, or a file system that hangs
+            raise RewardError(f"no reward worker can be started: {type(error).__name__}: {error}") from error
+        self.num_started += 1
+        self._workers.append(worker)
+        self._selector.register(worker.socket, worker.events, worker)
 
     def _start_one(self) -> Future[WorkerProcess]:
         return self._starter.submit(WorkerProcess, self.functions, self.deadline_s, self.variables)
 
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
-        for worker in self._workers:
-            if worker.idle and (task := work.next()) is not None:
-                worker.give(
-                    task, next(self._ids), _message(task, self.functions[task.function], work.rollouts, columns)
-                )
-                self._selector.modify(worker.socket, worker.events, worker)
+        """Give idle workers the tasks that may begin, and see to a worker where there is none.
+
+        At most ``num_workers`` tasks run, and beside them the samples of suspected ones, one for each of these and more
+        where a worker would be idle.
+        """
+        while True:
+            tasks = [worker.task for worker in self._workers if worker.task is not None and not worker.task.is_moot]
+            num_early = sum(task.is_early for task in tasks)
+            most = self.num_workers
+            if work.num_waiting and len(tasks) - num_early < most:
+                take = work.next
+            elif work.num_early and num_early < most and len(tasks) < most + work.num_suspected:
+                take = work.next_early
+            else:
+                return
+            worker = next((worker for worker in self._workers if worker.idle), None)
+            if worker is None:
+                self._see_to_a_worker(work)
+                return
+            task = take()
+            worker.give(task, next(self._ids), _message(task, self.functions[task.function], work.rollouts, columns))
+            self._selector.modify(worker.socket, worker.events, worker)
+
+    def _see_to_a_worker(self, work: TaskQueue) -> None:
+        """Start workers beyond ``num_workers``, unless they come already; one whose task is moot gives way."""
+        moot = [worker for worker in self._workers if worker.task is not None and worker.task.is_moot]
+        coming = sum(not worker.ready for worker in self._workers)
+        while coming < max(1, work.num_suspected) and (len(self._workers) < 2 * self.num_workers or moot):
+            if len(self._workers) >= 2 * self.num_workers:
+                self._end(moot.pop())
+            self._start()
+            coming += 1
 
     def _wait(self, work: TaskQueue | None, until: float | None = None) -> None:
         """Wait for a worker's message or a deadline; a message sent in time counts, even where it is read late."""
-        deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
-        nearest = min(deadlines) if until is None else until
+        times = [time_s for worker in self._workers for time_s in (worker.deadline, worker.suspect_at)]
+        nearest = min(time_s for time_s in times if time_s is not None) if until is None else until
         for key, events in self._selector.select(max(0.0, nearest - time.monotonic())):
             self._attend(key.data, events, work)
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.deadline is not None and worker.deadline <= now]:
             self._overdue(worker, work)
+        for worker in [
+            worker for worker in self._workers if worker.suspect_at is not None and worker.suspect_at <= now
+        ]:
+            worker.suspect_at = None
+            work.suspect(worker.task)
 
     def _attend(self, worker: WorkerProcess, events: int, work: TaskQueue | None) -> None:
         if events & selectors.EVENT_WRITE:

@@ -1,8 +1,12 @@
 """Queue of a batch's tasks: whole groups first, then a failed task's samples alone, which finds the guilty.
 
-A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples, each a task of its
-own. Alone, a sample that raises or runs out of time is guilty; one whose worker dies is tried once more, since the
-machine may have been at fault. So a task of n samples costs at most 1 + 2n workers. This module knows no processes.
+1. A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples, each a task of its
+   own. Alone, a sample that raises or runs out of time is guilty; one whose worker dies is tried once more, since the
+   machine may have been at fault. So a task of n samples costs at most 1 + 2n workers.
+2. The samples of a task that takes long (``suspect``) are tried alone before it has failed, beside the rest. Their
+   results count once it fails; if it answers, they are forgotten: its answer is what it would have been without them.
+
+This module knows no processes and no time.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_rl.reward.function import Outcome
@@ -25,13 +29,21 @@ class Failure(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Split:
-    """Records a task that failed whole; ``left`` of its samples are yet to be tried alone."""
+    """Records a task whose samples are tried alone; ``left`` of them are yet to be.
+
+    failure: how it failed whole; None while it is only suspected.
+    error: its traceback, or a sentence.
+    early: the results of samples that were tried before it failed.
+    is_moot: whether it answered all the same, so that its samples' results are forgotten.
+    """
 
     task: Task
-    failure: Failure
-    error: str
     left: int
+    failure: Failure | None = None
+    error: str = ""
     found_guilty: bool = False
+    is_moot: bool = False
+    early: list[tuple[Task, Outcome]] = field(default_factory=list)
 
     @property
     def is_innocent(self) -> bool:
@@ -45,7 +57,7 @@ class Task:
 
     function: the function's index.
     samples: the samples' indices in the batch.
-    split: the failed task that this one is a part of, or None.
+    split: the failed or suspected task that this one is a part of, or None.
     deaths: the number of workers that died on it.
     """
 
@@ -53,6 +65,16 @@ class Task:
     samples: Sequence[int]
     split: Split | None = None
     deaths: int = 0
+
+    @property
+    def is_early(self) -> bool:
+        """Return whether it is tried while the task that it is a part of may still answer, or has answered."""
+        return self.split is not None and self.split.failure is None
+
+    @property
+    def is_moot(self) -> bool:
+        """Return whether the task that it is a part of has answered, so that nobody waits for this one."""
+        return self.split is not None and self.split.is_moot
 
 
 class TaskQueue:
@@ -68,6 +90,7 @@ class TaskQueue:
         self.splits: list[Split] = []
         self.has_failed = False  # a sample that is known to be guilty
         self._left = num_functions * len(rollouts)
+        self._suspected: dict[Task, Split] = {}  # under way
         groups = [
             list(indices)
             for _, indices in itertools.groupby(range(len(rollouts)), key=lambda i: id(rollouts[i].prompt))
@@ -78,16 +101,52 @@ class TaskQueue:
             for start in range(0, len(group), most_samples or len(group))
             for function in range(num_functions)
         )
+        self._early: deque[Task] = deque()
 
     @property
     def done(self) -> bool:
         return self._left == 0
 
-    def next(self) -> Task | None:
-        """Return the next task; None where all the rest is under way."""
-        return self._waiting.popleft() if self._waiting else None
+    @property
+    def num_suspected(self) -> int:
+        """Return the number of suspected tasks that are under way."""
+        return len(self._suspected)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of tasks that wait for ``next``."""
+        return len(self._waiting)
+
+    @property
+    def num_early(self) -> int:
+        """Return the number of suspected tasks' samples that wait for ``next_early``."""
+        return len(self._early)
+
+    def next(self) -> Task:
+        return self._waiting.popleft()
+
+    def next_early(self) -> Task:
+        return self._early.popleft()
+
+    def suspect(self, task: Task) -> None:
+        """Try the samples of a task that is under way alone as well."""
+        if len(task.samples) == 1 or task in self._suspected:
+            return
+        split = self._suspected[task] = Split(task=task, left=len(task.samples))
+        self._early.extend(self._alone(split))
 
     def answered(self, task: Task, outcomes: Sequence[Outcome]) -> None:
+        """Take a task's outcomes, one for each of its samples."""
+        split = self._suspected.pop(task, None)
+        if split is not None:
+            split.is_moot = True
+            self._early = deque(waiting for waiting in self._early if waiting.split is not split)
+        if not task.is_early:
+            self._note(task, outcomes)
+        elif not task.is_moot:
+            task.split.early.append((task, *outcomes))
+
+    def _note(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         for sample, outcome in zip(task.samples, outcomes, strict=True):
             assert self.outcomes[task.function][sample] is None
             self.outcomes[task.function][sample] = outcome
@@ -100,22 +159,44 @@ class TaskQueue:
         """Give every sample without an answer an empty one."""
         self.outcomes = [[outcome or Outcome() for outcome in of_function] for of_function in self.outcomes]
         self._waiting.clear()
+        self._early.clear()
+        self._suspected.clear()
         self._left = 0
 
     def failed(self, task: Task, failure: Failure, error: str) -> None:
+        """Take a task's failure as a whole: it is cut into its samples, tried once more, or guilty."""
         if len(task.samples) > 1:
-            split = Split(task=task, failure=failure, error=error, left=len(task.samples))
-            self.splits.append(split)
-            # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
-            self._waiting.extendleft(
-                Task(function=task.function, samples=[sample], split=split) for sample in reversed(task.samples)
-            )
+            self._split(task, failure, error)
+        elif task.is_moot:
+            return
         elif failure is Failure.DIED and task.deaths == 0:
-            self._waiting.appendleft(Task(function=task.function, samples=task.samples, split=task.split, deaths=1))
+            again = Task(function=task.function, samples=task.samples, split=task.split, deaths=1)
+            (self._early if task.is_early else self._waiting).appendleft(again)
         else:
             if task.split is not None:
                 task.split.found_guilty = True
             self.answered(task, [Outcome(error=error)])
+
+    def _split(self, task: Task, failure: Failure, error: str) -> None:
+        split = self._suspected.pop(task, None)
+        is_new = split is None
+        if is_new:
+            split = Split(task=task, left=len(task.samples))
+        split.failure, split.error = failure, error
+        self.splits.append(split)
+        # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
+        if is_new:
+            self._waiting.extendleft(reversed(self._alone(split)))
+            return
+        waiting = [part for part in self._early if part.split is split]
+        self._early = deque(part for part in self._early if part.split is not split)
+        self._waiting.extendleft(reversed(waiting))
+        for part, outcome in split.early:
+            self._note(part, [outcome])
+
+    def _alone(self, split: Split) -> list[Task]:
+        task = split.task
+        return [Task(function=task.function, samples=[sample], split=split) for sample in task.samples]
 
     def unexplained(self, function: int) -> list[tuple[list[Rollout], str]]:
         """Return (samples, traceback) of each task that raised as a whole, and on none of its samples alone."""

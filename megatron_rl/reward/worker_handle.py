@@ -24,6 +24,7 @@ from megatron_rl.reward.task_queue import Task
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # until a worker has imported its functions
+SUSPECT_S = 5.0  # a task of several samples that takes longer has them tried alone, beside it
 CLOSE_S = 2.0  # for a worker without a task to end by itself
 REAP_S = 10.0  # a killed process is gone within it, unless the kernel holds it
 # Of the rank's environment variables a worker gets these, and none that may hold a key (docs/security.md).
@@ -45,6 +46,7 @@ class WorkerProcess:
     variables: environment variables that it gets beside the ALLOWED ones, by name.
     pid: the worker's process id once it is ready, its keeper's before.
     deadline: seconds on time.monotonic, of its start or its task; None while it has neither.
+    suspect_at: seconds on time.monotonic at which its task takes long; None where nothing is to be done about it.
     task_id: the id that its answer must carry.
     """
 
@@ -54,6 +56,7 @@ class WorkerProcess:
         self.task: Task | None = None
         self.task_id: int | None = None
         self.deadline: float | None = time.monotonic() + START_S
+        self.suspect_at: float | None = None
         self._inbox = Inbox()
         self._outbox = bytearray()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
@@ -86,11 +89,14 @@ class WorkerProcess:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
 
     def give(self, task: Task, task_id: int, message: Mapping[str, object]) -> None:
-        self.task, self.task_id, self.deadline = task, task_id, time.monotonic() + self.deadline_s
+        now = time.monotonic()
+        self.task, self.task_id, self.deadline = task, task_id, now + self.deadline_s
+        if len(task.samples) > 1 and self.deadline_s > SUSPECT_S:
+            self.suspect_at = now + SUSPECT_S
         self._post({"id": task_id, **message})
 
     def take_back(self) -> Task | None:
-        task, self.task, self.task_id, self.deadline = self.task, None, None, None
+        task, self.task, self.task_id, self.deadline, self.suspect_at = self.task, None, None, None, None
         return task
 
     def flush(self) -> None:
