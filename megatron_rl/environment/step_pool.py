@@ -1,12 +1,13 @@
 """Threads for environments' steps, each with a deadline from its start: a step that hangs costs only its own sample.
 
 1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads is free.
-2. One that takes longer than ``deadline_s`` is given up: its thread ends whenever it does, and another replaces it, so
-   that no other sample lacks a thread.
-3. ``result`` returns or raises in a time that is bounded by the calls before it: every waiting thread gives up the
-   calls that are overdue.
+2. One that takes longer than ``deadline_s`` is given up at that time, by a thread that does nothing else. The call's
+   own thread ends whenever it does, and another replaces it, so that no other sample lacks one.
+3. So a call with n calls before it begins within ⌈n / num_threads⌉ deadlines and has ended one deadline later.
 4. After PATIENCE · ``num_threads`` overdue calls in a row, the waiting calls are not tried: an environment that is down
    costs a few deadlines and not one for every ``num_threads`` samples.
+5. Where a failure ends the run (``stops``), the first call that fails ends every wait; the
+   waiting calls are not tried.
 """
 
 from __future__ import annotations
@@ -32,35 +33,59 @@ class Overdue(TimeoutError):
 
 
 class Ticket:
-    """Holds one call, and its value or its error once it has ended."""
+    """Holds one call, and its value or its error once it has ended.
 
-    __slots__ = ("act", "ends_at", "ended", "error", "thread", "value")
+    subject: the caller's own, which tells the call from others.
+    """
 
-    def __init__(self, act: Callable[[], object]) -> None:
-        self.act, self.value = act, None
+    __slots__ = ("act", "ends_at", "ended", "error", "forgotten", "subject", "thread", "value")
+
+    def __init__(self, act: Callable[[], object], subject: object) -> None:
+        self.act, self.subject, self.value = act, subject, None
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.ends_at = 0.0  # on time.monotonic, once it began
-        self.ended = False
+        self.ended = self.forgotten = False
+
+    def result(self) -> object:
+        """Return the value of a call that has ended, or raise its error or Overdue.
+
+        Raises RuntimeError for a call that ``sys.exit`` or ``os._exit`` ended, or that was forgotten before it began.
+        """
+        if self.error is None:
+            return self.value
+        if isinstance(self.error, Exception):
+            raise self.error
+        raise RuntimeError(  # its own kind would end this thread too, and a SystemExit the run, as a success
+            f"a step of an environment ended with {type(self.error).__name__}: {self.error}"
+        ) from self.error
 
 
 class StepPool:
-    """Runs calls on up to ``num_threads`` threads: ``pool.result(pool.submit(lambda: 6 * 7))`` is 42."""
+    """Runs calls on up to ``num_threads`` threads: ``pool.wait(pool.submit(lambda: 6 * 7)).result()`` is 42.
 
-    def __init__(self, num_threads: int, deadline_s: float) -> None:
-        self.num_threads, self.deadline_s = num_threads, deadline_s
+    stops: whether the first call that fails ends every wait.
+    """
+
+    def __init__(self, num_threads: int, deadline_s: float, *, stops: bool = False) -> None:
+        self.num_threads, self.deadline_s, self.stops = num_threads, deadline_s, stops
         self._change = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._running: set[Ticket] = set()
         self._num_threads = 0  # alive, and not given up
         self._overdue = 0  # in a row
-        self._closed = False
+        self._failed: Ticket | None = None  # the first, where it stops
+        self._watched = self._closed = False
 
-    def submit(self, act: Callable[[], object]) -> Ticket:
-        ticket = Ticket(act)
+    def submit(self, act: Callable[[], object], subject: object = None) -> Ticket:
+        """Hand in a call; ``subject`` comes back with its ticket."""
+        ticket = Ticket(act, subject)
         with self._change:
             if self._closed:
                 raise RuntimeError("the environments' threads are closed")
+            if not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, daemon=True, name="environments-deadlines").start()
             self._waiting.append(ticket)
             self._staff()
             self._change.notify_all()
@@ -94,27 +119,32 @@ class StepPool:
                     return
                 ticket.value, ticket.error, ticket.ended, self._overdue = value, error, True, 0
                 self._running.discard(ticket)
+                self._note_failure(ticket)
                 self._change.notify_all()
 
-    def result(self, ticket: Ticket) -> object:
-        """Return the call's value, or raise its error or Overdue.
+    def _note_failure(self, ticket: Ticket) -> None:
+        if self.stops and self._failed is None and ticket.error is not None and not ticket.forgotten:
+            self._failed = ticket
+            self._give_up_waiting(RuntimeError("a step of an environment was not tried, since another had failed"))
 
-        Raises RuntimeError for a call that ``sys.exit`` or ``os._exit`` ended, or that was forgotten before it began.
-        """
+    @property
+    def failed(self) -> Ticket | None:
+        """Return the first call that failed, where one stops the others."""
+        return self._failed
+
+    def wait(self, ticket: Ticket) -> Ticket:
+        """Wait until the call has ended and return its ticket; where another's failure stops it, that one's."""
         with self._change:
-            while not ticket.ended:
+            self._change.wait_for(lambda: ticket.ended or self._failed is not None)
+            return self._failed or ticket
+
+    def _watch(self) -> None:
+        """Give up each call at its deadline, for as long as calls may run."""
+        with self._change:
+            while self._running or not self._closed:
                 self._give_up_overdue()
-                if ticket.ended:
-                    break
-                nearest = min((x.ends_at for x in self._running), default=time.monotonic() + self.deadline_s)
-                self._change.wait(max(0.0, nearest - time.monotonic()))
-        if ticket.error is not None:
-            if isinstance(ticket.error, Exception):
-                raise ticket.error
-            raise RuntimeError(  # its own kind would end this thread too, and a SystemExit the run, as a success
-                f"a step of an environment ended with {type(ticket.error).__name__}: {ticket.error}"
-            ) from ticket.error
-        return ticket.value
+                nearest = min((x.ends_at for x in self._running), default=None)
+                self._change.wait(None if nearest is None else max(0.0, nearest - time.monotonic()))
 
     def _give_up_overdue(self) -> None:
         now = time.monotonic()
@@ -128,6 +158,8 @@ class StepPool:
             self._running.discard(ticket)
             self._num_threads -= 1
             self._overdue += 1
+            self._note_failure(ticket)
+            self._change.notify_all()
             log.warning("a step of an environment hangs; its thread is given up")
         if self._overdue >= PATIENCE * self.num_threads:
             self._give_up_waiting(
@@ -142,14 +174,17 @@ class StepPool:
         self._overdue = 0
         self._change.notify_all()
 
-    def forget_waiting(self) -> None:
-        """Give up every call that has not begun."""
+    def forget(self) -> None:
+        """Give up every call that has not begun, and stop for no failure of those that have."""
         with self._change:
+            self._failed = None
+            for ticket in self._running:
+                ticket.forgotten = True
             self._give_up_waiting(RuntimeError("a step of an environment was given up before it began"))
 
     def close(self) -> None:
         """End idle threads. May be called again."""
-        self.forget_waiting()
+        self.forget()
         with self._change:
             self._closed = True
             self._change.notify_all()

@@ -132,7 +132,7 @@ class MultiTurnEngine:
     ) -> None:
         self.engine, self._make, self._observations, self._config = engine, make, observations, config
         self._tokenizer, self._max_tokens = tokenizer, max_response_tokens
-        self._pool = StepPool(config.num_threads, config.deadline_s)
+        self._pool = StepPool(config.num_threads, config.deadline_s, stops=config.on_error == "fail")
 
     # ---- the inner engine's ----------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class MultiTurnEngine:
         finished: dict[int, list[Rollout]] = {}
         try:
             for episode in [member for group in groups for member in group]:
-                episode.said = self._pool.submit(lambda episode=episode: self._begin(episode))
+                episode.said = self._pool.submit(lambda episode=episode: self._begin(episode), (episode, "reset"))
             # The first turn samples whole groups, each later one every unfinished episode by itself.
             self._turn(groups, samples_per_prompt, temperature, max_tokens)
             self._report(groups, finished, on_finished)
@@ -200,7 +200,7 @@ class MultiTurnEngine:
         except EngineLost as lost:
             raise EngineLost(str(lost), finished=finished) from lost
         finally:
-            self._pool.forget_waiting()
+            self._pool.forget()
         return [rollout for index in range(len(prompts)) for rollout in finished[index]]
 
     def _begin(self, episode: _Episode) -> None:
@@ -226,17 +226,20 @@ class MultiTurnEngine:
             self._answer(episode)
 
     def _take(self, episode: _Episode, rollout: Rollout) -> None:
+        if self._pool.failed is not None:  # while engines sample
+            self._result(self._pool.failed)
         episode.add_turn(rollout)
         if episode.turns == 1:
-            self._result(episode, "reset")
+            self._result(episode.said)
         if episode.finish_reason is None and rollout.finish_reason == "length":
             episode.finish_reason = "length"
         if episode.finish_reason is None:
-            episode.said = self._pool.submit(lambda: episode.environment.step(rollout.text))
+            call = f"step after turn {episode.turns}"
+            episode.said = self._pool.submit(lambda: episode.environment.step(rollout.text), (episode, call))
 
     def _answer(self, episode: _Episode) -> None:
         """Take the environment's answer to the episode's last turn: its reward, and its observation or the end."""
-        step = self._result(episode, f"step after turn {episode.turns}")
+        step = self._result(episode.said)
         if episode.finish_reason is not None:
             return
         episode.reward += 0.0 if step.reward is None else float(step.reward)
@@ -254,11 +257,15 @@ class MultiTurnEngine:
         else:
             episode.add_observation(token_ids)
 
-    def _result(self, episode: _Episode, call: str) -> Step | None:
-        """Return the result of the environment's call; if it failed, raise EpisodeError or exclude the sample."""
-        reason = None
+    def _result(self, said: Ticket) -> Step | None:
+        """Return the result of an environment's call; if it failed, raise EpisodeError or exclude the sample.
+
+        Under ``environment.on_error=fail`` another call's failure is raised as well: nothing else is waited for.
+        """
+        ended = self._pool.wait(said)
+        (episode, call), reason = ended.subject, None
         try:
-            result = self._pool.result(episode.said)
+            result = ended.result()
             reason = None if call == "reset" else fault_of(result)
         except Overdue as error:
             reason = f"{error}"

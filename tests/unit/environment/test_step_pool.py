@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from megatron_rl.environment.step_pool import Overdue, StepPool
-from tests.patience import HANG_S, patient
+from tests.patience import HANG_S, patient, until
 
 BOUND_S = patient(HANG_S)
 SHORT_S = 0.5  # a deadline, where some calls hang for ever and the others return at once
@@ -18,9 +18,9 @@ SHORT_S = 0.5  # a deadline, where some calls hang for ever and the others retur
 def test_results_and_errors_reach_who_asks() -> None:
     pool = StepPool(3, BOUND_S)
     tickets = [pool.submit(lambda k=k: 10 // k) for k in range(20)]
-    assert [pool.result(ticket) for ticket in tickets[1:]] == [10 // k for k in range(1, 20)]
+    assert [pool.wait(ticket).result() for ticket in tickets[1:]] == [10 // k for k in range(1, 20)]
     with pytest.raises(ZeroDivisionError):
-        pool.result(tickets[0])
+        pool.wait(tickets[0]).result()
     pool.close()
 
 
@@ -31,8 +31,8 @@ def test_results_and_errors_reach_who_asks() -> None:
 def test_a_step_that_exits_is_an_error_of_its_call(leave, message) -> None:
     pool = StepPool(1, BOUND_S)
     with pytest.raises(RuntimeError, match=f"a step of an environment ended with {message}"):
-        pool.result(pool.submit(lambda: leave(0)))
-    assert pool.result(pool.submit(lambda: 5)) == 5
+        pool.wait(pool.submit(lambda: leave(0))).result()
+    assert pool.wait(pool.submit(lambda: 5)).result() == 5
     pool.close()
 
 
@@ -49,7 +49,7 @@ def test_no_more_threads_than_allowed_and_all_of_them_used() -> None:
             now[0] -= 1
 
     for ticket in [pool.submit(work) for _ in range(16)]:
-        pool.result(ticket)
+        pool.wait(ticket).result()
     assert most[0] == 4
     pool.close()
 
@@ -64,11 +64,11 @@ def test_calls_that_hang_cost_their_deadline_and_nothing_else() -> None:
     for k in reversed(range(8)):  # whoever is asked for first
         if k % 2:
             with pytest.raises(Overdue, match=r"(?s)environment\.deadline_s=0\.5 s.*hang_here"):
-                pool.result(tickets[k])
+                pool.wait(tickets[k]).result()
         else:
-            assert pool.result(tickets[k]) == k
+            assert pool.wait(tickets[k]).result() == k
     held.set()  # a thread that was given up ends, and takes no work with it
-    assert [pool.result(pool.submit(lambda k=k: k)) for k in range(4)] == [0, 1, 2, 3]
+    assert [pool.wait(pool.submit(lambda k=k: k)).result() for k in range(4)] == [0, 1, 2, 3]
     pool.close()
 
 
@@ -82,13 +82,13 @@ def test_an_environment_that_is_down_costs_a_few_deadlines_and_not_one_per_sampl
     tickets = [pool.submit(lambda k=k: begun.append(k) or held.wait()) for k in range(40)]
     for number, ticket in enumerate(tickets):
         with pytest.raises(Overdue) as overdue:
-            pool.result(ticket)
+            pool.wait(ticket).result()
         assert ("environment.deadline_s" if number in begun else "4 steps in a row took longer than 0.5 s") in str(
             overdue.value
         )
     assert begun in ([0, 1, 2, 3], [0, 1, 2, 3, 4])
     held.set()
-    assert pool.result(pool.submit(lambda: 5)) == 5
+    assert pool.wait(pool.submit(lambda: 5)).result() == 5
     pool.close()
 
 
@@ -97,12 +97,49 @@ def test_what_was_forgotten_never_begins() -> None:
     first = pool.submit(lambda: begun.set() or held.wait(BOUND_S))
     assert begun.wait(BOUND_S)
     second = pool.submit(lambda: began.append(1))
-    pool.forget_waiting()
+    pool.forget()
     with pytest.raises(RuntimeError, match="before it began"):
-        pool.result(second)
+        pool.wait(second).result()
     held.set()
-    assert pool.result(first)
-    assert pool.result(pool.submit(lambda: 5)) == 5 and not began
+    assert pool.wait(first).result()
+    assert pool.wait(pool.submit(lambda: 5)).result() == 5 and not began
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(lambda: 5)
+
+
+def test_a_deadline_is_met_though_nobody_waits() -> None:
+    """A call that hangs is given up while its caller does something else, and the next one begins."""
+    pool, held, began = StepPool(1, SHORT_S), threading.Event(), threading.Event()
+    first = pool.submit(held.wait)
+    pool.submit(began.set)
+    assert began.wait(BOUND_S) and first.ended
+    held.set()
+    pool.close()
+
+
+def test_where_a_failure_ends_the_run_nobody_waits_for_the_others() -> None:
+    """The first overdue call ends the wait for one that waits for its thread, and that one never begins."""
+    pool, held, began = StepPool(1, SHORT_S, stops=True), threading.Event(), []
+    first, second = pool.submit(held.wait, "first"), pool.submit(lambda: began.append(1), "second")
+    assert pool.wait(second).subject == "first"
+    with pytest.raises(Overdue):
+        pool.failed.result()
+    with pytest.raises(RuntimeError, match="not tried, since another had failed"):
+        second.result()
+    held.set()
+    assert not began and pool.wait(first) is first
+    pool.close()
+
+
+def test_a_call_that_raises_ends_the_wait_for_one_that_takes_its_time() -> None:
+    pool, held = StepPool(2, BOUND_S, stops=True), threading.Event()
+    slow, raising = pool.submit(lambda: held.wait(BOUND_S)), pool.submit(lambda: 1 // 0)
+    assert pool.wait(slow) is raising and not slow.ended
+    pool.forget()  # whoever asks again, after an engine was lost, does not meet the old failures
+    late = pool.submit(lambda: held.wait(BOUND_S) and 1 // 0)
+    assert until(lambda: late.thread)
+    pool.forget()
+    held.set()
+    assert until(lambda: late.ended) and pool.wait(pool.submit(lambda: 5)).result() == 5
+    pool.close()

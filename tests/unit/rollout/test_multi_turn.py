@@ -21,7 +21,7 @@ from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.multi_turn import MultiTurnEngine, with_environment
 from megatron_rl.types import Prompt, Rollout
-from tests.patience import HANG_S, patient
+from tests.patience import HANG_S, patient, until
 from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
 
 TOKENIZER = tokenizer_of(None)
@@ -91,6 +91,21 @@ class LetterEngine:
     def close(self) -> None: ...
 
 
+class SlowLastEngine(LetterEngine):
+    """Ends its last group once ``may_end`` is true, and its call not before that group was taken."""
+
+    def generate(self, prompts, samples_per_prompt, *, on_finished, **given) -> list[Rollout]:
+        taken = []
+
+        def last_waits(k: int, group: list[Rollout]) -> None:
+            assert len(taken) < len(prompts) - 1 or until(self.may_end)
+            on_finished(k, group)
+            taken.append(k)
+
+        found = super().generate(prompts, samples_per_prompt, on_finished=last_waits, **given)
+        raise AssertionError(f"the call went on to its end with {len(found)} samples")
+
+
 class Echo:
     """Says how many of a turn's letters stand before d, for as many turns as the first turn asks for."""
 
@@ -114,6 +129,7 @@ class Faulty(Echo):
     """Fails in the way that its prompt's column ``fault`` names."""
 
     held = threading.Event()
+    hanging: list[str] = []
 
     def reset(self, prompt: Prompt) -> None:
         super().reset(prompt)
@@ -125,6 +141,7 @@ class Faulty(Echo):
             case "raises":
                 raise KeyError("the tool's table")
             case "hangs":
+                Faulty.hanging.append(self.prompt.name)
                 Faulty.held.wait()
             case "returns":
                 return "408"
@@ -301,6 +318,24 @@ def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str,
     wanted = episodes_of(LetterEngine()).generate(prompts, 2)
     assert [x for x in found if x.excluded is None] == [x for x in wanted if x.prompt.prompt_id != "2@0"]
     assert all(x.response_ids and x.environment_reward is None for x in found if x.excluded is not None)
+
+
+@pytest.mark.parametrize("engine", [LetterEngine(seed=30), SlowLastEngine(seed=30)])
+def test_the_first_step_that_hangs_ends_the_run(engine: LetterEngine) -> None:
+    """Under on_error=fail nothing waits for the first hanging step's deadline to come again.
+
+    The steps behind it are not tried, and an engine that still samples is not waited for. Its groups end as 2, 3, 0, 1.
+    """
+    Faulty.hanging.clear()
+    prompts = [prompt_of(k, **({"fault": "hangs"} if k in (2, 3) else {})) for k in range(4)]
+    episodes = episodes_of(
+        engine, "tests.unit.rollout.test_multi_turn:Faulty", deadline_s=SHORT_S, num_threads=1, on_error="fail"
+    )
+    if isinstance(engine, SlowLastEngine):
+        engine.may_end = lambda: episodes._pool.failed is not None
+    with pytest.raises(EpisodeError, match=r"sample 2@0#0, step after turn 1"):
+        episodes.generate(prompts, 1)
+    assert Faulty.hanging == ["2@0"] and len(engine.calls) == 1
 
 
 @pytest.mark.parametrize("losses", [(0,), (2,), (None, 0), (None, 1), (None, None, 1)])
