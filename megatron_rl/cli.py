@@ -19,6 +19,7 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.distributed.agreement import announce
 from megatron_rl.distributed.child_process import end_with_launcher
+from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.simulator.command import add_arguments
@@ -44,7 +45,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     set_up_logging(is_main)
     try:
         config, options = _parse(arguments)
-        validate_config(config)
+        with time_limit("the check of the configuration", config.run.deadline_s):  # calls a user's loss and estimator
+            validate_config(config)
         if not _stages_import(is_main):
             return EXIT_FAILED
         if options.dry_run:

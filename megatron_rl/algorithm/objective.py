@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -39,11 +41,13 @@ class Objective:
     entropy, kl, clipped, ratio).
 
     whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
+    enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its time.
     """
 
     def __init__(self, config: LossConfig, whole: CompleteSums = identity):
         self.config = config
         self.whole = whole
+        self.enter_own: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._own = own_policy.resolve(config) if is_own(config.policy) else None
 
     @property
@@ -70,18 +74,18 @@ class Objective:
 
     def _policy_term(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
         if self._own is not None:
-            return self._own(
-                own_policy.PolicyTokens(
-                    logprobs=logprobs,
-                    old_logprobs=old,
-                    rollout_logprobs=tokens.rollout_logprobs,
-                    advantages=tokens.advantages,
-                    weights=tokens.weights,
-                    sequences=tokens.sequences,
-                    num_sequences=tokens.num_sequences,
-                    complete_sums=self.whole,
-                )
+            given = own_policy.PolicyTokens(
+                logprobs=logprobs,
+                old_logprobs=old,
+                rollout_logprobs=tokens.rollout_logprobs,
+                advantages=tokens.advantages,
+                weights=tokens.weights,
+                sequences=tokens.sequences,
+                num_sequences=tokens.num_sequences,
+                complete_sums=self.whole,
             )
+            with self.enter_own("loss"):
+                return self._own(given)
         # dro's quadratic is against μ (semantics §7).
         behaviour = tokens.rollout_logprobs if self.config.policy == "dro" else old
         return policy_term(

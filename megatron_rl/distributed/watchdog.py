@@ -9,8 +9,9 @@ keepalive tells of a lost host after about 25 s), and since a broken store print
 3. A rank whose collective fails or runs into ``run.deadline_s`` (gloo's, pipeline p2p's, NCCL's) asks for the cause. If
    no rank raised or died within SETTLE_S, every rank is asked for its main thread's position: the guilty rank is one
    that is not waiting for others, else one that is behind.
-4. A user's function that a rank calls in its main thread (``own_code``) may take ``run.deadline_s``: longer, and its
-   watch thread names it as the cause. A world of one has that thread too.
+4. A user's function that a rank calls in its main thread (``own_code``, ``own_call``) may take ``run.deadline_s``:
+   longer, and its watch thread names it as the cause. A world of one has that thread too. A function that waits for
+   other ranks is not to blame: its collective has a deadline.
 5. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a
    collective that nothing will end, or sleeps) is ended by its watch thread with ``os._exit``: Python cannot interrupt
    a thread that is in C.
@@ -69,6 +70,7 @@ LOOK_S = 0.5  # between two looks at the time that the main thread's stage has t
 STACK_FRAMES = 12  # of a main thread that is ended, in its last words
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
 # These errors name their cause already.
 KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, RewardError)
@@ -79,14 +81,18 @@ def is_peer_failure(error: BaseException) -> bool:
     return isinstance(error, dist.DistError | PeerError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def where_is(thread: int) -> tuple[str, bool]:
-    """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks."""
+def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
+    """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks.
+
+    in_own_code: whether it is in a user's function, whose own lines wait for no rank, though they may look like it.
+    """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its end", False
     file = frame.f_code.co_filename
     line = linecache.getline(file, frame.f_lineno)
-    waits = file.startswith(TORCH_DISTRIBUTED) or any(call in line for call in WAITING_CALLS)
+    waits = any(call in line for call in WAITING_CALLS) and (not in_own_code or file.startswith((TORCH, PACKAGE)))
+    waits = waits or file.startswith(TORCH_DISTRIBUTED)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", waits
@@ -106,7 +112,7 @@ class Watchdog:
     ) -> None:
         self.rank, self.who, self.deadline_s = rank, who, deadline_s
         self._slow_stages = slow_stages
-        self._own_code_since: float | None = None
+        self._own: tuple[str, float] | None = None  # the user's function that runs, and since when
         self._keeper = RankState(rank=0, who=keeper_who)
         self._stage, self._number, self._since = BETWEEN, 0, time.monotonic()
         self._main = threading.get_ident()
@@ -142,12 +148,20 @@ class Watchdog:
 
         Nothing can interrupt it: where it takes longer, this rank ends, and with it the run.
         """
-        with self.stage(name):
-            self._own_code_since = time.monotonic()
-            try:
-                yield
-            finally:
-                self._own_code_since = None
+        with self.stage(name), self.own_call(name):
+            yield
+
+    @contextlib.contextmanager
+    def own_call(self, name: str) -> Iterator[None]:
+        """Bound a call as ``own_code`` does, within a stage that stays the same; it costs microseconds.
+
+        Other ranks learn of it where it takes too long.
+        """
+        outer, self._own = self._own, (name, time.monotonic())
+        try:
+            yield
+        finally:
+            self._own = outer
 
     def _enter(self, name: str) -> None:
         self._number += self._stage == BETWEEN  # nested ones do not count: not every rank enters them
@@ -203,15 +217,17 @@ class Watchdog:
 
     def _look(self) -> None:
         """Look at the time that the main thread's stage, and a user's function within it, have taken."""
-        now, since = time.monotonic(), self._own_code_since
+        now, own = time.monotonic(), self._own
         if self._slow_stages is not None and self._cause is None:
             state = RankState(rank=self.rank, who=self.who, stage=self._stage, number=self._number, since=self._since)
             self._slow_stages.look([state], now)
-        if self._cause is not None or self._left.is_set() or since is None or now - since <= self.deadline_s:
+        if self._cause is not None or self._left.is_set() or own is None or now - own[1] <= self.deadline_s:
             return
-        position, _ = where_is(self._main)
+        position, waits = where_is(self._main, in_own_code=True)
+        if waits:
+            return
         text = (
-            f"{self.who} has been in {self._stage!r} for {now - since:.1f} s, longer than run.deadline_s="
+            f"{self.who} has been in {own[0]!r} for {now - own[1]:.1f} s, longer than run.deadline_s="
             f"{self.deadline_s:g} s, at {position}: a function in the rank's own process does not return; mend it, "
             "raise run.deadline_s, or call a reward in workers, which have a deadline for each sample "
             "(reward.num_workers)"
@@ -227,7 +243,9 @@ class Watchdog:
             case "keeper":
                 self._keeper.stage, self._keeper.since = message["stage"], time.monotonic()
             case "where":
-                position, waits = where_is(self._main)
+                own = self._own
+                position, waits = where_is(self._main, in_own_code=own is not None)
+                position += f", in {own[0]!r}" if own is not None and own[0] != self._stage else ""
                 self._line.send(**{"is": "answer", "at": position, "waits": waits, "left": self._left.is_set()})
             case "cause":
                 self._learn(Cause(rank=message["rank"], text=message["text"]))

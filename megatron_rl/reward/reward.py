@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import RewardConfig
+from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward.function import (
     BUILT_IN,
@@ -71,8 +72,11 @@ class Reward:
     every row of the data must have.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Resolve the functions; raise ConfigError for none, a repeated one, or one that its process cannot resolve."""
+    def __init__(self, config: RewardConfig, import_s: float | None = None) -> None:
+        """Resolve the functions; raise ConfigError for none, a repeated one, or one that its process cannot resolve.
+
+        import_s: seconds for the imports in this process, which ends where they take longer; None: no limit.
+        """
         if not config.functions:
             raise ConfigError(
                 f"reward.functions is empty; name one of {', '.join([*BUILT_IN, ENVIRONMENT])}, or your own "
@@ -89,7 +93,9 @@ class Reward:
         self._on_error = config.on_error
         called = [name for name in self.names if name != ENVIRONMENT]
         in_workers = [name for name in called if config.num_workers and name not in config.in_process]
-        self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in called if name not in in_workers}
+        with time_limit("the import of reward.functions", import_s):
+            here = [name for name in called if name not in in_workers]
+            self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in here}
         self.pool = None
         if in_workers:
             self.pool = Pool(in_workers, config.num_workers, config.deadline_s, config.worker_environment)
@@ -188,12 +194,15 @@ class Reward:
 
 
 @contextlib.contextmanager
-def opened_reward(config: RewardConfig) -> Iterator[Reward | None]:
-    """Open the run's reward for the block, None where it names no function; end its workers after it."""
+def opened_reward(config: RewardConfig, import_s: float | None = None) -> Iterator[Reward | None]:
+    """Open the run's reward for the block, None where it names no function; end its workers after it.
+
+    import_s: seconds for the imports in this process; None: no limit.
+    """
     if not config.functions:
         yield None
         return
-    with contextlib.closing(Reward(config)) as reward:
+    with contextlib.closing(Reward(config, import_s)) as reward:
         yield reward
 
 

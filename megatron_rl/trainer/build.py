@@ -90,7 +90,8 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
         hf_config = _read_model(config)
         tokenizer = load_tokenizer(config, hf_config.vocab_size)
         with (
-            opened_reward(config.reward) as reward,  # first, since the functions say which columns the data must have
+            # first, since the functions say which columns the data must have
+            opened_reward(config.reward, config.run.deadline_s) as reward,
             _built(config, critic_link, hf_config, tokenizer, reward) as trainer,
         ):
             yield trainer
@@ -206,7 +207,10 @@ def _assemble(
     progress: ProgressBar,
 ) -> Trainer:
     """Build the parts that need the given ones, and the trainer of them all. Engines start here."""
-    timer, rule = StepTimer(watchdog.stage), signal_rule(config)
+    timer = StepTimer(watchdog.stage)
+    with watchdog.own_call("loss"):  # which the rule tries at a zero advantage
+        rule = signal_rule(config)
+    backend.objective.enter_own = watchdog.own_call
     reference = ReferencePolicy(config, backend)
     shape = backend.shape
     required = reward.required_columns if reward else ()
@@ -276,10 +280,12 @@ def _build_manager(
         dtype=DTYPES[config.model.dtype],
         vocab_size=backend.shape.vocab_size,
     )
+    with watchdog.own_call("environment"):  # is imported
+        engine = with_environment(engine, config, tokenizer)
     on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
     bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
     return RolloutManager(
-        with_environment(engine, config, tokenizer),
+        engine,
         _scorer(reward, watchdog) if reward else None,
         config,
         export=lambda: backend.export(bucket_bytes=bucket_bytes),

@@ -14,6 +14,7 @@ from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.config import Config
 from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.build import RankLocation, refuse_sharing, role_of, shares_device, weight_channel
@@ -63,7 +64,7 @@ def check_inputs(config: Config) -> list[int]:
     else:
         check_served(config.model.hf_path)
     one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
-    with opened_reward(one_worker) as reward:
+    with opened_reward(one_worker, config.run.deadline_s) as reward:
         required = reward.required_columns if reward else ()
     prompts = load_prompts(config, tokenizer, hf_config, required)
     moving_rl_steps(config, len(prompts))
@@ -72,7 +73,8 @@ def check_inputs(config: Config) -> list[int]:
     held_out_solutions(config, prompts, tokenizer, *limits)
     prompts.next_solutions(min(len(prompts), config.sft.steps * config.sft.samples_per_step))
     if config.environment.name is not None:
-        environment_parts(config, tokenizer)
+        with time_limit("the import of environment.name", config.run.deadline_s):
+            environment_parts(config, tokenizer)
     lengths = [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
     look_at_checkpoints(config, hf_config, prompts)
     return lengths

@@ -7,6 +7,7 @@ its environment, as under torchrun but with nobody to end the others. The faults
   kill             SIGKILL in the first training forward pass
   sleep            sleeps in the first training forward pass
   reward           sleeps in its reward
+  loss             sleeps in its own policy loss
   plan             makes a plan of its own
   raise_and_stay   as raise, but the process and its sockets live on
 """
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import cli, train
+from megatron_rl.algorithm.own_policy import PolicyTokens
 from megatron_rl.backend import schedule
 from megatron_rl.distributed.watchdog_server import WatchdogServer
 from megatron_rl.trainer import update
@@ -38,6 +40,13 @@ def sleeping_reward(**columns) -> list[float]:
     if dist.get_rank() == int(os.environ["GUILTY_REWARD_RANK"]):
         time.sleep(SLEEP_S)
     return parity(**columns)
+
+
+def sleeping_loss(tokens: PolicyTokens) -> torch.Tensor:
+    """Let rank GUILTY_LOSS_RANK sleep in training, and not in the check of the contract, whose numbers are float64."""
+    if tokens.logprobs.dtype == torch.float32 and dist.get_rank() == int(os.environ["GUILTY_LOSS_RANK"]):
+        time.sleep(SLEEP_S)
+    return -(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages
 
 
 def break_forward(fault: str) -> None:
@@ -82,6 +91,7 @@ def break_plan() -> None:
 def main(fault: str, guilty: int) -> NoReturn:
     """Run ``megatron_rl.train`` by this process's arguments, with the fault where RANK is the guilty one's."""
     os.environ["GUILTY_REWARD_RANK"] = str(guilty) if fault == "reward" else "-1"
+    os.environ["GUILTY_LOSS_RANK"] = str(guilty) if fault == "loss" else "-1"
     note_what_is_told()
     if os.environ["RANK"] == str(guilty):
         break_plan() if fault == "plan" else break_forward(fault)

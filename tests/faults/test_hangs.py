@@ -33,7 +33,7 @@ MET_S = 20.0  # one that a rank meets whose peer sleeps; to start, beside one an
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of rank ``guilty`` of two (faulty_rank.py).
+    """A fault of rank ``guilty`` of ``world`` (faulty_rank.py).
 
     ``says`` is the pattern of the line that every rank must say of it.
     """
@@ -43,6 +43,7 @@ class Fault:
     pipeline: int
     says: str
     deadline_s: float = NEVER_S
+    world: int = 2
 
 
 RAISED = "raised .*it had been in 'update'"
@@ -64,13 +65,25 @@ FAULTS = {
         says=r"(keeps the others waiting: it )?has been in 'reward'.*faulty_rank.py:.* sleeping_reward",
         deadline_s=MET_S,
     ),
+    "sleeps in its loss, DP=2": Fault(
+        name="loss",
+        guilty=1,
+        pipeline=1,
+        says=r"(keeps the others waiting: it )?has been in .*'loss'|has been in 'update' .* sleeping_loss, in 'loss'",
+        deadline_s=MET_S,
+    ),
+    "sleeps in its loss, alone": Fault(
+        name="loss", guilty=0, pipeline=1, says=r"has been in 'loss' .* sleeping_loss", deadline_s=MET_S, world=1
+    ),
     "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
 }
 
 
 def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.Path) -> list[tuple[int | None, str]]:
-    """Run two ranks and return exit code (None where it had to be ended) and output of each."""
-    with nursery.ranks(2, given, folder, "tests.faults.faulty_rank:main", [fault.name, fault.guilty]) as ranks:
+    """Run the ranks and return exit code (None where it had to be ended) and output of each."""
+    with nursery.ranks(
+        fault.world, given, folder, "tests.faults.faulty_rank:main", [fault.name, fault.guilty]
+    ) as ranks:
         stays = {fault.guilty} if fault.name == "raise_and_stay" else set()
         ranks.wait(BOUND_S, but=stays)
         return [(fork.poll(), path.read_text()) for fork, path in zip(ranks.forks, ranks.printed, strict=True)]
@@ -86,6 +99,7 @@ def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, cas
         f"parallel.pipeline={fault.pipeline}",
         f"run.deadline_s={fault.deadline_s}",
         f"reward.functions=[{reward}]",
+        *(["loss.policy=tests.faults.faulty_rank:sleeping_loss"] if fault.name == "loss" else []),
     ]
     results = run_ranks(nursery, fault, arguments(arithmetic, tmp_path / "run", *extra), tmp_path)
     replica, stage = (0, fault.guilty) if fault.pipeline == 2 else (fault.guilty, 0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.distributed import time_limit
+from tests.patience import HANG_S, patient
 
 
 def never(config: object) -> bool:
@@ -32,3 +36,22 @@ def test_a_mistake_ends_in_one_sentence(
     assert cli.main(never, arguments) == cli.EXIT_CONFIG
     said = capsys.readouterr().err
     assert said.startswith("megatron_rl: ") and words in said and said.count("\n") == 1, said
+
+
+ENDED = threading.Event()
+
+
+def hanging_estimator(rewards: object) -> list[float]:
+    assert ENDED.wait(patient(HANG_S))
+    return [0.0] * len(rewards.totals)
+
+
+def test_a_users_function_that_hangs_in_its_check_ends_the_process(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(time_limit.os, "_exit", lambda code: ENDED.set())
+    cli.main(never, [f"advantage.estimator={__name__}:hanging_estimator", "run.deadline_s=1"])
+    said = capfd.readouterr().err
+    assert "rank 0 has been in the check of the configuration for longer than run.deadline_s=1 s" in said
+    assert "hanging_estimator" in said

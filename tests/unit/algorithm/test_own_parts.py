@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from megatron_rl.algorithm import own_estimator, own_policy_check
 from megatron_rl.algorithm.advantage import GroupRewards, advantages, may_have_advantage
+from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import AdvantageConfig, Config, LossConfig, load_config
 from megatron_rl.errors import ConfigError
@@ -36,6 +39,28 @@ def test_a_loss_that_keeps_the_contract_passes_every_property(name):
     assert len(findings) == 6 and all(finding.holds for finding in findings), findings
     check_own_parts(Config(loss=own_loss(name)))
     assert signal_rule(Config(loss=own_loss(name))).drops
+
+
+def test_each_call_of_a_users_loss_is_entered_by_its_name():
+    """The run bounds its time so (Watchdog.own_call); a built-in loss is not entered."""
+    entered, called = [], []
+
+    @contextlib.contextmanager
+    def enter(name):
+        entered.append(name)
+        yield
+        called.append(len(entered))
+
+    for policy, times in ((own_loss("clipped"), 2), (LossConfig(policy="ppo"), 2)):
+        objective = Objective(policy)
+        objective.enter_own = enter
+        zeros = torch.zeros(3)
+        given = dict.fromkeys(("advantages", "weights", "old_logprobs", "rollout_logprobs"), zeros)
+        given |= {"sequences": torch.zeros(3, dtype=torch.int64), "num_sequences": 1, "reference_logprobs": None}
+        tokens = types.SimpleNamespace(**given, kl_coefficient=None, measured=None)
+        for _ in range(2):
+            objective.policy(tokens, zeros.clone().requires_grad_(), zeros)
+        assert entered == ["loss"] * times and called == [1, 2]
 
 
 @pytest.mark.parametrize(

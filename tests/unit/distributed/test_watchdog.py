@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,15 +12,18 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import psutil
 import pytest
 
+from megatron_rl.distributed import time_limit as time_limit_module
 from megatron_rl.distributed import watchdog as watch_module
 from megatron_rl.distributed import watchdog_server as server_module
 from megatron_rl.distributed.watchdog import Watchdog, own_address
 from megatron_rl.distributed.watchdog_server import STRANGERS, RankState, SlowStages, WatchdogServer
 from megatron_rl.errors import PeerError
 from tests.patience import HANG_S, patient, until
+from tests.workers.pool import Pool
 
 TOKEN = "5" * 32
 NEVER = SlowStages(0.0, print)
@@ -197,6 +201,80 @@ def test_a_users_function_that_does_not_return_ends_a_world_of_one(ended, capfd)
         r"rank 0 \(here\) has been in 'reward' for .* longer than run.deadline_s=0.1 s, at .*reward.num_workers", said
     )
     assert "its main thread stood at" in said and "reward_that_hangs" in said
+
+
+def test_a_call_within_a_stage_is_named_as_the_function_that_it_is(ended, capfd) -> None:
+    """A loss is called for each micro-batch: its calls change no stage and tell no rank."""
+    watch = Watchdog(0, "rank 0 (here)", "rank 0 (here)", patient(HANG_S))
+    watch.start()
+    with watch.stage("update"):
+        before = watch._number, watch._since
+        with watch.own_call("loss"):
+            pass
+        assert (watch._number, watch._since, watch._stage) == (*before, "update")
+        with watch.own_call("environment"), contextlib.suppress(KeyError), watch.own_call("loss"):
+            raise KeyError
+        watch.deadline_s = 0.1
+        with watch.own_call("loss"):
+            assert reward_that_hangs(ended)
+    assert "rank 0 (here) has been in 'loss' for " in capfd.readouterr().err
+
+
+def waits_for_rank_0(rank: int, world: int) -> str | None:
+    """Let rank 0 stay in its function until rank 1, which waits for it within its own, has looked at the time."""
+    import torch
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    watch = Watchdog(rank, f"rank {rank}", "rank 0", 0.0)
+
+    def look_once_it_waits() -> None:
+        if until(lambda: watch_module.where_is(watch._main, in_own_code=True)[1]):
+            watch._look()
+        store.set("looked", "")
+
+    with watch.own_code("advantage"):
+        if rank == 0:
+            assert until(lambda: store.check(["looked"]))
+        else:
+            threading.Thread(target=look_once_it_waits).start()
+        dist.broadcast(torch.zeros(1), src=0)
+    watch.leave()
+    return None if watch._cause is None else watch._cause.text
+
+
+def test_a_rank_that_waits_for_another_in_its_function_is_not_to_blame(pool: Pool) -> None:
+    assert pool.run(2, waits_for_rank_0, timeout_s=60) == [None, None]
+
+
+def test_a_users_own_line_waits_for_no_rank_though_it_looks_like_it() -> None:
+    """A function that stands at a line with ``.item()`` may be the one that does not return."""
+    held, number = threading.Lock(), np.float32(1.0)
+    held.acquire()
+
+    def loss() -> None:
+        assert held.acquire() and number.item()
+
+    thread = threading.Thread(target=loss)
+    thread.start()
+    assert until(lambda: watch_module.where_is(thread.ident)[0].endswith(" loss"))
+    assert watch_module.where_is(thread.ident)[1] and not watch_module.where_is(thread.ident, in_own_code=True)[1]
+    held.release()
+    thread.join()
+
+
+@pytest.mark.parametrize("limit_s", [0.05, None])
+def test_user_code_before_the_watch_has_a_limit_too(monkeypatch, capfd, limit_s) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(time_limit_module.os, "_exit", lambda code: ended.set())
+    with time_limit_module.time_limit("the import of reward.functions", limit_s):
+        assert limit_s is None or reward_that_hangs(ended)
+    said = capfd.readouterr().err
+    if limit_s is None:
+        assert not said and not ended.is_set()
+    else:
+        assert "rank 0 has been in the import of reward.functions for longer than run.deadline_s=0.05 s" in said
+        assert "reward_that_hangs" in said
 
 
 def test_a_users_function_that_does_not_return_is_named_on_every_rank(watch, ended) -> None:
