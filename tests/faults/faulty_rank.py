@@ -43,8 +43,9 @@ def sleeping_reward(**columns) -> list[float]:
 
 
 def sleeping_loss(tokens: PolicyTokens) -> torch.Tensor:
-    """Let rank GUILTY_LOSS_RANK sleep in training, and not in the check of the contract, whose numbers are float64."""
-    if tokens.logprobs.dtype == torch.float32 and dist.get_rank() == int(os.environ["GUILTY_LOSS_RANK"]):
+    """Let rank GUILTY_LOSS_RANK sleep in training, and in no check of its contract."""
+    trains = dist.is_initialized() and tokens.logprobs.dtype == torch.float32  # skip.mode's trial is in float64
+    if trains and dist.get_rank() == int(os.environ["GUILTY_LOSS_RANK"]):
         time.sleep(SLEEP_S)
     return -(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages
 
