@@ -26,7 +26,7 @@ class RewardConfig:
     on_error: str = "fail"
     """For a sample whose reward raises: `fail` ends the run; `drop` takes it out of its group; `zero` gives it 0."""
     num_workers: Annotated[int, Range(0, 1000)] = 0
-    """Processes per rank that call the functions, a group at a time; 0: the rank's own, which nothing can interrupt."""
+    """Processes per rank that call the functions, a group each, up to twice as many if some are slow; 0: its own."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
     """Seconds of a sample in a worker, which is then killed and replaced; only that sample meets `reward.on_error`."""
     worker_environment: tuple[str, ...] = ()
