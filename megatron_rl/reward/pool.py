@@ -6,7 +6,7 @@
    (reward/task_queue.py); where samples are slow only together, tasks are smaller from then on.
 3. The samples of a task that takes SUSPECT_S are tried alone beside it, so that one that hangs is known that much after
    its deadline, and not after two of them. ``num_workers`` other tasks may run all the same: a pool has up to twice as
-   many workers meanwhile.
+   many workers meanwhile, unless one of those does not start, after which none is tried.
 4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline: nothing polls.
 5. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that
    may kill them, and by STARTS in a row that do not get ready.
@@ -59,6 +59,7 @@ class Pool:
                 "before the start, or take it out of the list"
             )
         self.num_workers = num_workers
+        self._most_workers = 2 * num_workers
         self.deadline_s = deadline_s
         self.most_samples: int | None = None
         self.num_started = 0
@@ -155,6 +156,9 @@ class Pool:
         try:
             worker = self._start_one().result(START_S)
         except OSError as error:  # TimeoutError is one: no memory, no process, or a file system that hangs
+            if len(self._workers) >= self.num_workers:
+                self._do_without_more(f"cannot be started: {type(error).__name__}: {error}")
+                return
             raise RewardError(f"no reward worker can be started: {type(error).__name__}: {error}") from error
         self.num_started += 1
         self._workers.append(worker)
@@ -191,8 +195,8 @@ class Pool:
         """Start workers beyond ``num_workers``, unless they come already; one whose task is moot gives way."""
         moot = [worker for worker in self._workers if worker.task is not None and worker.task.is_moot]
         coming = sum(not worker.ready for worker in self._workers)
-        while coming < max(1, work.num_suspected) and (len(self._workers) < 2 * self.num_workers or moot):
-            if len(self._workers) >= 2 * self.num_workers:
+        while coming < max(1, work.num_suspected) and (len(self._workers) < self._most_workers or moot):
+            if len(self._workers) >= self._most_workers:
                 self._end(moot.pop())
             self._start()
             coming += 1
@@ -262,11 +266,23 @@ class Pool:
         work.failed(task, Failure.OVERDUE, f"{message}; it stood at:\n{stacks}" if stacks else message)
 
     def _not_started(self, what: str) -> None:
+        if len(self._workers) >= self.num_workers:
+            self._do_without_more(what)
+            return
         self._failed_starts += 1
         if self._failed_starts >= STARTS:
             raise RewardError(
                 f"a reward worker {what}, {STARTS} times in a row; read what it wrote, or set reward.num_workers to 0"
             )
+
+    def _do_without_more(self, what: str) -> None:
+        self._most_workers = self.num_workers
+        log.warning(
+            "a reward worker beyond reward.num_workers=%d %s; none is tried from here on: a sample that hangs takes "
+            "up to two of reward.deadline_s",
+            self.num_workers,
+            what,
+        )
 
     def _end(self, worker: WorkerProcess) -> str:
         self._workers.remove(worker)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 
@@ -75,3 +77,30 @@ def test_a_group_that_takes_long_is_left_to_answer(monkeypatch, tried, tmp_path,
         assert totals(reward.score(groups_of(texts))) == [float(len(text)) for text in texts]
         assert tried and reward.pool.pids == before and reward.pool.num_started == 2
         assert not caplog.records and reward.pool.most_samples is None
+
+
+def test_a_worker_more_that_does_not_start_costs_nothing_else(monkeypatch, tried, tmp_path, caplog):
+    """Where memory holds no further worker, the group is left to its own, and no further one is tried."""
+    go = tmp_path / "go"
+
+    class OutOfMemory(OnlyEndless):
+        first = True
+
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            self.is_first, OutOfMemory.first = OutOfMemory.first, False
+            if not self.is_first:
+                os.kill(self.pid, signal.SIGKILL)
+
+        def end(self) -> str:
+            if not self.is_first:
+                go.touch()
+            return super().end()
+
+    monkeypatch.setattr(pool_module, "WorkerProcess", OutOfMemory)
+    with reward_of("act", on_error="fail") as reward:
+        texts = ["a", f"wait_for {go}"]
+        for _ in range(2):
+            assert totals(reward.score(groups_of(texts))) == [float(len(text)) for text in texts]
+        assert reward.pool.num_started == 2
+    assert "a reward worker beyond reward.num_workers=1 ended before it was ready (signal SIGKILL" in caplog.text
