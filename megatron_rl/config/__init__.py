@@ -5,7 +5,7 @@ Markdown says its meaning; `make docs` writes docs/configuration.md from these l
 """
 
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
-from megatron_rl.config.critic import CriticConfig, critic_config
+from megatron_rl.config.critic import CriticConfig, critic_config, policy_ranks
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
@@ -68,5 +68,6 @@ __all__ = [
     "config_to_dict",
     "config_to_yaml",
     "critic_config",
+    "policy_ranks",
     "load_config",
 ]

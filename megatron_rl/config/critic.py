@@ -66,6 +66,16 @@ class CriticConfig:
             )
 
 
+def policy_ranks(config, num_ranks: int) -> int:
+    """Count the ranks of a job that hold its policy. Raises ConfigError where a separate critic leaves none."""
+    of_critic = (config.critic.ranks or 0) if config.has_critic else 0
+    if of_critic >= num_ranks:
+        raise ConfigError(
+            f"critic.ranks={of_critic} of {num_ranks} ranks leave the policy none; start more, or lower it"
+        )
+    return num_ranks - of_critic
+
+
 def critic_config(config):
     """Return the Config that the critic's model is built from.
 

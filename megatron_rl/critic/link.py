@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, policy_ranks
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.rendezvous import join_world, meet
 from megatron_rl.errors import ConfigError, PeerError
@@ -58,14 +58,9 @@ def is_separate(config: Config) -> bool:
     return config.has_critic and config.critic.placement == "separate"
 
 
-def policy_ranks(config: Config) -> int:
-    """Count a job's policy ranks, where its critic is separate. Raises ConfigError where none is left."""
-    world = int(os.environ["WORLD_SIZE"])
-    if config.critic.ranks >= world:
-        raise ConfigError(
-            f"critic.ranks={config.critic.ranks} of {world} ranks leave the policy none; start more, or lower it"
-        )
-    return world - config.critic.ranks
+def policy_ranks_here(config: Config) -> int:
+    """Count this job's policy ranks, where its critic is separate. Raises ConfigError where none is left."""
+    return policy_ranks(config, int(os.environ["WORLD_SIZE"]))
 
 
 def holds_critic(config: Config) -> bool:
@@ -80,7 +75,7 @@ def holds_critic(config: Config) -> bool:
             "critic.placement=separate needs several ranks; start them with torchrun or srun, or set "
             "critic.placement=shared"
         )
-    return int(os.environ["RANK"]) >= policy_ranks(config)
+    return int(os.environ["RANK"]) >= policy_ranks_here(config)
 
 
 def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_size: int) -> int:
@@ -88,7 +83,7 @@ def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_s
     return (
         local_world_size
         if not is_separate(config)
-        else min(local_world_size, policy_ranks(config) - (rank - local_rank))
+        else min(local_world_size, policy_ranks_here(config) - (rank - local_rank))
     )
 
 
@@ -99,7 +94,7 @@ class PolicyCriticLink:
         self.deadline_s, self.of_critic = config.run.deadline_s, of_critic
         bound = datetime.timedelta(seconds=self.deadline_s)
         store, rank, _ = meet(self.deadline_s)
-        first, count = (policy_ranks(config), config.critic.ranks) if of_critic else (0, policy_ranks(config))
+        first, count = (policy_ranks_here(config), config.critic.ranks) if of_critic else (0, policy_ranks_here(config))
         name = "critic" if of_critic else "policy"
         join_world(HOST.backend, dist.PrefixStore(name, store), rank - first, count, self.deadline_s)
         self.is_first = rank == first

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, policy_ranks
 from megatron_rl.errors import ConfigError
 
 MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned several times
@@ -66,7 +66,7 @@ def simulate_job(
 
     given = _from_run(given)
     gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
-    degrees = degrees_of(config, gpus - (config.critic.ranks or 0))  # a separate critic's ranks hold no policy
+    degrees = degrees_of(config, policy_ranks(config, gpus))
     shape = read_shape(config, degrees)
     workloads, source = _workloads(config, given, prompt_lengths)
     loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)

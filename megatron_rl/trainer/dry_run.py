@@ -11,7 +11,7 @@ import sys
 import torch
 
 from megatron_rl.backend.optimizer import megatron_config
-from megatron_rl.config import Config
+from megatron_rl.config import Config, policy_ranks
 from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
@@ -87,8 +87,8 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     elsewhere: whether the job is to run on another machine, whose installation cannot be seen from here.
     """
     device = torch.device("cuda")
-    policy_ranks = num_ranks - (config.critic.ranks or 0)
-    location = RankLocation(rank=0, world_size=policy_ranks, local_rank=0, local_world_size=min(on_node, policy_ranks))
+    ranks = policy_ranks(config, num_ranks)
+    location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
     role_of(config, location)
     refuse_sharing(config, shares_device(config, device))
     weight_channel(config, device)

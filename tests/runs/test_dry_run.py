@@ -20,6 +20,7 @@ GIVEN = (
     "reward.functions=[arithmetic]",
     "metrics.progress=false",
 )
+SEPARATE = ("advantage.estimator=gae", "critic.placement=separate")
 ON_ENGINES = ("rollout.engine=vllm", "model.dtype=bfloat16")
 
 
@@ -60,6 +61,8 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
     [
         (["parallel.pipeline=3"], "world size 8 is no multiple of"),
         (["--gpus-per-node=12", "parallel.pipeline=3"], "does not divide num_hidden_layers=2"),
+        ([*SEPARATE, "critic.ranks=8"], "critic.ranks=8 of 8 ranks leave the policy none"),
+        ([*SEPARATE, "critic.ranks=4", "critic.parallel={tensor: 3}"], "world size 4 is no multiple of"),
         (["loss.kl_coefficient=0.1"], "skip.mode=exact"),
         (["plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
         (["--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
