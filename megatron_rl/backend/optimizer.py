@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_rl.backend.gradient_norm import use_accurate_norm
 from megatron_rl.backend.offload import Offload, OffloadedBytes
 from megatron_rl.config import Config
 from megatron_rl.config.megatron_fields import resolve_fields
@@ -112,6 +113,7 @@ class Optimizer:
         self.ghost = config.skip.ghost
         self.kernel = choose_kernel(settings.kernel)
         self._offload = Offload()
+        use_accurate_norm()
         self._megatron = get_megatron_optimizer(megatron_config(config, settings), self.chunks)
         self.scheduler = OptimizerParamScheduler(
             self._megatron,
