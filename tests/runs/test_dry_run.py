@@ -121,7 +121,15 @@ def test_a_folder_without_weights_cannot_start(arithmetic, tmp_path, capsys) -> 
     assert dry_run(arithmetic, "--nodes=1", f"model.hf_path={tmp_path}", "model.init=random") == 0
 
 
-def test_each_way_out_that_is_named_fits(tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
+        ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0345"], "critic.parallel.tensor=2"),
+    ],
+    ids=["policy", "separate critic"],
+)
+def test_each_way_out_that_is_named_fits(tmp_path, capsys, extra, named) -> None:
     """A job too large for its GPUs names settings; with each of them alone the same forecast fits."""
     from tools import simulate_cluster
 
@@ -129,7 +137,7 @@ def test_each_way_out_that_is_named_fits(tmp_path, capsys) -> None:
     written = tmp_path / "figures.json"
     given = [
         "--nodes=1",
-        "--gpu-memory-gib=0.02",
+        *extra,
         f"--json={written}",
         f"model.hf_path={tmp_path / 'model'}",
         "data.max_prompt_tokens=64",
@@ -141,9 +149,9 @@ def test_each_way_out_that_is_named_fits(tmp_path, capsys) -> None:
     ]
     assert simulate_cluster.main(given) == cli.EXIT_CONFIG
     said = capsys.readouterr().err
-    _, _, named = said.partition("It would fit with: ")
-    ways_out = [each.rsplit(" (", 1)[0].split() for each in named.rsplit(" (docs", 1)[0].split(" | ")]
-    assert len(ways_out) >= 4, said
+    _, _, listed = said.partition("It would fit with: ")
+    ways_out = [each.rsplit(" (", 1)[0].split() for each in listed.rsplit(" (docs", 1)[0].split(" | ")]
+    assert len(ways_out) >= 4 and any(named in settings for settings in ways_out), said
     for settings in ways_out:
         assert simulate_cluster.main([*given, *settings]) == 0, settings
         assert json.loads(written.read_text())["shortfalls"] == []
