@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from conversion.gguf_file import GgufFile, gguf_library
 
-from megatron_rl.checkpoint.convert import appearing
+from megatron_rl.checkpoint.convert import WIDER, appearing
 from megatron_rl.config.json_text import check, field, quoted
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import hf_size
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import used_names
@@ -208,9 +209,9 @@ def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dty
     heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(stored.split(".")[-2])
     if shape.family == "llama" and heads is not None:
         numbers = unpermute(numbers, heads)
-    tensor = torch.from_numpy(np.array(numbers)).to(dtype)
-    if not torch.isfinite(tensor).all():
-        raise ConfigError(f"{file.path}: {stored} holds NaN or infinity as {dtype}; copy or download it again")
+    whole = torch.from_numpy(np.array(numbers))
+    tensor = whole.to(dtype)
+    check_finite(tensor, lambda: [(f"{stored} of {file.path}", whole)], WIDER)
     return tensor
 
 
