@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import pathlib
 import random
 import struct
 import sys
+import types
 import weakref
 import zipfile
 
@@ -252,10 +254,17 @@ def test_without_the_library_the_extra_is_named(tmp_path: pathlib.Path, capsys, 
     assert "pip install 'megatron_rl[gguf]'" in capsys.readouterr().err
 
 
-def test_the_examples_model_is_made_of_its_wheel_once(tmp_path: pathlib.Path, capsys, monkeypatch) -> None:
-    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "smollm2"))
-    import prepare
+def examples_prepare() -> types.ModuleType:
+    """Import examples/smollm2/prepare.py under a name of its own: other examples have a prepare.py too."""
+    path = pathlib.Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "prepare.py"
+    specification = importlib.util.spec_from_file_location("smollm2_prepare", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
+
+def test_the_examples_model_is_made_of_its_wheel_once(tmp_path: pathlib.Path, capsys, monkeypatch) -> None:
+    prepare = examples_prepare()
     wheel, out = tmp_path / "a.whl", tmp_path / "made" / "model"
     wanted = write_gguf(tmp_path / "m.gguf")
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -48,11 +48,12 @@ def test_a_rank_ends_with_torchrun_and_another_process_outlives_its_shell(launch
 CTRL_C = """
 import os, signal
 from megatron_rl import cli
+from megatron_rl.config import Config
 def run(config):
     os.kill(os.getpid(), signal.SIGINT)
     raise AssertionError("not reached")
 cli._stages_import = lambda is_main: True
-cli.load_config = lambda *given: None
+cli.load_config = lambda *given: Config()
 cli.validate_config = lambda config: None
 cli.end_process(lambda: cli.main(run, []))
 """
