@@ -123,7 +123,7 @@ $(ORACLES)/.installed: setup.py $(CONSTRAINTS)
 	$(ORACLES)/bin/python -c 'import peft, trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
 
-test-extras: $(STAMP)  ## that each installation of docs/installation.md resolves, asked of the package index; installs nothing
+test-extras: $(STAMP)  ## what asks the package index: that each installation of docs/installation.md resolves, three rollouts of a real model
 	$(VENV)/bin/python -m pytest tests/extras $(PYTEST_ARGS)
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
