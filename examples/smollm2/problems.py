@@ -4,9 +4,8 @@ Example:
   python examples/smollm2/problems.py --out runs/smollm2/inputs/data --steps 1 --train-rows 2000 --test-rows 128
 
 A row: {"prompt": [{"role": "user", "content": "Mia has 12 pens and gives 5 of them to Omar. How many pens does Mia have
-left?"}], "answer": "7", "solution": "12 - 5 = 7. The answer is 7.", "kind": "give"}; before it stand the turns of
---examples solved problems. Rows follow from --seed; no row of test.jsonl has the kind and the numbers of one of
-train.jsonl.
+left?"}], "answer": "7", "solution": "12 - 5 = 7. The answer is 7.", "kind": "give"}. Rows follow from --seed; no row
+of test.jsonl has the kind and the numbers of one of train.jsonl.
 """
 
 from __future__ import annotations
@@ -32,17 +31,6 @@ THINGS = (
 BOXES = (("box", "boxes"), ("bag", "bags"), ("basket", "baskets"), ("jar", "jars"), ("pack", "packs"))
 GETS = ("buys", "finds", "wins", "gets", "collects")
 LOSES = ("gives away", "loses", "sells", "uses")
-
-
-# Turns that --examples puts before a problem.
-EXAMPLES = (
-    (
-        "There are 2 bags with 6 nuts each. Tom eats 3. How many nuts are left?",
-        "2 * 6 = 12. 12 - 3 = 9. The answer is 9.",
-    ),
-    ("Ann has 7 plums and gets 5 more. How many plums does Ann have?", "7 + 5 = 12. The answer is 12."),
-    ("Sue has 4 hats. Max has 2 more than Sue. How many do they have?", "4 + 2 = 6. 4 + 6 = 10. The answer is 10."),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +187,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default="1,2", help="operations of a problem: 1, 2 or 1,2 (default: 1,2)")
     parser.add_argument("--train-rows", type=int, default=2000, metavar="N", help="default: 2000")
     parser.add_argument("--test-rows", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument(
-        "--examples",
-        type=int,
-        choices=range(len(EXAMPLES) + 1),
-        default=0,
-        help="solved problems as turns before it (default: 0)",
-    )
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
     options = parser.parse_args(arguments)
     try:
@@ -220,14 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
-    turns = [
-        {"role": role, "content": text}
-        for example in EXAMPLES[: options.examples]
-        for role, text in zip(("user", "assistant"), example, strict=True)
-    ]
     for name, part in (("test", held_out), ("train", train)):
         for row in part:
-            row["prompt"] = [*turns, {"role": "user", "content": row["prompt"]}]
+            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
         text = "".join(json.dumps(row) + "\n" for row in part)
         (options.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"wrote {options.out / name}.jsonl: {len(part)} problems")

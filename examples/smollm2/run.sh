@@ -4,7 +4,7 @@
 # Cost:    4 GB of memory and 1 GB of disk on 2 CPU cores; the time is not measured on a quiet machine yet.
 # Launch:  make real-model        or        [RUN_DIR=folder] bash examples/smollm2/run.sh [section.key=value ...]
 #          ENGINE: vllm or transformers; unless set, vllm where it is installed, here or in .venv-vllm (make test-vllm).
-#          CONFIG: examples/smollm2/grpo.yaml, or lora.yaml beside it. PROBLEMS: options of problems.py.
+#          Adapters: lora.rank=16 lora.alpha=32 optimizer.lr=2e-4. PROBLEMS: options of problems.py.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -32,5 +32,5 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE=1
 exec torchrun --standalone --nproc_per_node "$processes" -m megatron_rl.train \
-  --config "${CONFIG:-examples/smollm2/grpo.yaml}" --run-dir "$run_dir" rollout.engine="$ENGINE" \
+  --config examples/smollm2/grpo.yaml --run-dir "$run_dir" rollout.engine="$ENGINE" \
   model.hf_path="$inputs/model" data.train="$inputs/data/train.jsonl" eval.path="$inputs/data/test.jsonl" "$@"

@@ -6,8 +6,7 @@
 3. So a call with n calls before it begins within ⌈n / num_threads⌉ deadlines and has ended one deadline later.
 4. After PATIENCE · ``num_threads`` overdue calls in a row, the waiting calls are not tried: an environment that is down
    costs a few deadlines and not one for every ``num_threads`` samples.
-5. Where a failure ends the run (``stops``), the first call that fails ends every wait; the
-   waiting calls are not tried.
+5. Where a failure ends the run (``stops``), the first call that fails ends every wait; the waiting calls are not tried.
 """
 
 from __future__ import annotations

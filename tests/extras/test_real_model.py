@@ -33,15 +33,18 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 
 @pytest.mark.network
 @pytest.mark.long(seconds=120)
-@pytest.mark.parametrize(("config", "num_rollouts"), [("grpo", 3), ("lora", 2)])
+@pytest.mark.parametrize(
+    ("overrides", "num_rollouts"),
+    [((), 3), (("lora.rank=16", "lora.alpha=32", "optimizer.lr=2e-4"), 2)],
+    ids=["full weights", "adapters"],
+)
 def test_rollouts_of_a_real_model(
-    inputs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch, config: str, num_rollouts: int
+    inputs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch, overrides: tuple[str, ...], num_rollouts: int
 ) -> None:
     """Engine and trainer agree on each token's log-prob, and the rewards are math-verify's of the texts recorded."""
     monkeypatch.setenv("INPUTS", str(inputs))
     monkeypatch.setenv("ENGINE", "transformers")
-    monkeypatch.setenv("CONFIG", f"examples/smollm2/{config}.yaml")
-    overrides = [f"train.num_rollouts={num_rollouts}", "train.prompts_per_rollout=4", "eval.path=null"]
+    overrides += (f"train.num_rollouts={num_rollouts}", "train.prompts_per_rollout=4", "eval.path=null")
     rows = run_example("smollm2", tmp_path, *overrides, "model.dtype=float32", timeout_s=BOUND_S)
     assert [row["rollout"] for row in rows if "reward/mean" in row] == list(range(1, num_rollouts + 1))
     assert all(row["skip/tokens_executed"] <= row["skip/tokens_dense"] for row in rows)
