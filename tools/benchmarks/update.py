@@ -60,6 +60,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--max-tokens-per-microbatch", type=int, nargs="+", default=[1024, 2048, 4096], help="megatron_rl's settings"
     )
     parser.add_argument("--threads", type=int, default=1, help="torch's CPU threads, of both")
+    parser.add_argument("--hf-path", help="a Hugging Face directory's model is trained; default: a small random Qwen2")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2048)
@@ -118,6 +119,8 @@ def build_model(given: argparse.Namespace):
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
+    if given.hf_path:
+        return AutoModelForCausalLM.from_pretrained(given.hf_path, dtype=torch.float32)
     config = Qwen2Config(
         vocab_size=given.vocab,
         hidden_size=given.hidden,
