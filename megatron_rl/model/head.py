@@ -14,6 +14,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
 
 
+def _in_token_order(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states [T, 1, H] whose gradient reaches the layers with the strides (H, H, 1).
+
+    GPTModel transposes its output, so that the gradient would come with (H, T·H, 1). Where the weight is frozen
+    torch.matmul then multiplies T rows one by one, and on a CPU copies the weight for each of them (0.16.1
+    ``tensor_parallel/layers.py`` LinearWithFrozenWeight; torch 2.13.0 ``LinearAlgebra.cpp`` should_fold).
+    """
+    return hidden.flatten(0, 1).unsqueeze(1)
+
+
 def hand_out_hidden(model: GPTModel) -> None:
     """Make the output layer of a last stage return its input, whole: [T, 1, H] on every tensor rank.
 
@@ -26,7 +36,7 @@ def hand_out_hidden(model: GPTModel) -> None:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=layer.tp_group
             )
-        return hidden, None
+        return _in_token_order(hidden), None
 
     layer.forward = forward
 
@@ -49,7 +59,7 @@ class ValueHead(torch.nn.Module):
     ):
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
-        return hidden, None
+        return _in_token_order(hidden), None
 
 
 def put_value_head(model: GPTModel) -> None:
