@@ -143,7 +143,12 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
         evaluations = {"held-out supervised loss": summary.supervised_loss, **evaluations}
     for name, ((first_step, first), (last_step, last)) in evaluations.items():
         when = f"steps {first_step} → {last_step}" if last_step > first_step else f"step {last_step}"
-        change = f"{first:.3f} → {last:.3f}" if last_step > first_step else f"{last:.3f}"
+        errors = summary.evaluation_errors.get(name.removeprefix("eval "), {})
+        before, after = (
+            f"{value:.3f}" + (f" ± {errors[step]:.3f}" if step in errors else "")
+            for step, value in ((first_step, first), (last_step, last))
+        )
+        change = f"{before} → {after}" if last_step > first_step else after
         table.add_row(name, f"{change}  ({when})")
     if summary.truncated_share is not None:
         table.add_row("truncated responses", f"{100 * summary.truncated_share:.1f} %  (last {summary.window} steps)")

@@ -265,6 +265,10 @@ def _tiles(rows: Sequence[Row]) -> str:
         name, _, kind = label.rpartition(" ")
         before = f"{first:.3f}" if last_step > first_step else ""
         note = f"steps {first_step} and {last_step}, {kind}" if before else f"step {last_step}, {kind}"
+        errors = summary.evaluation_errors.get(label, {})
+        if last_step in errors:
+            found = [f"{errors[step]:.3f}" for step in ([first_step] if before else []) + [last_step] if step in errors]
+            note += f"; standard error {' and '.join(found)}"
         tiles.append(_tile(f"Evaluation: {name}", f"{last:.3f}", note, before=before))
     if summary.truncated_share is not None:
         note = f"of the last {summary.window} steps, at the limit of their tokens"

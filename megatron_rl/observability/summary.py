@@ -39,6 +39,7 @@ class RunSummary:
     step_s: float | None
     total_s: float | None
     evaluations: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
+    evaluation_errors: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     truncated_share: float | None = None
     supervised_loss: tuple[tuple[int, float], tuple[int, float]] | None = None
 
@@ -68,6 +69,17 @@ def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, floa
         name: {f"{kind}@{k}": sorted(points) for (kind, k), points in sorted(metrics.items())}
         for name, metrics in sorted(found.items())
     }
+
+
+def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """Return the standard errors of each set's mean@k, by "<set> mean@k" and by step as in ``eval_points``."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if match := re.fullmatch(r"eval/(.+)/(mean@\d+)_se(_before)?", key):
+                name, metric, before = match.groups()
+                found.setdefault(f"{name} {metric}", {})[row["step"] - (before is not None)] = value
+    return found
 
 
 def supervised_points(rows: Sequence[Row]) -> list[tuple[int, float]]:
@@ -109,6 +121,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
             for metric, points in metrics.items()
             if metric.startswith("mean@")
         },
+        evaluation_errors=eval_errors(rows),
         supervised_loss=(points[0], points[-1]) if (points := supervised_points(rows)) else None,
         truncated_share=truncated[1] if (truncated := ends("rollout/truncated_share")) else None,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,26 @@ def powers_of_two(limit: int) -> list[int]:
     return [2**power for power in range(limit.bit_length())]
 
 
+def standard_error(totals: np.ndarray) -> float | None:
+    """Return the standard error of the mean of all samples, as prompts drawn anew would scatter it.
+
+    totals: float64 [P, k]; NaN is in no mean.
+
+    Samples of one prompt depend on each other, so each prompt is a cluster: with n_p included samples of prompt p, s_p
+    their sum and m the mean of all N, sqrt(P / (P − 1) · Σ_p (s_p − n_p m)²) / N (clustered standard errors, Miller
+    2024, arXiv:2411.00640, with the factor for a small number of clusters). Where no sample is excluded that is the
+    standard deviation of the prompts' means over √P. None where fewer than two prompts have a sample.
+    """
+    included = ~np.isnan(totals)
+    n = included.sum(axis=1)
+    num_prompts, num_samples = np.count_nonzero(n), n.sum()
+    if num_prompts < 2:
+        return None
+    sums = np.where(included, totals, 0.0).sum(axis=1)
+    residuals = sums - n * (sums.sum() / num_samples)
+    return math.sqrt(num_prompts / (num_prompts - 1) * float(residuals @ residuals)) / float(num_samples)
+
+
 def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, threshold: float) -> dict[str, float]:
     """Return the metrics ``eval/<name>/*`` of one set.
 
@@ -95,6 +116,8 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     num_prompts, num_samples = totals.shape
     included = ~np.isnan(totals)
     metrics = {f"mean@{num_samples}": float(totals[included].mean())} if included.any() else {}
+    if (error := standard_error(totals)) is not None:
+        metrics[f"mean@{num_samples}_se"] = error
     passed_P = np.count_nonzero(totals >= threshold, axis=1).tolist()  # NaN is not
     for k in powers_of_two(num_samples):
         metrics[f"pass@{k}"] = math.fsum(pass_at_k(num_samples, num_passed, k) for num_passed in passed_P) / num_prompts
@@ -168,8 +191,9 @@ class Evaluation:
             values = set_metrics(name, outcomes, self.config.reward.functions, threshold=settings.reward_threshold)
             summary = ", ".join(
                 f"{key.rpartition('/')[2]} {value:.4f}"
+                + (f" ± {values[f'{key}_se']:.4f}" if f"{key}_se" in values else "")
                 for key, value in values.items()
-                if "@" in key.rpartition("/")[2]
+                if re.search(r"@\d+$", key)
             )
             log.info("eval/%s after %d steps: %s over %d prompts", name, step, summary, len(self.sets[name]))
             metrics |= {f"{key}{suffix}": value for key, value in values.items()}

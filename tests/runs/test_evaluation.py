@@ -69,7 +69,7 @@ def test_greedy_evaluation_equals_hugging_faces(pool, arithmetic, tmp_path):
     run(pool, 1, arguments(arithmetic, tmp_path, f"eval.path={arithmetic / 'test.jsonl'}", GRADED, "optimizer.lr=1e-2"))
     first, *between, last = evaluated(tmp_path)
     names = {f"eval/test/{name}" for name in ("mean@1", "pass@1", "tests.runs.test_evaluation:graded")}
-    names |= {f"eval/test/{name}" for name in ("response_tokens_mean", "truncated_share", "excluded")}
+    names |= {f"eval/test/{name}" for name in ("mean@1_se", "response_tokens_mean", "truncated_share", "excluded")}
     assert set(first) == {f"{name}_before" for name in names} and set(last) == names and not any(between)
     values = (first["eval/test/mean@1_before"], last["eval/test/mean@1"])
     # 1e-12: the order of additions
@@ -92,6 +92,7 @@ def test_data_parallel_evaluation_equals_one_process(pool, arithmetic, tmp_path)
     assert found[0] == found[1]
     kinds = (
         "mean@4",
+        "mean@4_se",
         "pass@1",
         "pass@2",
         "pass@4",

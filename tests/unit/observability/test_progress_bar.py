@@ -47,13 +47,18 @@ def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
 def test_the_final_table_has_evaluation_and_truncation():
     """An evaluation's first value may be that of before the first step; a single one stands alone."""
     rows = [row(step) | {"rollout/truncated_share": 0.5 if step < 10 else 0.125} for step in range(20)]
-    rows[0] |= {"step": 1, "eval/test/mean@4_before": 0.25, "eval/test/pass@4_before": 0.5}
-    rows[10] |= {"eval/test/mean@4": 0.375}
-    rows[19] |= {"eval/test/mean@4": 0.75, "eval/other/mean@1": 0.5}
+    rows[0] |= {
+        "step": 1,
+        "eval/test/mean@4_before": 0.25,
+        "eval/test/pass@4_before": 0.5,
+        "eval/test/mean@4_se_before": 0.01,
+    }
+    rows[10] |= {"eval/test/mean@4": 0.375, "eval/test/mean@4_se": 0.02}
+    rows[19] |= {"eval/test/mean@4": 0.75, "eval/test/mean@4_se": 0.03, "eval/other/mean@1": 0.5}
     out = io.StringIO()
     Console(file=out, width=120).print(summary_table(summarize(rows), 1.0))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
-    assert "eval test mean@4 0.250 → 0.750 (steps 0 → 19)" in lines
+    assert "eval test mean@4 0.250 ± 0.010 → 0.750 ± 0.030 (steps 0 → 19)" in lines
     assert "eval other mean@1 0.500 (step 19)" in lines
     assert "truncated responses 12.5 % (last 10 steps)" in lines
 

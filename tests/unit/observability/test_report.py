@@ -241,6 +241,14 @@ def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     )
 
 
+def test_the_tile_of_an_evaluation_has_its_standard_errors(tmp_path):
+    write_run(tmp_path, num_warmup=0)
+    add_evaluation(tmp_path, "hard", {"mean@4": [0.1, 0.2, 0.3], "mean@4_se": [0.01, 0.02, 0.03]})
+    page = report(tmp_path)
+    assert re.search(r'<div class="note">steps 19 and 59, mean@4; standard error 0.010 and 0.030</div>', page)
+    assert "mean@4_se" not in svg_of(page, "Evaluation: hard")
+
+
 def test_pass_at_1_that_is_the_mean_is_said_and_drawn_once(tmp_path):
     write_run(tmp_path)
     add_evaluation(tmp_path, "hard", {"mean@4": [0.1, 0.2, 0.3], "pass@1": [0.1, 0.2, 0.3], "pass@4": [0.4] * 3})

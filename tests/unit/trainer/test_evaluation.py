@@ -21,7 +21,7 @@ from megatron_rl.config import load_config
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.worker import RolloutJob
-from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
+from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics, standard_error
 from megatron_rl.types import Prompt, Rollout, Score
 from tests.unit.rollout.tiny_model import _tokenizer
 
@@ -105,8 +105,25 @@ def test_set_metrics_equal_the_naive_loop(drawn, threshold):
         values = [value for value in drawn.by_function[..., index].ravel().tolist() if not math.isnan(value)]
         if values:
             wanted[f"eval/x/{name}"] = sum(values) / len(values)
+    found = set_metrics("x", drawn, names, threshold=threshold)
+    error = found.pop(f"eval/x/mean@{size}_se", None)
     # 1e-12: the order of additions
-    assert set_metrics("x", drawn, names, threshold=threshold) == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+    clusters = [[value for value in row if not math.isnan(value)] for row in drawn.totals.tolist()]
+    clusters = [row for row in clusters if row]
+    if len(clusters) < 2:
+        assert error is None
+        return
+    mean = sum(scored) / len(scored)
+    spread = sum((value - mean) * (other - mean) for row in clusters for value in row for other in row)
+    scale = len(clusters) / (len(clusters) - 1)
+    assert error == pytest.approx(math.sqrt(max(0.0, scale * spread)) / len(scored), rel=1e-9, abs=1e-8)
+
+
+def test_standard_error_of_whole_rows_is_that_of_the_prompts_means():
+    totals = np.random.default_rng(0).random((7, 3))
+    wanted = totals.mean(axis=1).std(ddof=1) / math.sqrt(7)
+    assert standard_error(totals) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_excluded_samples_have_not_passed_and_stand_in_no_mean():
@@ -231,6 +248,7 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
     # totals: 0, 1/4 and 1, 5/4 in a; 2, 9/4 in b
     values = {
         "a/mean@2": 0.625,
+        "a/mean@2_se": 0.5,  # the prompts' means are 1/8 and 9/8
         "a/pass@1": 0.5,
         "a/pass@2": 0.5,
         "a/m:f": 0.625,
