@@ -9,6 +9,7 @@ Written:
   train.jsonl, test.jsonl   prompt (the question), solution (the worked answer, ending in "#### n"), answer (the number)
   tokenizer/                byte-level BPE, trained on train.jsonl
   model/                    config.json, random weights and the tokenizer
+The last two are for a model made here, and --data-only leaves them out.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def prepare(options: argparse.Namespace) -> dict:
     options.out.mkdir(parents=True, exist_ok=True)
     train = write_split(options.gsm8k / "train.jsonl", options.out / "train.jsonl")
     test = write_split(options.gsm8k / "test.jsonl", options.out / "test.jsonl")
+    if options.data_only:
+        return {"train_rows": len(train), "test_rows": len(test)}
     texts = [row[key] for row in train for key in ("prompt", "solution")]
     tokenizer_report = make_tokenizer(options.out / "tokenizer", texts, options.vocab_size, None)
     model_report = make_model(options.family, sizes, options.out / "tokenizer", options.out / "model", options.seed)
@@ -89,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--gsm8k", type=pathlib.Path, required=True, metavar="DIR", help="where train.jsonl and test.jsonl are"
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
+    parser.add_argument("--data-only", action="store_true", help="write train.jsonl and test.jsonl, and no model")
     parser.add_argument("--vocab-size", type=int, default=2048, help="default: 2048")
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2")
     add_size_arguments(parser, ModelSizes(hidden=256, intermediate=704))
