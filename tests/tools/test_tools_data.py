@@ -179,6 +179,15 @@ def test_gsm8k_columns(tmp_path):
         assert found.response_ids[-1] == tokenizer.eos_token_id
 
 
+def test_gsm8k_data_alone_is_the_same_without_a_model(tmp_path):
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", GSM8K_ROWS)
+    assert gsm8k.main(["--gsm8k", str(tmp_path), "--out", str(tmp_path / "out"), "--data-only"]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["test.jsonl", "train.jsonl"]
+    wanted = [gsm8k.convert(row, "row") for row in GSM8K_ROWS]
+    assert list(load_rows(tmp_path / "out" / "train.jsonl")) == wanted
+
+
 def test_gsm8k_row_without_a_number_is_named(tmp_path, capsys):
     write_jsonl(tmp_path / "train.jsonl", [*GSM8K_ROWS, {"question": "q", "answer": "no mark"}])
     assert gsm8k.main(["--gsm8k", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
