@@ -5,9 +5,6 @@ Compared are gradient, norm, steps, export and checkpoints.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -17,92 +14,38 @@ from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
 from megatron_rl.model.adapter import adapters_of as own_adapters
-from megatron_rl.model.adapter import adapters_off, fill_adapters
+from megatron_rl.model.adapter import adapters_off
 from megatron_rl.types import StepKind
-from megatron_rl.weights.reader import MemoryReader
-from tests.adapted import PROJECTIONS, adapt, adapters_of, merged
+from tests.adapted import adapters_of, merged
 from tests.allocated import AllocationMeter
-from tests.equality.matrix import CP2, EP2, GATHER, PP2, RECOMPUTE, SP, TP2, VPP2
-from tests.equality.rig import DEFAULTS, Rig, config_of, equal, equal_by_name, layers_of, open_rig, ragged_advantages
+from tests.equality.adapter_rig import (
+    ALPHA,
+    ATTENTION,
+    CLIP,
+    DECAY,
+    LORA,
+    LR,
+    NUM_SAMPLES,
+    PER_MINI_BATCH,
+    RANK,
+    STEPS,
+    TOPOLOGIES,
+    open_adapted,
+    overrides_of,
+)
+from tests.equality.matrix import EP2, GATHER, PP2, SP, TP2, VPP2
+from tests.equality.rig import DEFAULTS, Rig, equal, equal_by_name, open_rig, ragged_advantages
 from tests.pairwise import quick
 from tests.reference import (
-    LAYERS,
     file_weights,
-    make_samples,
-    near_policy,
     reference_gradient,
     relative_error,
     tiny_model,
 )
 from tests.workers.pool import Pool
 
-from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight  # isort: skip
-
 # Float32 and another order of summation: seen up to 9e-7. A gradient that lacks a rank's part shows at 1e-1.
 TOLERANCE = 1e-5
-NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-2, 0.1, 0.5
-RANK, ALPHA = 3, 5.0
-LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
-STEPS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
-    f"optimizer.lr={LR}",
-    f"optimizer.weight_decay={DECAY}",
-    f"optimizer.clip_grad={CLIP}",
-)
-ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
-# (processes, model, what of parallel.*, anything else)
-TOPOLOGIES = {
-    "1 process": (1, "qwen3", (), ()),
-    "recomputed": (1, "qwen2_tied", (), RECOMPUTE),
-    "DP2": (2, "llama3_rope", (), ()),
-    "TP2": (2, "qwen2_tied", (TP2,), ()),
-    "TP2-SP": (2, "qwen3", (TP2, SP), ()),
-    "PP2-tied": (2, "qwen2_tied", (PP2,), ()),
-    "PP2-recomputed": (2, "qwen2_untied", (PP2,), RECOMPUTE),
-    "PP2-VPP2": (2, "qwen2_tied", (PP2, VPP2), ()),
-    "CP2": (2, "llama3_rope", (CP2,), ()),
-    "EP2": (2, "qwen3_moe", (EP2,), (ATTENTION,)),
-    "TP2-PP2": (4, "qwen2_untied", (TP2, PP2), ()),
-    "TP2-SP-PP2-VPP2": (4, "qwen3", (TP2, SP, PP2, VPP2), ()),
-    "PP2-DP2": (4, "qwen2_tied", (PP2,), ()),
-    "TP2-SP-CP2": (4, "qwen2_untied", (TP2, SP, CP2), ()),
-    "TP2-SP-EP2": (4, "mixtral", (TP2, SP, EP2), (ATTENTION,)),
-}
-
-
-def targets_of(extra: tuple[str, ...]) -> tuple[str, ...]:
-    return ("linear_qkv", "linear_proj") if ATTENTION in extra else tuple(PROJECTIONS)
-
-
-def overrides_of(parallel: tuple[str, ...], extra: tuple[str, ...]) -> tuple[str, ...]:
-    return (*LORA, *(f"parallel.{x}" for x in parallel), *extra)
-
-
-def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS) -> torch.nn.Module:
-    _, model = tiny_model(family, layers=layers)
-    adapt(model, rank=RANK, alpha=ALPHA, targets=targets_of(extra))
-    return model
-
-
-@contextlib.contextmanager
-def open_adapted(
-    family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES
-) -> Iterator[Rig]:
-    """Open a rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``."""
-    model = adapted_model(family, extra, layers_of(config_of(*overrides_of(parallel, extra))))
-    with open_rig(family, *overrides_of(parallel, extra), total_steps=20) as rig:
-        backend = rig.backend
-        fill_adapters(
-            [chunk.module for chunk in backend.chunks],
-            backend.shape,
-            backend.topology,
-            MemoryReader(adapters_of(model)),
-        )
-        backend.optimizer.megatron.reload_model_params()
-        rig.model = model
-        if samples:
-            rig.take(near_policy(model, make_samples(samples)))
-        yield rig
 
 
 def gradients(
@@ -128,33 +71,6 @@ def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: 
     found = pool.run(world, gradients, family, parallel, extra, timeout_s=90)
     print(name, found)
     assert all(max(x.values()) < TOLERANCE for x in found), found
-
-
-def rows_apart(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> list:
-    """Return shape and strides of each gradient [T, 1, out] that a frozen weight would multiply row by row."""
-    advantages, seen, apart = ragged_advantages(NUM_SAMPLES), [], []
-    original = LinearWithFrozenWeight.backward
-
-    def backward(ctx, gradient: torch.Tensor):
-        seen.append(gradient.shape)
-        if gradient.stride(0) != gradient.shape[1] * gradient.stride(1):  # torch.matmul folds [T, 1] only where equal
-            apart.append((tuple(gradient.shape), gradient.stride()))
-        return original(ctx, gradient)
-
-    with pytest.MonkeyPatch.context() as patch, open_adapted(family, parallel, extra) as rig:
-        patch.setattr(LinearWithFrozenWeight, "backward", staticmethod(backward))
-        rig.gradient(advantages, rig.plan(advantages, drops=False))
-    assert len(seen) > 4 * len(rig.model.model.layers) // rig.backend.topology.pipeline_size
-    return apart
-
-
-@pytest.mark.parametrize(
-    "name", quick(["1 process", "recomputed", "TP2", "TP2-SP", "PP2-tied", "PP2-VPP2", "CP2", "EP2"], "PP2-tied", "CP2")
-)
-def test_frozen_weights_multiply_a_gradient_whole(pool: Pool, name: str) -> None:
-    """With other strides than these a backward pass took ten times as long, and memory for a weight per token."""
-    world, family, parallel, extra = TOPOLOGIES[name]
-    assert pool.run(world, rows_apart, family, parallel, extra, timeout_s=90) == [[]] * world
 
 
 def reference_steps(model: torch.nn.Module, samples: list, groups: list[int], advantages: list[float]) -> list[float]:

@@ -44,7 +44,12 @@ def test_rollouts_of_a_real_model(
     """Engine and trainer agree on each token's log-prob, and the rewards are math-verify's of the texts recorded."""
     monkeypatch.setenv("INPUTS", str(inputs))
     monkeypatch.setenv("ENGINE", "transformers")
-    overrides += (f"train.num_rollouts={num_rollouts}", "train.prompts_per_rollout=4", "eval.path=null")
+    overrides += (
+        f"train.num_rollouts={num_rollouts}",
+        "train.prompts_per_rollout=4",
+        "eval.path=null",
+        "eval.every_rollouts=null",
+    )
     rows = run_example("smollm2", tmp_path, *overrides, "model.dtype=float32", timeout_s=BOUND_S)
     assert [row["rollout"] for row in rows if "reward/mean" in row] == list(range(1, num_rollouts + 1))
     assert all(row["skip/tokens_executed"] <= row["skip/tokens_dense"] for row in rows)

@@ -33,7 +33,11 @@ PRECISION = ("float32", "autocast", "bfloat16")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="example: python tools/benchmarks/grpo_trl.py --config examples/smollm2/grpo.yaml --out runs/trl "
+        "--steps 30 --save-every 10 model.hf_path=MODEL data.train=TRAIN.jsonl",
+    )
     parser.add_argument("--config", required=True, help="YAML file of megatron_rl")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="must not exist or be empty")
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps, one a rollout")
