@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
 from megatron_rl.config import Config
-from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.errors import ConfigError
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
 
 _SEAM = "the token-sum seam owns it"
-REFUSED_DDP_FIELDS = {
+_OWNED_FIELDS = {
     "average_in_collective": f"{_SEAM}: data-parallel ranks add, they are not averaged",
     "use_distributed_optimizer": "it is set by optimizer.distributed",
     "use_megatron_fsdp": "its buffers have no ghost step yet",
     "num_distributed_optimizer_instances": "a silent rank would not know the second reduction",
 }
+_UNSUPPORTED_FIELDS = {
+    **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), "FP8 is not built yet"),
+    "delay_wgrad_compute": "weight gradients would wait for a call that the schedule here does not make",
+}
+REFUSED_DDP_FIELDS = Refusals(owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
 
 
 def distributed_fields(config: Config) -> dict:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_rl.backend.gradient_norm import use_accurate_norm
 from megatron_rl.backend.offload import Offload, OffloadedBytes
 from megatron_rl.config import Config
-from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.config.optimizer import OptimizerConfig as OptimizerSettings
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.platform import HOST
@@ -27,12 +27,12 @@ from megatron_rl.types import StepKind
 
 import megatron.core.optimizer as megatron_optimizer  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 _SECTION = "it is set by optimizer.{}"
-REFUSED_OPTIMIZER_FIELDS = {
+_OWNED_FIELDS = {
     "lr": _SECTION.format("lr"),
     "min_lr": _SECTION.format("min_lr"),
     "weight_decay": _SECTION.format("weight_decay"),
@@ -47,6 +47,15 @@ REFUSED_OPTIMIZER_FIELDS = {
     "optimizer": "ghost steps are defined for AdamW",
     "overlap_param_gather_with_optimizer_step": "it starts a gather that a silent rank would never join",
 }
+_UNSUPPORTED_FIELDS = {
+    "use_precision_aware_optimizer": "a checkpoint would lose its moments and masters: Megatron-Core (0.16.1 "
+    "optimizer/distrib_optimizer.py) hands out copies of states below float32, and Transformer Engine keeps masters as "
+    "16-bit remainders",
+    "optimizer_cpu_offload": "rollouts move the optimizer's state off the device and checkpoints read it, and neither "
+    "knows the copies that it keeps",
+    "reuse_grad_buf_for_mxfp8_param_ag": "FP8 is not built yet",
+}
+REFUSED_OPTIMIZER_FIELDS = Refusals(owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +78,8 @@ def choose_kernel(asked: str) -> str:
     for name in candidates:
         adam = _adam_class(name)
         if adam is not None:
-            megatron_optimizer.Adam = adam
+            # distrib_optimizer imports its own, Transformer Engine's first, and asserts on its class (0.16.1, 0.19.2)
+            megatron_optimizer.Adam = distrib_optimizer.Adam = adam
             megatron_optimizer.USING_PYTORCH_OPTIMIZER = name == "torch"
             return name
     raise ConfigError(

@@ -1,6 +1,7 @@
 """``megatron.{transformer,ddp,optimizer}.*``: a user's fields → values of the installed Megatron-Core's config classes.
 
-Every field of the installed version is accepted, but those that the seam owns, each refused with its reason. YAML has
+Every field of the installed version is accepted, but those that the seam owns and those of features that cannot work
+here, each refused with its reason. YAML has
 no dtypes and no enums: "bfloat16" becomes torch.bfloat16 and an enum's name its member where the field's type asks for
 one.
 """
@@ -19,22 +20,41 @@ import torch
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 
+OFF = (None, False, 0, "", "none")  # and empty lists: values that leave a feature of Megatron-Core off
 
-def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refused: Mapping[str, str]) -> dict[str, Any]:
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """Holds the fields of one class that may not be set, each with its reason.
+
+    owned:       fields that the seam or another key sets; no value is accepted.
+    unsupported: features that do not work here; only the values that leave them off are accepted.
+    """
+
+    owned: Mapping[str, str]
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def refuse(self, name: str, value: Any, section: str) -> None:
+        """Raise ConfigError where the field may not have this value."""
+        off = value in OFF or value == [] or value == ()
+        reason = self.owned.get(name) or ("" if off else self.unsupported.get(name))
+        if reason:
+            raise ConfigError(f"{section}.{name}={quoted(value)} is refused: {reason}; remove it")
+
+
+def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refusals: Refusals) -> dict[str, Any]:
     """Return the fields with values of the types that ``cls`` wants.
 
     given: the user's fields and values.
     cls: a configuration class of the installed Megatron-Core.
     section: the key of ``given``, for messages.
-    refused: fields that may not be set, each with its reason.
     Raises ConfigError for a field that ``cls`` lacks, that is refused, or whose value has no meaning.
     """
     known = {f.name for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     resolved = {}
     for name, value in given.items():
-        if name in refused:
-            raise ConfigError(f"{section}.{name}={quoted(value)} is refused: {refused[name]}; remove it")
+        refusals.refuse(name, value, section)
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
             raise ConfigError(

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from megatron_rl.algorithm.signal import UNCOUNTED_FIELDS
 from megatron_rl.config import Config
-from megatron_rl.config.megatron_fields import resolve_fields
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
@@ -22,6 +21,7 @@ from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
 from megatron_rl.model.rotary import PackedRotary
+from megatron_rl.model.transformer_fields import transformer_fields
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.enums import ModelType  # isort: skip
@@ -30,118 +30,11 @@ from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: sk
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and backend/schedule.py reduces once"
-_SHAPE = "it comes from the Hugging Face config in model.hf_path"
-_SECTION = "it is set by {}"
-_FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
-REFUSED_TRANSFORMER_FIELDS = {
-    **dict.fromkeys(
-        ("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
-        _SEAM,
-    ),
-    **dict.fromkeys(("grad_scale_func", "variable_seq_lengths", "deallocate_pipeline_outputs", "timers"), _SEAM),
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "normalization",
-            "layernorm_epsilon",
-            "qk_layernorm",
-            "gated_linear_unit",
-            "activation_func",
-            "add_bias_linear",
-            "add_qkv_bias",
-        ),
-        _SHAPE,
-    ),
-    **dict.fromkeys(
-        (
-            "rotary_interleaved",
-            "layernorm_zero_centered_gamma",
-            "window_size",
-            "softmax_scale",
-            "softmax_type",
-            "multi_latent_attention",
-            "attention_output_gate",
-            "qk_l2_norm",
-            "apply_residual_connection_post_layernorm",
-            "activation_func_clamp_value",
-            "glu_linear_offset",
-            "no_rope_freq",
-            "experimental_attention_variant",
-            "heterogeneous_block_specs",
-        ),
-        _SHAPE,
-    ),
-    **dict.fromkeys(
-        (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "pipeline_model_parallel_layout",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        ),
-        "weights/mapping.py splits the layers evenly over the stages",
-    ),
-    **dict.fromkeys(
-        (
-            "defer_embedding_wgrad_compute",
-            "num_microbatches_with_partial_activation_checkpoints",
-            "hybrid_context_parallel",
-            "overlap_moe_expert_parallel_comm",
-        ),
-        "it needs a schedule or a finalize that backend/schedule.py does not run",
-    ),
-    "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
-    "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
-    "virtual_pipeline_model_parallel_size": _SECTION.format("parallel.virtual_pipeline"),
-    "microbatch_group_size_per_vp_stage": "the planner cuts micro-batches for groups of parallel.pipeline",
-    "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _SECTION.format("model.dtype")),
-    "context_parallel_size": _SECTION.format("parallel.context"),
-    "expert_model_parallel_size": _SECTION.format("parallel.expert"),
-    "expert_tensor_parallel_size": _SECTION.format("parallel.expert_tensor"),
-    **dict.fromkeys(
-        (
-            "num_moe_experts",
-            "moe_ffn_hidden_size",
-            "moe_router_topk",
-            "moe_router_score_function",
-            "moe_router_pre_softmax",
-            "moe_layer_freq",
-            "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "moe_router_topk_limited_devices",
-            "moe_router_topk_scaling_factor",
-            "moe_latent_size",
-        ),
-        _SHAPE,
-    ),
-    **{
-        name: "model.layer_spec decides how experts lie in memory, and weights/mapping.py knows its two ways"
-        for name in (
-            "moe_grouped_gemm",
-            "moe_extended_tp",
-            "moe_use_legacy_grouped_gemm",
-            "moe_single_grouped_weight",
-            "moe_mlp_glu_interleave_size",
-        )
-        if name in _FIELDS
-    },  # 0.16.1 and 0.19.2 each have some of these fields
-}
 
 
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
-    extra = resolve_fields(
-        config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS
-    )
+    extra = transformer_fields(config)
     # 0, false and null (algorithm/signal.py refuses the rest) go: to Megatron-Core only its default means off
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
     for name in ("attention_dropout", "hidden_dropout"):

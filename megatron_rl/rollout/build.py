@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -143,6 +143,7 @@ def build_engine(
         drives=role.drives,
         rank=location.rank,
         in_flight=settings.in_flight,
+        start_late=shares_device(config, device),
     )
 
 
@@ -195,6 +196,27 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def engine_devices(width: int, first: int, environment: Mapping[str, str], visible: int) -> list[str]:
+    """Return the names of an engine's GPUs: this rank's and those after it, as CUDA_VISIBLE_DEVICES names them.
+
+    first: this rank's GPU among the visible ones (torch.device.index). visible: the number of GPUs that it sees.
+
+    Raises ConfigError where fewer than ``width`` are left, as with one visible GPU for each process (SLURM's
+    --gpus-per-task).
+    """
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in given.split(",")] if given else [str(index) for index in range(visible)]
+    names = names[:visible]  # CUDA ends the list at the first name that it cannot read
+    if first + width > len(names):
+        raise ConfigError(
+            f"an engine of rollout.tensor_parallel={width} begins at GPU {first} of this process, which sees "
+            f"{len(names)} (CUDA_VISIBLE_DEVICES={given or 'unset'}); let every process of a node see all of its GPUs, "
+            "as torchrun does (under SLURM --gpus-per-node in place of --gpus-per-task), or lower "
+            "rollout.tensor_parallel"
+        )
+    return names[first : first + width]
+
+
 def _process(config: Config, location: RankLocation, device: torch.device) -> ProcessReplica:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -204,9 +226,7 @@ def _process(config: Config, location: RankLocation, device: torch.device) -> Pr
         )
     devices, threads = None, None
     if device.type == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-        devices = names[location.local_rank : location.local_rank + config.rollout.tensor_parallel]
+        devices = engine_devices(config.rollout.tensor_parallel, device.index, os.environ, torch.cuda.device_count())
     else:
         engines_here = max(
             1, (config.rollout.num_engines or location.world_size) * location.local_world_size // location.world_size
@@ -231,6 +251,11 @@ def weight_channel(config: Config, device: torch.device) -> str:
         raise ConfigError(
             "weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on "
             f"{device.type} with rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
+        )
+    if channel == "broadcast" and device.type == "cuda" and not config.rollout.servers:
+        raise ConfigError(
+            "weight_sync.channel=broadcast would put a rank and its engine, both on one GPU, into one NCCL group, and "
+            'NCCL refuses that ("Duplicate GPU detected"); use weight_sync.channel=auto for engines of the run\'s own'
         )
     if channel != "auto":
         return channel

@@ -6,6 +6,10 @@ trainer ── offload the trainer's state, wake the engine's weights ──▶ 
 
 Weights are sent in the state ``weights`` (or ``engine``), rollouts are made in ``engine``; the trainer's own weights
 stay on the device throughout.
+
+An engine over several devices has its workers on those of other ranks, and one rank commands it. So each arrow is two
+phases that all ranks end together: no engine wakes before every rank's state is away, and no rank's state returns
+before every engine sleeps.
 """
 
 from __future__ import annotations
@@ -23,30 +27,33 @@ class DeviceOwner(Enum):
 
 
 class ColocatedDevice:
-    """Hands a device from trainer to engine and back.
+    """Hands the devices of all ranks from trainer to engine and back. Its moves are collectives.
 
-    offload: moves the trainer's gradients and optimizer state off the device; None where nothing is shared.
-    restore: moves them back; None where nothing is shared.
-    ended:   called with the turn that ends, before the device leaves or returns to the trainer (to note peak memory).
+    offload:  moves the trainer's gradients and optimizer state off the device; None where nothing is shared.
+    restore:  moves them back; None where nothing is shared.
+    together: calls a function on every rank and returns once all have ended it; raises on every rank where one raised.
+    ended:    called with the turn that ends, before the device leaves or returns to the trainer (to note peak memory).
     """
 
     def __init__(
         self,
         engine: Engine,
         offload: Callable[[], object] | None,
-        restore: Callable[[], None] | None,
+        restore: Callable[[], object] | None,
+        together: Callable[[Callable[[], object]], None],
         ended: Callable[[DeviceOwner], None],
     ) -> None:
         self.engine, self.offload, self.restore, self.ended = engine, offload, restore, ended
+        self._together = together
         self.turn = DeviceOwner.TRAINER
 
     def to_weights(self) -> None:
-        """Let the engine take weights; do nothing if it has the device already. Not a collective."""
+        """Let the engine take weights; do nothing if it has the device already."""
         if self.turn is DeviceOwner.TRAINER:
-            self._leave()
+            self.ended(self.turn)
             if self.offload is not None:
-                self.offload()
-                self.engine.wake(tags=["weights"])
+                self._together(self.offload)
+                self._together(lambda: self.engine.wake(tags=["weights"]))
             self.turn = DeviceOwner.WEIGHTS
 
     def to_engine(self) -> None:
@@ -54,17 +61,14 @@ class ColocatedDevice:
         self.to_weights()
         if self.turn is DeviceOwner.WEIGHTS:
             if self.offload is not None:
-                self.engine.wake(tags=["kv_cache"])
+                self._together(lambda: self.engine.wake(tags=["kv_cache"]))
             self.turn = DeviceOwner.ENGINE
 
     def to_trainer(self) -> None:
         """Give the device back to the trainer."""
         if self.turn is not DeviceOwner.TRAINER:
-            self._leave()
+            self.ended(self.turn)
             if self.restore is not None:
-                self.engine.sleep()
-                self.restore()
+                self._together(self.engine.sleep)
+                self._together(self.restore)
             self.turn = DeviceOwner.TRAINER
-
-    def _leave(self) -> None:
-        self.ended(self.turn)

@@ -62,7 +62,7 @@ class RolloutManager:
         version: Callable[[], int],
         share: tuple[int, int] | None,
         offload: Callable[[], object] | None = None,
-        restore: Callable[[], None] | None = None,
+        restore: Callable[[], object] | None = None,
         score_apart: bool = False,
     ):
         self.engine, self.config = engine, config
@@ -74,7 +74,7 @@ class RolloutManager:
         self.jobs: list[RolloutJob] = []  # started, and not collected whole
         self.sent_version = NO_WEIGHTS  # the same on every rank, even if an engine was lost since
         self._export, self._version = export, version
-        self.device = ColocatedDevice(engine, offload, restore, self._note_memory)
+        self.device = ColocatedDevice(engine, offload, restore, self._together, self._note_memory)
         self.metrics: dict[str, float] = {}
         self.turns = self.samples = self.truncated = 0  # of the jobs finished since ``take_metrics``
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
@@ -109,7 +109,7 @@ class RolloutManager:
                 return
             if lost:
                 self._drain()  # no rank generates while engines are started again
-            self._together(self.device.to_weights)
+            self.device.to_weights()
             self._recover(lost)
             # Send the weights; a failure on one rank fails the attempt on all.
             report = self.engine.load_weights(self._export(), version)
@@ -146,7 +146,7 @@ class RolloutManager:
     def _lost_anywhere(self) -> list[str]:
         return sorted({name for part in collectives.gather_json(self.engine.lost) for name in part})
 
-    def _together(self, act: Callable[[], None]) -> None:
+    def _together(self, act: Callable[[], object]) -> None:
         error = None
         try:
             act()
@@ -234,10 +234,10 @@ class RolloutManager:
         }
 
     def _generate_here(self, job: RolloutJob) -> None:
-        self._together(self.device.to_engine)
+        self.device.to_engine()
         self.worker.generate(job)
         if not any(collectives.gather_json(job.lost is not None)):
-            self._together(self.device.to_trainer)
+            self.device.to_trainer()
 
     def settle(self) -> None:
         """Wait until nothing is under way or owed on any rank; where ``collect`` generates, nothing ever is."""

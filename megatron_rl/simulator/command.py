@@ -132,14 +132,14 @@ def read_shape(config: Config, degrees):
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
     from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
     from megatron_rl.config.megatron_fields import resolve_fields
-    from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS, TransformerConfig
     from megatron_rl.model.hf_config import model_shape
+    from megatron_rl.model.transformer_fields import transformer_fields
     from megatron_rl.validate import check_lengths
     from megatron_rl.weights.config_json import read_hf_config
 
     shape = model_shape(read_hf_config(config.model.hf_path), config, degrees, layer_spec="torch")
     check_lengths(config, shape.context_tokens)
-    resolve_fields(config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
+    transformer_fields(config)
     resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
     return shape
 

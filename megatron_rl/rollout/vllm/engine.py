@@ -22,14 +22,13 @@ from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, sample_seed, token_bounds
 from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.vllm.replica import (
-    OLDEST_VLLM,
     UPDATING,
     Completion,
     GenerateRequest,
     Replica,
-    ReplicaFacts,
     ReplicaLost,
     RequestRefused,
+    check_facts,
 )
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout
@@ -72,11 +71,14 @@ class VllmEngine:
         drives: bool,
         rank: int = 0,
         in_flight: bool = False,
+        start_late: bool = False,
     ):
-        """Start or connect the replicas at once; ``recover`` waits for them.
+        """Start or connect the replicas; ``recover`` waits for them.
 
         longest: the most tokens of a prompt and its response together.
         in_flight: whether ``load_weights`` may come while ``generate`` is under way.
+        start_late: whether the first ``recover`` starts them: on a GPU that the trainer still fills, vLLM finds too
+            little free memory, or takes another's for its own (v1/worker/utils.py, request_memory; 0.32.0).
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
@@ -91,12 +93,24 @@ class VllmEngine:
         self._why_lost = ""  # the latest loss, in an engine's words
         self._closed = False
         self._calls = itertools.count(1)
-        for replica in self._replicas:
-            replica.start()
+        self._started = False
+        if not start_late:
+            self._start()
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            for replica in self._replicas:
+                replica.start()
 
     @property
     def weight_version(self) -> int:
-        """Return the version that all serving replicas hold; NO_WEIGHTS where they differ or one is not ready."""
+        """Return the version that all serving replicas hold; NO_WEIGHTS where they differ or one is not ready.
+
+        A rank without a replica gives the version that all replicas had after the latest sync.
+        """
+        if not self._replicas:
+            return self._delivered
         if self._unready or self._lost:
             return NO_WEIGHTS
         versions = {replica.weight_version for replica in self._present}
@@ -108,7 +122,7 @@ class VllmEngine:
 
     @property
     def lost(self) -> list[str]:
-        return [replica.name for replica in self._lost]
+        return [x.name for x in self._lost]
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Wait for engines that start, restart our lost ones, and return the names of the servers left out.
@@ -117,6 +131,7 @@ class VllmEngine:
         too many restarts in a row.
         """
         mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # none lost meanwhile
+        self._start()
         self._await()
         # Look for the lost servers, until at least one replica serves.
         servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
@@ -144,7 +159,7 @@ class VllmEngine:
 
     def _serves_again(self, server: Replica) -> bool:
         try:
-            self._check(server, server.wait_ready(PROBE_S))
+            check_facts(server.name, server.wait_ready(PROBE_S), self._vocab_size, self._longest)
         except ReplicaLost as error:
             self._why_lost = f"{error}"
             return False
@@ -183,12 +198,13 @@ class VllmEngine:
         while self._unready:
             replica = self._unready[0]
             try:
-                self._check(replica, replica.wait_ready(max(1.0, ends_at - time.monotonic())))
+                facts = replica.wait_ready(max(1.0, ends_at - time.monotonic()))
+                check_facts(replica.name, facts, self._vocab_size, self._longest)
                 replica.check_tokenizer(
                     lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes()
                 )
             except ReplicaLost as error:
-                if not (replica.ours and self._restarts):  # one that has never served
+                if not replica.ours or time.monotonic() >= ends_at:
                     raise EngineError(self._with_advice(f"{error}")) from error
                 self._why_lost = f"{error}"
                 self._unready.pop(0)
@@ -205,30 +221,6 @@ class VllmEngine:
             self._tokenizer.decode(list(ids), skip_special_tokens=True),
             "What is 17 * 23? Größe, 東京, ∑x²\n\tdef f(x): return x",
         ]
-
-    def _check(self, replica: Replica, facts: ReplicaFacts) -> None:
-        release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
-        if release < OLDEST_VLLM:
-            raise ConfigError(
-                f"{replica.name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or "
-                "newer"
-            )
-        if facts.logprobs_mode != "processed_logprobs":
-            raise ConfigError(
-                f"{replica.name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it "
-                "samples by; start it with --logprobs-mode processed_logprobs"
-            )
-        if facts.vocab_size != self._vocab_size:
-            raise ConfigError(
-                f"{replica.name} serves a model of {facts.vocab_size} tokens and the trainer's has "
-                f"{self._vocab_size}; start it on the folder that model.hf_path names"
-            )
-        if facts.max_model_tokens < self._longest:
-            raise ConfigError(
-                f"{replica.name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its "
-                f"response may have {self._longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the "
-                "one or lower the others"
-            )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Send the weights to the replicas that this rank drives; an engine's failure is reported, never raised."""
@@ -370,8 +362,14 @@ class VllmEngine:
         )
 
     def sleep(self) -> None:
-        """Give the GPU back: weights go to host memory, keys and values are dropped. For the driver alone."""
-        self._everywhere("sleep", {"level": 1})
+        """Give the GPU back: weights, keys and values are dropped, and the next sync brings the weights again.
+
+        Level 1 would copy them to the host and back; level 2 keeps the model's buffers (vLLM 0.32.0, gpu_worker.py).
+        """
+        self._everywhere("sleep", {"level": 2})
+        for replica in self._replicas:
+            replica.weight_version = NO_WEIGHTS
+        self._delivered = NO_WEIGHTS
 
     def wake(self, *, tags: Sequence[str]) -> None:
         """Wake the engines: tag ``weights`` before a sync, ``kv_cache`` before generating."""
@@ -380,19 +378,23 @@ class VllmEngine:
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
         """Call a control method of every replica driven here; one that still starts is awake when it serves.
 
-        A replica that does not answer is lost, which the next sync mends on all ranks.
+        A replica that does not answer, or fails at it, is lost: it is ended, so that its memory is free, and the next
+        sync starts it again on all ranks.
         """
         for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
             try:
                 replica.control(method, arguments, self._sync.deadline_s)
-            except ReplicaLost as error:
+            except (ReplicaLost, RequestRefused) as error:
                 self._why_lost = f"{error}"
+                log.warning("%s is ended: %s", replica.name, error)
                 self._note_lost([replica])
+                replica.close()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            for replica in self._replicas:
-                self._sync.forget(replica)
-                replica.close()
-            self._sync.free()
+        if self._closed:
+            return
+        self._closed = True
+        for replica in self._replicas:
+            self._sync.forget(replica)
+            replica.close()
+        self._sync.free()

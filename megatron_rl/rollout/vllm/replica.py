@@ -13,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_rl.errors import ConfigError
+
 UPDATING = -2  # a replica's weight_version while weights reach it in flight; requests to it wait there meanwhile
 OLDEST_VLLM = (0, 32)  # weight transfer in four calls, weight versions on tokens; older ones were not run
 
@@ -63,6 +65,33 @@ class ReplicaFacts:
     max_model_tokens: int
     logprobs_mode: str
     dtype: str | None = None
+
+
+def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int) -> None:
+    """Raise ConfigError for an engine that cannot serve this run.
+
+    name: the engine's, for messages. vocab_size: the trainer's. longest: the most tokens of a prompt and its response.
+    """
+    release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
+    if release < OLDEST_VLLM:
+        raise ConfigError(
+            f"{name} is vLLM {facts.vllm_version}; megatron_rl needs {'.'.join(map(str, OLDEST_VLLM))} or newer"
+        )
+    if facts.logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            f"{name} runs with --logprobs-mode {facts.logprobs_mode}, whose log-probs are not those it samples by; "
+            "start it with --logprobs-mode processed_logprobs"
+        )
+    if facts.vocab_size != vocab_size:
+        raise ConfigError(
+            f"{name} serves a model of {facts.vocab_size} tokens and the trainer's has {vocab_size}; start it on the "
+            "folder that model.hf_path names"
+        )
+    if facts.max_model_tokens < longest:
+        raise ConfigError(
+            f"{name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its response may have "
+            f"{longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the others"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

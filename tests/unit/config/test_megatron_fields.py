@@ -7,29 +7,38 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
-from megatron_rl.config.megatron_fields import resolve_fields
+from megatron_rl.config import load_config
+from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.build import REFUSED_TRANSFORMER_FIELDS
+from megatron_rl.model.transformer_fields import REFUSED_TRANSFORMER_FIELDS, transformer_fields
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
 from megatron.core.transformer.enums import AttnBackend  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
+NONE = Refusals(owned={})
+REFUSED = [
+    (TransformerConfig, REFUSED_TRANSFORMER_FIELDS),
+    (OptimizerConfig, REFUSED_OPTIMIZER_FIELDS),
+    (DistributedDataParallelConfig, REFUSED_DDP_FIELDS),
+]
+
 
 @pytest.mark.parametrize("cls", [TransformerConfig, DistributedDataParallelConfig, OptimizerConfig])
 def test_every_field_of_the_installed_class_is_known(cls):
     given = {field.name: None for field in dataclasses.fields(cls)}
-    assert resolve_fields(given, cls, "megatron.x", {}) == given
+    assert resolve_fields(given, cls, "megatron.x", NONE) == given
 
 
 def test_names_become_dtypes_and_enum_members_where_the_type_asks_for_them():
-    assert resolve_fields({"exp_avg_dtype": "bfloat16"}, OptimizerConfig, "megatron.optimizer", {}) == {
+    assert resolve_fields({"exp_avg_dtype": "bfloat16"}, OptimizerConfig, "megatron.optimizer", NONE) == {
         "exp_avg_dtype": torch.bfloat16
     }
     found = resolve_fields(
-        {"attention_backend": "flash", "fp8": "hybrid"}, TransformerConfig, "megatron.transformer", {}
+        {"attention_backend": "flash", "fp8": "hybrid"}, TransformerConfig, "megatron.transformer", NONE
     )
     assert found == {"attention_backend": AttnBackend.flash, "fp8": "hybrid"}
 
@@ -44,21 +53,37 @@ def test_names_become_dtypes_and_enum_members_where_the_type_asks_for_them():
 )
 def test_what_means_nothing_is_named(cls, given, words):
     with pytest.raises(ConfigError) as error:
-        resolve_fields(given, cls, "megatron.x", {})
+        resolve_fields(given, cls, "megatron.x", NONE)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize(
-    "cls,refused", [(TransformerConfig, REFUSED_TRANSFORMER_FIELDS), (OptimizerConfig, REFUSED_OPTIMIZER_FIELDS)]
-)
+@pytest.mark.parametrize(("cls", "refused"), REFUSED)
 def test_refused_fields_exist_and_say_why(cls, refused):
     """Every refused field is one of the installed version, and its refusal says why.
 
     A refusal of a field that the installed version does not have would guard nothing.
     """
-    known = {field.name for field in dataclasses.fields(cls)}
-    assert set(refused) <= known, set(refused) - known
-    for name, reason in refused.items():
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    assert {*refused.owned, *refused.unsupported} <= set(defaults)
+    for name, reason in {**refused.unsupported, **refused.owned}.items():
         with pytest.raises(ConfigError, match="refused") as error:
             resolve_fields({name: 1}, cls, "megatron.x", refused)
         assert reason in str(error.value)
+    for name in refused.unsupported:  # and the value that Megatron-Core has by itself is let through
+        assert resolve_fields({name: defaults[name]}, cls, "megatron.x", refused) == {name: defaults[name]}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("megatron.transformer.fp8=hybrid", ["megatron.transformer.fp8='hybrid'", "FP8 is not built yet", "silent"]),
+        ("megatron.transformer.tp_comm_overlap=true", ["tp_comm_overlap=True", "initialize_ub"]),
+        ("megatron.transformer.cuda_graph_impl=local", ["cuda_graph_impl='local'", "one shape"]),
+        ("megatron.transformer.moe_pad_expert_input_to_capacity=true", ["capacity"]),
+    ],
+)
+@pytest.mark.parametrize("mode", ["exact", "approximate", "off"])
+def test_features_that_cannot_work_here_are_refused_in_every_mode(override, words, mode):
+    with pytest.raises(ConfigError) as error:
+        transformer_fields(load_config(None, [override, f"skip.mode={mode}"]))
+    assert all(word in str(error.value) for word in [*words, "remove it"]), str(error.value)

@@ -201,6 +201,33 @@ def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
     )
 
 
+def test_broadcast_to_engines_on_the_trainers_own_gpus_is_refused():
+    with pytest.raises(ConfigError, match="weight_sync.channel=broadcast .* NCCL refuses that .*channel=auto"):
+        build.weight_channel(config_of("weight_sync.channel=broadcast"), torch.device("cuda", 0))
+    assert build.weight_channel(config_of("weight_sync.channel=broadcast"), CPU) == "broadcast"
+    servers = "rollout.servers=[http://10.0.0.7:8000]"
+    assert build.weight_channel(config_of("weight_sync.channel=broadcast", servers), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("width", "first", "visible", "count", "expected"),
+    [
+        (1, 3, None, 8, ["3"]),
+        (2, 2, "4,5,6,7", 4, ["6", "7"]),
+        (1, 0, "GPU-5f", 1, ["GPU-5f"]),  # a process that sees one GPU; its local rank is of no matter
+        (1, 1, "0, 2", 2, ["2"]),
+    ],
+)
+def test_an_engine_gets_its_ranks_gpus(width, first, visible, count, expected):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert build.engine_devices(width, first, environment, count) == expected
+
+
+def test_an_engine_wider_than_the_gpus_its_rank_sees_is_refused():
+    with pytest.raises(ConfigError, match="tensor_parallel=2 begins at GPU 0 .* sees 1 .*=5.*--gpus-per-node"):
+        build.engine_devices(2, 0, {"CUDA_VISIBLE_DEVICES": "5"}, 1)
+
+
 def test_without_vllm_an_engine_of_ones_own_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
+import multiprocessing
+import time
 
 import pytest
 import torch
@@ -12,9 +15,6 @@ from megatron_rl.config import load_config
 from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.vllm.engine import VllmEngine
-from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost
-from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(prompt_id=f"{index}@0", text="", token_ids=(5, 6), columns={}) for index in range(3)]
@@ -88,7 +88,11 @@ def device_of(engine: RecordingEngine) -> ColocatedDevice:
         return lambda: engine.events.append(word)
 
     return ColocatedDevice(
-        engine, note("offload"), note("restore"), lambda ended: engine.events.append(f"ended {ended.value}")
+        engine,
+        note("offload"),
+        note("restore"),
+        lambda act: act(),
+        lambda ended: engine.events.append(f"ended {ended.value}"),
     )
 
 
@@ -159,7 +163,7 @@ def test_any_moves_keep_the_order(moves):
 
 def test_a_device_that_is_not_shared_is_left_alone():
     engine = RecordingEngine()
-    device = ColocatedDevice(engine, None, None, lambda _: None)
+    device = ColocatedDevice(engine, None, None, lambda act: act(), lambda _: None)
     for move in (device.to_weights, device.to_engine, device.to_trainer):
         move()
     assert engine.events == []
@@ -215,76 +219,60 @@ def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
     assert engine.events == [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, *lost, "generate", *TO_TRAINER]
 
 
-class FakeReplica:
-    """Answers every control message, except the words in ``silent``, each of which finds it gone."""
+def _slow_engine(rank: int, events: object) -> ColocatedDevice:
+    """Make rank 0's device, whose engine takes a while for each command, or rank 1's, whose engine has none."""
 
-    ours = True
+    class SlowEngine(RecordingEngine):
+        def sleep(self) -> None:
+            self._command("sleep")
 
-    def __init__(self) -> None:
-        self.name, self.weight_version, self.asked, self.silent = "the engine", NO_WEIGHTS, [], ()
+        def wake(self, *, tags) -> None:
+            self._command(f"wake {tags[0]}")
 
-    def start(self) -> None:
-        self.asked.append("start")
+        def _command(self, word: str) -> None:
+            if rank == 0:
+                events.append((rank, f"{word} begins"))
+                time.sleep(0.3)
+                events.append((rank, f"{word} ends"))
 
-    def restart(self) -> None:
-        self.asked.append("restart")
-        self.silent = ()
+    def state(word: str):
+        def act() -> None:
+            events.append((rank, f"{word} begins"))
+            time.sleep(0.3 * (rank == 1))
+            events.append((rank, f"{word} ends"))
 
-    def wait_ready(self, timeout_s: float) -> ReplicaFacts:
-        self.asked.append("ready")
-        return ReplicaFacts(
-            vllm_version="0.32.0", vocab_size=17, max_model_tokens=8, logprobs_mode="processed_logprobs"
-        )
+        return act
 
-    def check_tokenizer(self, encode, texts) -> None: ...
-
-    def control(self, method: str, arguments, timeout_s: float) -> object:
-        if method in self.silent:
-            raise ReplicaLost(f"it did not answer {method}")
-        self.asked.append(" ".join([method, *arguments.get("tags", ())]))
-
-
-class WordlessTokenizer:
-    def decode(self, ids, **_: object) -> str:
-        return ""
-
-
-def vllm_engine_of(replica: FakeReplica) -> VllmEngine:
-    sync = WeightSender(channel="shared_memory", bucket_bytes=1, deadline_s=1.0, device=torch.device("cpu"))
-    rollout = load_config(None, ["rollout.max_response_tokens=2"]).rollout
-    return VllmEngine(
-        [replica], sync, WordlessTokenizer(), rollout, seed=0, stop_ids=(0,), vocab_size=17, longest=8, drives=True
+    manager = RolloutManager(
+        SlowEngine(),
+        None,
+        load_config(),
+        export=lambda: iter(()),
+        version=lambda: 1,
+        share=(0, 1),
+        offload=state("offload"),
+        restore=state("restore"),
     )
+    return manager.device
 
 
-def test_an_engine_that_still_starts_is_not_woken():
-    """An engine that still starts is not woken, since it is awake once it serves.
+def _hand_over(rank: int, store_path: str, events) -> None:
+    store = dist.FileStore(store_path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    device = _slow_engine(rank, events)
+    device.to_engine()
+    device.to_trainer()
+    dist.destroy_process_group()
 
-    Its answer would be waited for by another deadline than its start's.
+
+def test_no_rank_takes_memory_back_before_every_engine_sleeps(tmp_path):
+    """An engine over two ranks' devices is commanded by one of them, and both wait for it.
+
+    Each phase (offload, wake weights, wake keys and values, sleep, restore) ends on both ranks before the next begins.
     """
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
-    engine.wake(tags=["weights"])
-    engine.recover(())
-    engine.wake(tags=["kv_cache"])
-    engine.sleep()
-    assert replica.asked == ["start", "ready", "wake kv_cache", "sleep"]
-
-
-@pytest.mark.parametrize("silent", ["sleep", "wake"])
-def test_an_engine_that_does_not_sleep_or_wake_is_lost_and_mended_by_the_next_sync(silent):
-    """An engine that does not sleep or wake is lost, and the next sync mends it.
-
-    A rank that raised here would leave the others in a collective.
-    """
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
-    engine.recover(())
-    replica.weight_version, replica.silent = 3, (silent,)
-    engine.sleep()
-    engine.wake(tags=["weights", "kv_cache"])
-    assert engine.lost == ["the engine"] and engine.weight_version == NO_WEIGHTS
-    with pytest.raises(EngineLost, match=f"it did not answer {silent}"):
-        engine.generate(PROMPTS, 1)
-    engine.recover(engine.lost)
-    assert replica.asked[-2:] == ["restart", "ready"] and engine.lost == []
+    with multiprocessing.get_context("spawn").Manager() as shared:
+        events = shared.list()
+        torch.multiprocessing.spawn(_hand_over, (str(tmp_path / "store"), events), nprocs=2)
+        words = [word.rsplit(" ", 1) for _, word in events]
+    phases = [phase for phase, _ in itertools.groupby(words, key=lambda word: word[0])]
+    assert phases == ["offload", "wake weights", "wake kv_cache", "sleep", "restore"]
