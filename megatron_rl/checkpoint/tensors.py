@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.config.json_text import shortened
-from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
-from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.platform import HOST, on_host
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip
@@ -130,7 +129,11 @@ def weights_to_save(
 
 
 def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[ShardedBase]:
-    """Return AdamW's current sharded tensors; a collective over each distributed optimizer's data-parallel group."""
+    """Return AdamW's current sharded tensors; a collective over each distributed optimizer's data-parallel group.
+
+    Those of a distributed optimizer are gathered one by one and leave the device at once, so that it holds one of them
+    at a time.
+    """
     saved: list[ShardedBase] = []
     for number, entry in enumerate(x for x in entries if x.data in states.of):
         state = states.of[entry.data]
@@ -138,6 +141,7 @@ def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[Sha
             whole, replica = _gathered(entry, state, kind, number)
             if whole is not None:
                 saved.append(_slot(entry, kind, whole, replica))
+    HOST.synchronize()  # for the copies
     return saved
 
 
@@ -155,7 +159,7 @@ def _gathered(
     dist.reduce(whole, dist.get_global_rank(group, owner), group=group)
     if group.rank() != owner:
         return None, ()
-    return whole.view(entry.data.shape), (*entry.replica_id[:-1], 0)
+    return on_host(whole.view(entry.data.shape)), (*entry.replica_id[:-1], 0)
 
 
 def _slot(entry: ShardedBase, kind: str, data: torch.Tensor, replica: tuple | int) -> ShardedBase:

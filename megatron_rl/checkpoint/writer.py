@@ -26,6 +26,7 @@ import torch
 from megatron_rl.checkpoint.folder import begin, complete, digest, name_of
 from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST, on_host
 from megatron_rl.errors import CheckpointError
 
 from megatron.core import dist_checkpointing  # isort: skip
@@ -221,15 +222,18 @@ def _kept_errors() -> Iterator[list[Exception]]:
 
 
 def _on_host(buckets: Sequence[tuple]) -> list[tuple]:
-    """Copy the tensors to write to the host, since the run goes on changing them."""
-    staged = []
-    for file_name, storage_key, (raw, tensors) in buckets:
-        staged.append(
-            (file_name, storage_key, (raw, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors]))
-        )
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return staged
+    """Copy the tensors to write to the host, since the run goes on changing them; pinned ones are copies already."""
+
+    def staged(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        return tensor.clone() if tensor.device.type == "cpu" and not tensor.is_pinned() else on_host(tensor)
+
+    copies = [
+        (file_name, storage_key, (raw, [(item, staged(tensor)) for item, tensor in tensors]))
+        for file_name, storage_key, (raw, tensors) in buckets
+    ]
+    HOST.synchronize()
+    return copies
 
 
 def raise_everywhere(error: CheckpointError | None) -> None:

@@ -92,6 +92,16 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's contents in host memory: the tensor itself if it is there, else a copy in pinned memory.
+
+    The copy does not block: it is whole after ``HOST.synchronize``, and later work of this stream does not disturb it.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 class _NoStream:
     """Stands for a CUDA stream or event on a CPU, where all work is already in order."""
 

@@ -57,6 +57,8 @@ class PackedSequences(PackedSeqParams):
 
     lengths: padded tokens of each whole sequence, in order; they sum to the micro-batch's tokens over all context
              ranks.
+
+    For ``TorchAttention``, and empty where Transformer Engine attends:
     position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the rotary embedding.
     buckets: queries with the keys that they see, for few attention calls with little padding.
     scatter: int64 [T], the row of each of this rank's tokens in the concatenated bucket outputs.
@@ -103,33 +105,47 @@ def pack(
 ) -> PackedSequences:
     """Return packed-sequence parameters for sequences laid one after the other.
 
-    for_transformer_engine: adds the bounds (cu_seqlens) that its kernels read. Without them Megatron-Core applies
-        rotary angles token by token (model/rotary.py); with them it asks the device for the lengths, twice in every
-        layer.
+    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read, in place of the buckets. With bounds
+        Megatron-Core asks the device for the lengths, twice in every layer; without them it applies rotary angles token
+        by token (model/rotary.py).
 
-    Example: lengths (2, 3) make cu_seqlens [0, 2, 5] and one bucket [[0, 1, 1], [2, 3, 4]].
+    Example: lengths (2, 3) make cu_seqlens [0, 2, 5], or one bucket [[0, 1, 1], [2, 3, 4]].
     """
-    buckets, scatter = (
-        _whole_buckets(lengths) if context.size == 1 else _split_buckets(lengths, context.rank, context.size)
-    )
     positions = np.concatenate([np.arange(n) for n in lengths])[context_positions(lengths, context.rank, context.size)]
-    fields = {}
-    if for_transformer_engine:
-        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        cu_seqlens = send(bounds, device)
-        fields = dict(
-            cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
-        )
-    return PackedSequences(
+    shared = dict(
         qkv_format="thd",
         lengths=lengths,
         position_ids=send(torch.from_numpy(positions), device),
-        buckets=tuple(_on(bucket, device) for bucket in buckets),
-        scatter=send(scatter, device),
         context=context,
-        **fields,
     )
+    if for_transformer_engine:
+        return PackedSequences(**shared, **_bounds(lengths, device, context))
+    buckets, scatter = (
+        _whole_buckets(lengths) if context.size == 1 else _split_buckets(lengths, context.rank, context.size)
+    )
+    return PackedSequences(
+        **shared, buckets=tuple(_on(bucket, device) for bucket in buckets), scatter=send(scatter, device)
+    )
+
+
+def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShard) -> dict[str, object]:
+    """Return the fields that Transformer Engine reads, of the whole sequences: int32 [S + 1] and the longest.
+
+    Under context parallelism its FlashAttention asserts on the padded bounds, FusedAttention alone makes them itself
+    (2.3 to 2.20, context_parallel.py and backends.py). No pad lies between sequences here, and the very same tensor
+    says so without a question to the device.
+    """
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    cu_seqlens = send(bounds, device)
+    fields: dict[str, object] = dict(
+        cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+    )
+    if context.size > 1:
+        fields |= dict(cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens)
+        if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__:  # 0.19.2
+            fields["pad_between_seqs"] = False
+    return fields
 
 
 def _on(bucket: Bucket, device: torch.device) -> Bucket:

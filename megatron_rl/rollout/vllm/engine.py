@@ -36,21 +36,15 @@ from megatron_rl.types import Prompt, Rollout
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # for a lost server, while other servers do its work
 SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
-# The last is oneDNN's on a CPU, for a kernel that found no memory for itself.
-MEMORY_WORDS = (
-    "out of memory",
-    "allocate memory",
-    "exit code -9",
-    "bad_alloc",
-    "MemoryError",
-    "could not create a primitive",
+MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError") + (
+    "could not create a primitive",  # oneDNN's on a CPU, for a kernel that found no memory for itself
 )
 
 
 class VllmEngine:
     """Generates with this rank's replicas; a driver also sends them weights and restarts them.
 
-    replicas: the replicas that get its prompts, none on a rank without an engine of its own.
+    replicas: those that get its prompts, none on a rank without an engine of its own.
     drives: whether it sends them weights and restarts them (a server has many clients and one driver).
 
     With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes

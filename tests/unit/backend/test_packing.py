@@ -28,18 +28,13 @@ SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=N
 @SETTINGS
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_pack_equals_naive(lengths: list[int]) -> None:
-    """A pack's bounds are those of adding up; scatter undoes the gathering of its rows.
+    """Scatter undoes the gathering of a pack's rows.
 
     Each sequence is gathered once, in order; pads repeat its own last token.
     """
-    packed = pack(tuple(lengths), CPU, for_transformer_engine=True)
+    packed = pack(tuple(lengths), CPU)
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert (
-        packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds
-        and packed.cu_seqlens_q.dtype == torch.int32
-    )
-    assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
-    assert packed.lengths == tuple(lengths)
+    assert packed.qkv_format == "thd" and packed.lengths == tuple(lengths) and packed.cu_seqlens_q is None
     rows = [row for bucket in packed.buckets for row in bucket.queries.tolist()]
     wanted = {start: list(range(start, start + n)) for start, n in zip(bounds, lengths, strict=False)}
     assert sorted(row[0] for row in rows) == sorted(wanted)
@@ -52,6 +47,23 @@ def test_pack_equals_naive(lengths: list[int]) -> None:
         true = [len(wanted[row[0]]) for row in bucket.queries.tolist()]
         # at most a quarter of a row is pad
         assert bucket.queries.shape[1] == max(true) and min(true) * 4 >= max(true) * 3
+
+
+@pytest.mark.parametrize("context", [ContextShard(), ContextShard(rank=1, size=2)])
+@SETTINGS
+@given(lengths=st.lists(st.integers(1, 10).map(lambda chunks: 4 * chunks), min_size=1, max_size=12))
+def test_bounds_for_transformer_engine_are_those_of_adding_up(context: ContextShard, lengths: list[int]) -> None:
+    """Transformer Engine gets bounds of the whole sequences, and neither buckets nor masks.
+
+    Under context parallelism the padded bounds are the same tensor: it tells that no pad lies between sequences.
+    """
+    packed = pack(tuple(lengths), CPU, context, for_transformer_engine=True)
+    assert packed.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert packed.cu_seqlens_q is packed.cu_seqlens_kv and packed.cu_seqlens_q.dtype == torch.int32
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
+    padded = packed.cu_seqlens_q if context.size > 1 else None
+    assert packed.cu_seqlens_q_padded is padded and packed.cu_seqlens_kv_padded is padded
+    assert packed.buckets == () and packed.scatter is None and len(packed.position_ids) == sum(lengths) // context.size
 
 
 def make_attention(scale: float | None = None) -> TorchAttention:
