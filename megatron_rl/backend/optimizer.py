@@ -20,6 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.config.optimizer import OptimizerConfig as OptimizerSettings
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError, NonFiniteGradient
@@ -276,9 +277,7 @@ class Optimizer:
                 )
 
     def _any_rank(self, flag: bool) -> bool:
-        value = torch.tensor([float(flag)], device=HOST.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        return bool(reduce_on_host(torch.tensor([float(flag)]), dist.ReduceOp.MAX).item())
 
 
 def megatron_config(config: Config, settings: OptimizerSettings) -> OptimizerConfig:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.backend.packing import PackedMicroBatch
-from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.collectives import gather_json, reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import LockstepError
@@ -50,9 +50,7 @@ def check_lockstep(step: int, kind: StepKind, fingerprint: bytes, topology: Topo
     digest = torch.tensor(
         list(hashlib.sha256(f"{step}/{kind.value}/".encode() + fingerprint).digest()[:8]), dtype=torch.int64
     )
-    low = digest.to(HOST.device)
-    both = torch.cat([low, -low])
-    dist.all_reduce(both, op=dist.ReduceOp.MIN)
+    both = reduce_on_host(torch.cat([digest, -digest]), dist.ReduceOp.MIN)
     if torch.equal(both[:8], -both[8:]):
         return
     views = gather_json([step, kind.value, fingerprint.hex()])

@@ -30,6 +30,7 @@ from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.config import Config, LoraConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.distributed import topology
+from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.attention import ContextShard
@@ -316,18 +317,15 @@ class TrainableModel:
         """Add the step's sums, and its micro-batches' measured times, over all ranks; return the sums."""
         measured = np.zeros_like(self.fit.sums)
         measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
-        total = torch.cat([self._sums, torch.from_numpy(measured).flatten()]).to(HOST.device)
-        dist.all_reduce(total)
-        reduced = total.cpu()
+        reduced = reduce_on_host(torch.cat([self._sums.cpu(), torch.from_numpy(measured).flatten()]))
         self._calibrate(reduced[len(self.sum_names) :].view(measured.shape).numpy())
         return dict(zip(self.sum_names, reduced[: len(self.sum_names)].tolist(), strict=True))
 
     def _time_step(self, started: float) -> None:
         """Record the seconds of an optimizer step, on the rank that waited least for the others."""
         HOST.synchronize()
-        spent_s = torch.tensor([time.perf_counter() - started], dtype=torch.float64).to(HOST.device)
-        dist.all_reduce(spent_s, op=dist.ReduceOp.MIN)
-        self.optimizer_s.append(spent_s.item())
+        spent_s = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        self.optimizer_s.append(reduce_on_host(spent_s, dist.ReduceOp.MIN).item())
 
     def offload(self) -> OffloadedBytes:
         """Take gradients and optimizer state off the device until ``restore``, for an engine; return the bytes.

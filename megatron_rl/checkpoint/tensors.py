@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.config.json_text import shortened
+from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST, on_host
 
 from megatron.core import dist_checkpointing  # isort: skip
@@ -211,8 +212,7 @@ def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
             run_bytes = 0
         runs[-1].append(item)
         run_bytes += size
-    count = torch.tensor([len(runs)], device=HOST.device)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    count = reduce_on_host(torch.tensor([len(runs)]), dist.ReduceOp.MAX)
     yield from runs + [[]] * (int(count.item()) - len(runs))
 
 

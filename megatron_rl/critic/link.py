@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, policy_ranks
+from megatron_rl.distributed.collectives import broadcast_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.rendezvous import join_world, meet
 from megatron_rl.errors import ConfigError, PeerError
@@ -170,9 +171,7 @@ class PolicyCriticLink:
             return {}
         if self.is_first:
             self.group.recv([blob], int(not self.of_critic), 0).wait()
-        shared = blob.to(HOST.device)
-        dist.broadcast(shared, src=0)
-        return _unpacked(shared.cpu().numpy().tobytes())
+        return _unpacked(broadcast_on_host(blob).numpy().tobytes())
 
 
 def _packed(arrays: Arrays) -> bytes:

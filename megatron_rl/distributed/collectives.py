@@ -1,29 +1,59 @@
-"""Collectives over the whole world: gather JSON values, broadcast rank 0's array, raise an error on all ranks."""
+"""Collectives over the whole world on values of the host: JSON, small arrays, one rank's error.
+
+They travel as tensors in host memory by gloo, beside NCCL too: NCCL's kernels spin on the GPU until the last rank has
+come, while an engine may be decoding there, and a rank that waits in one cannot say where it waits.
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import PeerError
+
+_beside_nccl: list[dist.ProcessGroup] = []  # the world's gloo group, where the world's own is NCCL's
+
+
+def open_host_group(deadline_s: float) -> None:
+    """Make the group for host tensors where the world's own cannot take them; a collective, done once in a world.
+
+    deadline_s: seconds, the time-out of each collective.
+    """
+    if dist.get_backend() == "gloo" or any(group in dist.distributed_c10d._world.pg_map for group in _beside_nccl):
+        return
+    _beside_nccl[:] = [dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=deadline_s))]
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks that takes host tensors; None for the world's own."""
+    if dist.get_backend() == "gloo":
+        return None
+    assert _beside_nccl, "topology.initialize opens the group for host tensors"
+    return _beside_nccl[0]
+
+
+def reduce_on_host(values: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Reduce a host tensor over all ranks, in place, and return it."""
+    dist.all_reduce(values, op=op, group=host_group())
+    return values
 
 
 def gather_json(value: object) -> list:
     """Return every rank's JSON value, on every rank, in rank order."""
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(HOST.device)
-    world = dist.get_world_size()
-    sizes = torch.zeros(world, dtype=torch.int64, device=HOST.device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([payload.numel()], dtype=torch.int64, device=HOST.device))
+    group, world = host_group(), dist.get_world_size()
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = torch.zeros(world, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([payload.numel()], dtype=torch.int64), group=group)
     longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=HOST.device)
+    padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: payload.numel()] = payload
-    gathered = torch.zeros(world * longest, dtype=torch.uint8, device=HOST.device)
-    dist.all_gather_into_tensor(gathered, padded)
-    rows = gathered.view(world, longest).cpu().numpy()
+    gathered = torch.zeros(world * longest, dtype=torch.uint8)
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    rows = gathered.view(world, longest).numpy()
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
@@ -32,9 +62,13 @@ def broadcast_from_rank0(values: np.ndarray) -> np.ndarray:
 
     Plans depend on the values, and exp and log may round differently on another CPU.
     """
-    shared = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).to(HOST.device)
-    dist.broadcast(shared, src=0)
-    return shared.cpu().numpy()
+    return broadcast_on_host(torch.from_numpy(np.array(values, dtype=np.float64))).numpy()
+
+
+def broadcast_on_host(values: torch.Tensor) -> torch.Tensor:
+    """Overwrite a host tensor by rank 0's, and return it."""
+    dist.broadcast(values, src=0, group=host_group())
+    return values
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:

@@ -9,6 +9,7 @@ import threading
 
 import torch.distributed as dist
 
+from megatron_rl.distributed.collectives import open_host_group
 from megatron_rl.errors import PeerError
 
 GRACE_S = 5.0  # beyond the deadline, which torch keeps by itself but where a connection is accepted and never answered
@@ -42,7 +43,9 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
 
 
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
-    """Make the default process group of ``world_size`` ranks; raise PeerError where they do not reach one another.
+    """Make the default process group of ``world_size`` ranks, and its group for host tensors.
+
+    Raises PeerError where they do not reach one another.
 
     backend: "nccl" or "gloo".
     """
@@ -54,6 +57,7 @@ def join_world(backend: str, store: dist.Store, rank: int, world_size: int, dead
             world_size=world_size,
             timeout=datetime.timedelta(seconds=deadline_s),
         )
+        open_host_group(deadline_s)
     except RuntimeError as error:  # torch's DistError, and gloo's own
         raise _failure(error, deadline_s) from error
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl.distributed.collectives import open_host_group
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.rendezvous import join_world, meet
 from megatron_rl.errors import ConfigError
@@ -140,6 +141,7 @@ def initialize(
             join_world(HOST.backend, dist.PrefixStore("world", store), rank, world_size, deadline_s)
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
+    open_host_group(deadline_s)
     expert_tensor = expert_tensor or tensor
     check_degrees(dist.get_world_size(), tensor, context, pipeline, expert, expert_tensor)
     # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
