@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_rl.distributed.collectives import open_host_group
 from megatron_rl.errors import PeerError
 
+NCCL_GRACE_S = 60.0  # beyond the deadline, for the watchdog to find the cause before NCCL ends the process
 GRACE_S = 5.0  # beyond the deadline, which torch keeps by itself but where a connection is accepted and never answered
 
 
@@ -42,6 +43,11 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
     return found
 
 
+def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
+    """Return the time-out of a process group: ``deadline_s``, and NCCL_GRACE_S more for NCCL's."""
+    return datetime.timedelta(seconds=deadline_s + (NCCL_GRACE_S if backend == "nccl" else 0.0))
+
+
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
     """Make the default process group of ``world_size`` ranks, and its group for host tensors.
 
@@ -55,7 +61,7 @@ def join_world(backend: str, store: dist.Store, rank: int, world_size: int, dead
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=deadline_s),
+            timeout=group_timeout(backend, deadline_s),
         )
         open_host_group(deadline_s)
     except RuntimeError as error:  # torch's DistError, and gloo's own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import types
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import open_host_group
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.rendezvous import join_world, meet
+from megatron_rl.distributed.rendezvous import group_timeout, join_world, meet
 from megatron_rl.errors import ConfigError
 
 from megatron.core import parallel_state  # isort: skip  (after platform)
@@ -134,7 +133,7 @@ def initialize(
                 init_method=init_method,
                 rank=0,
                 world_size=1,
-                timeout=datetime.timedelta(seconds=deadline_s),
+                timeout=group_timeout(HOST.backend, deadline_s),
             )
         else:
             store, rank, world_size = meet(deadline_s, init_method or "env://")
@@ -152,7 +151,7 @@ def initialize(
         context_parallel_size=context,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
-        distributed_timeout_minutes=deadline_s / 60,
+        distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
     )
     # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused elsewhere.
     if HOST.is_cuda:

@@ -6,9 +6,10 @@ keepalive tells of a lost host after about 25 s), and since a broken store print
 
 1. A rank that raises tells its error and its stage before its process groups close.
 2. A rank whose connection closes without a word was killed. If it is rank 0, every rank sees it for itself.
-3. A rank whose collective fails or runs into ``run.deadline_s`` (gloo's, pipeline p2p's, NCCL's) asks for the cause. If
-   no rank raised or died within SETTLE_S, every rank is asked for its main thread's position: the guilty rank is one
-   that is not waiting for others, else one that is behind.
+3. A rank whose collective fails or runs into ``run.deadline_s`` asks for the cause. If no rank raised or died within
+   SETTLE_S, every rank is asked for its main thread's position: the guilty rank is one that is not waiting for others,
+   else one that is behind. gloo raises at the deadline; NCCL ends the process without a word, so its groups have
+   NCCL_GRACE_S more, and the watch thread of a rank that waits in one place for the deadline asks in time.
 4. A user's function that a rank calls in its main thread (``own_code``, ``own_call``) may take ``run.deadline_s``:
    longer, and its watch thread names it as the cause. A world of one has that thread too. A function that waits for
    other ranks is not to blame: its collective has a deadline.
@@ -24,7 +25,6 @@ been tried.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import logging
 import os
 import secrets
@@ -37,10 +37,11 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.thread_position import LongWait, where_is
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.watchdog_server import (
     ANSWER_S,
@@ -68,10 +69,6 @@ ASK_S = SETTLE_S + ANSWER_S + 5.0  # the main thread waits this long for the cau
 END_S = 5.0  # after the cause, the main thread has this long to end by itself
 LOOK_S = 0.5  # between two looks at the time that the main thread's stage has taken
 STACK_FRAMES = 12  # of a main thread that is ended, in its last words
-TORCH = os.path.dirname(torch.__file__) + os.sep
-TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
-PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
 # These errors name their cause already.
 KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, RewardError)
 
@@ -81,23 +78,6 @@ def is_peer_failure(error: BaseException) -> bool:
     return isinstance(error, dist.DistError | PeerError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
-    """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks.
-
-    in_own_code: whether it is in a user's function, whose own lines wait for no rank, though they may look like it.
-    """
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "its end", False
-    file = frame.f_code.co_filename
-    line = linecache.getline(file, frame.f_lineno)
-    waits = any(call in line for call in WAITING_CALLS) and (not in_own_code or file.startswith((TORCH, PACKAGE)))
-    waits = waits or file.startswith(TORCH_DISTRIBUTED)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", waits
-
-
 class Watchdog:
     """Watches this rank: ``stage`` notes its main thread's work, and a thread keeps the connection to rank 0.
 
@@ -105,10 +85,18 @@ class Watchdog:
 
     deadline_s: seconds that a user's function may take in the main thread.
     slow_stages: of a world of one; None where rank 0's server has it.
+    times_waits: whether a wait of ``deadline_s`` in one place counts as a collective that failed (rule 3, NCCL).
     """
 
     def __init__(
-        self, rank: int, who: str, keeper_who: str, deadline_s: float, slow_stages: SlowStages | None = None
+        self,
+        rank: int,
+        who: str,
+        keeper_who: str,
+        deadline_s: float,
+        slow_stages: SlowStages | None = None,
+        *,
+        times_waits: bool = False,
     ) -> None:
         self.rank, self.who, self.deadline_s = rank, who, deadline_s
         self._slow_stages = slow_stages
@@ -116,6 +104,8 @@ class Watchdog:
         self._keeper = RankState(rank=0, who=keeper_who)
         self._stage, self._number, self._since = BETWEEN, 0, time.monotonic()
         self._main = threading.get_ident()
+        self._long_wait = LongWait(self._main, deadline_s) if times_waits else None
+        self._look_s = min(LOOK_S, self._long_wait.look_s) if times_waits else LOOK_S
         self._line: JsonConnection | None = None
         self._cause: Cause | None = None
         self._welcome = threading.Event()
@@ -198,7 +188,7 @@ class Watchdog:
     def _run(self) -> None:
         end_at = None
         while end_at is None or time.monotonic() < end_at:
-            messages = self._line.receive(LOOK_S) if self._cause is None and self._line is not None else []
+            messages = self._line.receive(self._look_s) if self._cause is None and self._line is not None else []
             if self._cause is not None and self._left.wait(0.1):
                 return
             if self._line is None and self._left.wait(LOOK_S):
@@ -221,6 +211,7 @@ class Watchdog:
         if self._slow_stages is not None and self._cause is None:
             state = RankState(rank=self.rank, who=self.who, stage=self._stage, number=self._number, since=self._since)
             self._slow_stages.look([state], now)
+        self._time_wait(now)
         if self._cause is not None or self._left.is_set() or own is None or now - own[1] <= self.deadline_s:
             return
         position, waits = where_is(self._main, in_own_code=True)
@@ -235,6 +226,16 @@ class Watchdog:
         if self._line is not None:
             self._line.send(**{"is": "overdue", "text": text})
         self._learn(Cause(rank=self.rank, text=text))
+
+    def _time_wait(self, now: float) -> None:
+        """Ask for the cause, once, where the main thread has waited in one place for ``deadline_s``."""
+        if self._long_wait is None or self._line is None or self._cause is not None or self._left.is_set():
+            return
+        if position := self._long_wait.look(now, in_own_code=self._own is not None):
+            self._long_wait = None
+            self._line.send(
+                **{"is": "lost", "error": f"a wait of {self.deadline_s:g} s (run.deadline_s) at {position}"}
+            )
 
     def _hear(self, message: dict) -> None:
         match message["is"]:
@@ -336,7 +337,7 @@ def open_watchdog(
     # Rank 0 offers its address, port and token; every rank connects.
     else:
         hosts = gather_json([who, f"{socket.gethostname()} {uuid.getnode()}"])
-        watchdog = Watchdog(topology.rank, who, hosts[0][0], deadline_s)
+        watchdog = Watchdog(topology.rank, who, hosts[0][0], deadline_s, times_waits=HOST.backend == "nccl")
         if topology.rank == 0:
             one_host = len({host for _, host in hosts}) == 1
             listener = _listen("127.0.0.1" if one_host else own_address(), topology.world_size)

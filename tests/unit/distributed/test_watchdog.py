@@ -19,6 +19,7 @@ import pytest
 from megatron_rl.distributed import time_limit as time_limit_module
 from megatron_rl.distributed import watchdog as watch_module
 from megatron_rl.distributed import watchdog_server as server_module
+from megatron_rl.distributed.thread_position import LOOKS, LongWait, where_is
 from megatron_rl.distributed.watchdog import Watchdog, own_address
 from megatron_rl.distributed.watchdog_server import STRANGERS, RankState, SlowStages, WatchdogServer
 from megatron_rl.errors import PeerError
@@ -229,7 +230,7 @@ def waits_for_rank_0(rank: int, world: int) -> str | None:
     watch = Watchdog(rank, f"rank {rank}", "rank 0", 0.0)
 
     def look_once_it_waits() -> None:
-        if until(lambda: watch_module.where_is(watch._main, in_own_code=True)[1]):
+        if until(lambda: where_is(watch._main, in_own_code=True)[1]):
             watch._look()
         store.set("looked", "")
 
@@ -257,10 +258,70 @@ def test_a_users_own_line_waits_for_no_rank_though_it_looks_like_it() -> None:
 
     thread = threading.Thread(target=loss)
     thread.start()
-    assert until(lambda: watch_module.where_is(thread.ident)[0].endswith(" loss"))
-    assert watch_module.where_is(thread.ident)[1] and not watch_module.where_is(thread.ident, in_own_code=True)[1]
+    assert until(lambda: where_is(thread.ident)[0].endswith(" loss"))
+    assert where_is(thread.ident)[1] and not where_is(thread.ident, in_own_code=True)[1]
     held.release()
     thread.join()
+
+
+def test_a_wait_is_long_once_every_look_of_that_time_found_it() -> None:
+    """A wait counts from the first look that finds it, and a look that finds the thread elsewhere begins anew."""
+    locks, number = [threading.Lock() for _ in range(3)], np.float32(1.0)
+    [lock.acquire() for lock in locks]
+
+    def waits(lock: threading.Lock) -> None:
+        assert lock.acquire() and number.item()
+
+    def works(lock: threading.Lock) -> None:
+        assert lock.acquire()
+
+    thread = threading.Thread(target=lambda: (waits(locks[0]), works(locks[1]), waits(locks[2])))
+    thread.start()
+    long_wait = LongWait(thread.ident, 10.0)
+    assert long_wait.look_s * LOOKS == 10.0
+    assert until(lambda: where_is(thread.ident)[0].endswith(" waits"))
+    assert [long_wait.look(now) for now in (0.0, 4.0, 9.9)] == [None] * 3
+    assert long_wait.look(10.0).endswith(" waits")
+    locks[0].release()
+    assert until(lambda: where_is(thread.ident)[0].endswith(" works"))
+    assert long_wait.look(11.0) is None
+    locks[1].release()
+    assert until(lambda: where_is(thread.ident)[0].endswith(" waits"))
+    assert [long_wait.look(now) for now in (12.0, 21.9)] == [None] * 2
+    assert long_wait.look(22.0).endswith(" waits")
+    locks[2].release()
+    thread.join()
+
+
+def stalls_under_nccl(rank: int, world: int) -> tuple[str, int]:
+    """Let rank 1 keep rank 0 in a collective that never fails by itself, as NCCL's do until they end the process."""
+    import torch
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    server = None
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = WatchdogServer(listener, TOKEN, 2, NEVER)
+        store.set("watch", f"{listener.getsockname()[1]}")
+    watch = Watchdog(rank, f"rank {rank}", "rank 0", patient(2.0), times_waits=True)
+    watch.connect(socket.create_connection(("127.0.0.1", int(store.get("watch")))), TOKEN)
+    with watch.stage("update"):
+        if rank == 1:
+            assert until(watch._known.is_set)
+        dist.all_reduce(torch.zeros(1))
+    assert until(watch._known.is_set)
+    watch.leave()
+    if server is not None:
+        server.close(failed=False)
+    return watch._cause.text, watch._cause.rank
+
+
+def test_the_cause_is_known_before_nccl_would_end_the_process(pool: Pool) -> None:
+    """The waiting rank asks once it has waited for run.deadline_s, and the rank that is busy elsewhere is named."""
+    for text, rank in pool.run(2, stalls_under_nccl, timeout_s=60):
+        assert rank == 1 and text.startswith("rank 1 keeps the others waiting: it has been in 'update'"), text
+        assert "rank 0 met a wait of " in text
 
 
 @pytest.mark.parametrize("limit_s", [0.05, None])
