@@ -115,8 +115,8 @@ class RolloutConfig:
     """`vllm`: environment variable that holds the servers' key."""
     start_s: Annotated[float, Range(1, 10**6)] = 600.0
     """`vllm`: seconds until an engine serves; below `run.deadline_s`."""
-    request_s: Annotated[float, Range(1, 10**6)] = 900.0
-    """`vllm`: seconds until all samples of a prompt are there; below `run.deadline_s`."""
+    request_s: Annotated[float, Range(1, 10**6)] = 300.0
+    """`vllm`: seconds that an engine may owe samples without progress; below `run.deadline_s`."""
     max_requests: Annotated[int, Range(1, 10**6)] = 256
     """`vllm`: prompts under way at one engine, per rank."""
     max_restarts: Annotated[int, Range(0, 10**6)] = 3

@@ -238,10 +238,7 @@ def _process(config: Config, location: RankLocation, device: torch.device) -> Pr
 
 def _servers(config: Config) -> list[ServerReplica]:
     rollout = config.rollout
-    return [
-        ServerReplica(url, deadline_s=rollout.request_s, api_key_env=rollout.api_key_env, model=config.model.hf_path)
-        for url in rollout.servers
-    ]
+    return [ServerReplica(url, api_key_env=rollout.api_key_env, model=config.model.hf_path) for url in rollout.servers]
 
 
 def weight_channel(config: Config, device: torch.device) -> str:

@@ -67,7 +67,7 @@ def served(model_folder, tmp_path_factory) -> Iterator[Served]:
 def replicas(served) -> Iterator[list[ServerReplica]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEY_OF_THE_TESTS", KEY)
-        connected = [ServerReplica(url, deadline_s=ANSWER_S, api_key_env="KEY_OF_THE_TESTS") for url in served.urls]
+        connected = [ServerReplica(url, api_key_env="KEY_OF_THE_TESTS") for url in served.urls]
     for one in connected:
         one.wait_ready(START_S)
         one.weight_version = VERSION  # weights are not what these tests are about: those of the folder will do

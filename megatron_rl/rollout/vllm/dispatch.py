@@ -15,6 +15,7 @@ Invariants (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import time
 from collections import Counter, defaultdict, deque
@@ -51,7 +52,7 @@ class Dispatched:
 class _Attempt:
     request: GenerateRequest
     replica: int
-    ends_at: float
+    issued_at: float
     future: Future | None = None
 
 
@@ -71,7 +72,8 @@ def dispatch(
     A request that fails is issued again, elsewhere if possible.
 
     weight_version: no token may come from older weights.
-    deadline_s: seconds for one attempt, from its issue on.
+    deadline_s: seconds without progress after which an attempt is given up: none of its replica's requests has ended,
+        and the replica has not said that it computes. Long responses may take longer.
     max_in_flight: the most requests under way on one replica.
     attempts: the most attempts at one request.
     rotation: the replica from which ties are counted; clients that start together pass their rank, so that not all pick
@@ -113,6 +115,7 @@ class _Call:
         self.done: queue.SimpleQueue[_Attempt] = queue.SimpleQueue()
         self.requests_on = Counter()
         self.samples_on = Counter()
+        self.ended_at: dict[int, float] = {}  # by replica: when it last ended one of this call's requests
         self.issued = Counter()
         self.causes: dict[str, list[str]] = defaultdict(list)
         self.defects: dict[str, list[int]] = defaultdict(list)  # by request id: the replicas that answered wrongly
@@ -145,7 +148,7 @@ class _Call:
                 return
             request = self.waiting.popleft()
             self.issued[request.request_id] += 1
-            attempt = _Attempt(request=request, replica=index, ends_at=time.monotonic() + self.deadline_s)
+            attempt = _Attempt(request=request, replica=index, issued_at=time.monotonic())
             try:
                 attempt.future = self.replicas[index].submit(request)
             except ReplicaLost as error:
@@ -172,7 +175,7 @@ class _Call:
 
     def _take_one(self) -> None:
         """Wait for one answer, error or deadline, and handle it."""
-        ends_at = min(attempt.ends_at for attempt in self.under_way)
+        ends_at = min(self._ends_at(attempt) for attempt in self.under_way)
         try:
             attempt = self.done.get(timeout=max(0.0, ends_at - time.monotonic()))
         except queue.Empty:
@@ -181,11 +184,19 @@ class _Call:
         if attempt in self.under_way:
             self._settle(attempt)
 
+    def _ends_at(self, attempt: _Attempt) -> float:
+        """Return the time of an attempt's deadline, which each progress of its replica moves."""
+        progressed_at = self.replicas[attempt.replica].progressed_at
+        ended_at = self.ended_at.get(attempt.replica, -math.inf)
+        return max(attempt.issued_at, progressed_at, ended_at) + self.deadline_s
+
     def _expire(self) -> None:
         now = time.monotonic()
-        for attempt in [x for x in self.under_way if x.ends_at <= now]:
+        for attempt in [x for x in self.under_way if self._ends_at(x) <= now]:
             self._give_up(attempt)
-            self._lose(attempt, f"did not answer request {attempt.request.request_id} in {self.deadline_s:g} s")
+            request_id, waited_s = attempt.request.request_id, now - attempt.issued_at
+            cause = f"did not answer request {request_id} in {waited_s:.1f} s, the last {self.deadline_s:g} without"
+            self._lose(attempt, f"{cause} progress")
 
     def _give_up(self, attempt: _Attempt) -> None:
         """Abort an attempt; its future may still end either way, and is ignored."""
@@ -200,6 +211,7 @@ class _Call:
 
     def _settle(self, attempt: _Attempt) -> None:
         self._forget(attempt)
+        self.ended_at[attempt.replica] = time.monotonic()
         try:
             completions = attempt.future.result()
         except (ReplicaLost, CancelledError) as error:

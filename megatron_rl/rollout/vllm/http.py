@@ -52,13 +52,14 @@ class Exchange:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def run(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float
+        self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float | None
     ) -> tuple[int, bytes]:
         """Return status and body; raise OSError or HTTPException, ``timed_out`` where the deadline was the cause."""
         # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
-        watchdog = threading.Timer(timeout_s, self._expire)
+        watchdog = threading.Timer(timeout_s or 0.0, self._expire)
         watchdog.daemon = True
-        watchdog.start()
+        if timeout_s is not None:
+            watchdog.start()
         try:
             connection.connect()
             connection.sock.settimeout(timeout_s)
@@ -112,10 +113,26 @@ class Server:
         self._tls, self._folder, self._key = parts.scheme == "https", parts.path.rstrip("/"), api_key
 
     def call(
-        self, method: str, path: str, body: object = None, *, timeout_s: float, exchange: Exchange | None = None
+        self, method: str, path: str, body: object = None, *, timeout_s: float | None, exchange: Exchange | None = None
     ) -> object:
-        """Return the answer's JSON, None where it is empty. Raises ReplicaLost and RequestRefused."""
-        exchange = exchange or Exchange()
+        """Return the answer's JSON, None where it is empty. Raises ReplicaLost and RequestRefused.
+
+        timeout_s: seconds for all of it; None where the caller cuts ``exchange`` in time.
+        """
+        request = f"{self.url}: {method} {path}"
+        answer = self._content(method, path, body, timeout_s, exchange or Exchange())
+        try:
+            return json.loads(answer) if answer.strip() else None
+        except ValueError as error:
+            raise ReplicaLost(
+                f"{request}: {len(answer)} bytes that are not JSON, {self._told(text_of(answer))!r}"
+            ) from error
+
+    def text(self, path: str, *, timeout_s: float) -> str:
+        """Return the text that GET gives. Raises ReplicaLost and RequestRefused."""
+        return self._content("GET", path, None, timeout_s, Exchange()).decode(errors="replace")
+
+    def _content(self, method: str, path: str, body: object, timeout_s: float | None, exchange: Exchange) -> bytes:
         headers = {"Accept": "application/json", "Connection": "close"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -123,7 +140,7 @@ class Server:
             headers["Content-Type"] = "application/json"
         content = None if body is None else json.dumps(body).encode()
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=min(CONNECT_S, timeout_s))
+        connection = kind(self.host, self.port, timeout=CONNECT_S if timeout_s is None else min(CONNECT_S, timeout_s))
         request = f"{self.url}: {method} {path}"
         # Send it, and give each failure its class.
         try:
@@ -140,12 +157,7 @@ class Server:
             ) from error
         if not 200 <= status < 300:
             raise self._error(request, path, status, answer)
-        try:
-            return json.loads(answer) if answer.strip() else None
-        except ValueError as error:
-            raise ReplicaLost(
-                f"{request}: {len(answer)} bytes that are not JSON, {self._told(text_of(answer))!r}"
-            ) from error
+        return answer
 
     def _told(self, text: str) -> str:
         text = text if self._key is None else text.replace(self._key, "***")

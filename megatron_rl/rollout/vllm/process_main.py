@@ -14,12 +14,15 @@ import queue
 import socket
 import sys
 import threading
+import time
 import traceback
 
 import numpy as np
 
 from megatron_rl.distributed import frames
 from megatron_rl.distributed.child_process import end_with_parent
+
+PROGRESS_S = 1.0  # between two words of progress
 
 
 class EngineProcess:
@@ -32,6 +35,7 @@ class EngineProcess:
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.updating = self.paused = False
+        self.told_at = 0.0
 
     @property
     def works(self) -> bool:
@@ -49,6 +53,13 @@ class EngineProcess:
             for output in self.engine.step():
                 if output.finished:
                     self._send_output(output)
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        """Tell the rank, now and then, that steps are made: a long response is no engine that hangs."""
+        if time.monotonic() - self.told_at >= PROGRESS_S:
+            self.told_at = time.monotonic()
+            frames.send(self.connection, {"kind": "progress"})
 
     def _read(self) -> None:
         """Read frames until the rank is gone, a frame breaks off, or memory is short; each of these ends the engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import pathlib
 import socket
@@ -63,6 +64,7 @@ class ProcessReplica:
         self.log_path = log_path
         self.name = "the embedded vLLM engine"
         self.weight_version = NO_WEIGHTS
+        self.progressed_at = -math.inf
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._ready: Future[ReplicaFacts] = Future()
@@ -250,6 +252,8 @@ class ProcessReplica:
                     for name in ("vllm_version", "vocab_size", "max_model_tokens", "logprobs_mode", "dtype")
                 }
                 _settle(ready, ReplicaFacts(**facts))
+            case "progress":
+                self.progressed_at = time.monotonic()
             case "output":
                 _settle(self._taken(header), _completions(header, arrays))
             case "refused":

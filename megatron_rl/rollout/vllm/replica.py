@@ -121,6 +121,8 @@ class Replica(Protocol):
     name: str  # for messages: the URL, or the process id
     # the version that it holds, as known here; NO_WEIGHTS before, during and after a failed sync, UPDATING in flight
     weight_version: int
+    # time.monotonic() when it was last known to compute for its requests; −inf where it has never said so
+    progressed_at: float
 
     def start(self) -> None:
         """Begin to start or to connect, and return at once."""

@@ -35,12 +35,10 @@ from megatron_rl.rollout.vllm.replica import (
 )
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
 from megatron_rl.rollout.vllm.server_command import LOGPROBS_MODE, WORKER_EXTENSION, example
+from megatron_rl.rollout.vllm.server_health import ANSWER_S, ServerHealth
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
-HEALTH_S = 2.0  # between two looks at a server that owes an answer
-UNHEALTHY = 2  # such looks in a row
-ANSWER_S = 10.0  # for an answer that a server has in memory
 RESUME_S = 30.0  # for all attempts to resume a server after an update in flight that failed
 # The label of a server's weights from a pause to the update's end: no number, so their samples are never taken.
 UPDATING_LABEL = "updating"
@@ -59,40 +57,26 @@ class ServerReplica:
 
     ours = False
 
-    def __init__(self, url: str, *, deadline_s: float, api_key_env: str | None = None, model: str = "MODEL") -> None:
-        """Take the address; ``deadline_s`` bounds a request, ``model`` is for the message on how to start a server."""
+    def __init__(self, url: str, *, api_key_env: str | None = None, model: str = "MODEL") -> None:
+        """Take the address; ``model`` is for the message on how to start a server."""
         self.server = Server(url, api_key=api_key_of(api_key_env), key_setting=KEY_SETTING)
         self.name = self.server.url
         self.weight_version = NO_WEIGHTS
-        self.deadline_s, self.model = deadline_s, model
+        self.model = model
         self._held_before_restart = NO_WEIGHTS
         self._under_way: dict[str, Exchange] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._sick = ""
         self._numbers = itertools.count()
+        self.health = ServerHealth(self.server, owes=lambda: bool(self._under_way), cut=self._cut_all)
 
     def start(self) -> None:
         """Watch the server's health from now on, while it owes an answer; somebody else starts it."""
-        threading.Thread(target=self._watch_health, daemon=True, name=f"health-{self.name}").start()
+        self.health.start()
 
-    def _watch_health(self) -> None:
-        """Cut the requests of a server whose engine died, which it may hold for ever; leave a busy one alone."""
-        server, bad = self.server, 0
-        while not self._closed:
-            time.sleep(HEALTH_S)
-            if not self._under_way:
-                continue
-            try:
-                server.call("GET", "/health", timeout_s=ANSWER_S)
-                bad = 0
-            except (NotListening, ServerFailed) as error:
-                bad += 1
-                if bad >= UNHEALTHY:
-                    self._sick = str(error)
-                    self._cut_all()
-            except (ReplicaLost, RequestRefused):  # late, or cut itself
-                bad = 0
+    @property
+    def progressed_at(self) -> float:
+        return self.health.progressed_at
 
     def wait_ready(self, timeout_s: float) -> ReplicaFacts:
         """Ask until the server answers or the time is up: while it starts, or restarts, it fails in every way."""
@@ -232,9 +216,7 @@ class ServerReplica:
         }
         failure: Exception | None = None
         try:
-            answer = self.server.call(
-                "POST", "/inference/v1/generate", body, timeout_s=self.deadline_s, exchange=exchange
-            )
+            answer = self.server.call("POST", "/inference/v1/generate", body, timeout_s=None, exchange=exchange)
             completions = self._completions(request, answer)
         except Exception as error:  # noqa: BLE001 (the future raises it, whatever it is)
             failure = self._explained(error)
@@ -310,8 +292,8 @@ class ServerReplica:
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error, with the server's health as the reason where that was why a request was cut."""
-        if self._sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
-            return ReplicaLost(f"{error}, since {self._sick}")
+        if self.health.sick and isinstance(error, ReplicaLost) and not isinstance(error, NotListening | ServerFailed):
+            return ReplicaLost(f"{error}, since {self.health.sick}")
         return error
 
     def _ask_workers(self, method: str, timeout_s: float) -> list:
@@ -365,12 +347,13 @@ class ServerReplica:
     def restart(self) -> None:
         """Give up the requests sent from here; somebody else ends the server, and `wait_ready` waits for a new one."""
         self._held_before_restart, self.weight_version = self.weight_version, NO_WEIGHTS
-        self._sick = ""
+        self.health.sick = ""
         self._cut_all()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
+        self.health.close()
         self._cut_all()
         self.weight_version = NO_WEIGHTS
 

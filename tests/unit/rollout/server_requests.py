@@ -12,7 +12,7 @@ VERSION, OUT_OF_MEMORY = 3, "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def replica_of(url: str, **changes) -> ServerReplica:
-    replica = ServerReplica(url, **({"deadline_s": LONG_S} | changes))
+    replica = ServerReplica(url, **changes)
     replica.weight_version = VERSION
     return replica
 

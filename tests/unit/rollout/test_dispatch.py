@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
+import re
 import threading
+import time
 from concurrent.futures import Future, InvalidStateError
 
 import numpy as np
@@ -50,6 +53,7 @@ class FakeReplica:
 
     def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION, rest: str = "answer") -> None:
         self.name, self.weight_version, self.plan, self.rest = name, version, plan or [], rest
+        self.progressed_at = -math.inf
         self.given: list[str] = []
         self.aborted: list[str] = []
         self.most_under_way = 0
@@ -195,7 +199,50 @@ def test_a_late_answer_is_not_taken():
     found = run([request_of("q")], [slow, fast], deadline_s=SHORT_S)
     assert slow.given == fast.given == ["q"] and slow.aborted == ["q"]
     assert found.finished["q"][0].token_ids[0] == hash(("fast", "q", 1)) % 10_000
-    assert found.down == {"slow": "did not answer request q in 0.05 s"} and found.lost == ()
+    assert re.fullmatch(r"did not answer request q in \d+\.\d s, the last 0.05 without progress", found.down["slow"])
+    assert list(found.down) == ["slow"] and found.lost == ()
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_request_may_take_longer_than_the_deadline_while_its_replica_computes(computes):
+    """The deadline counts from the replica's last progress, which answers to other requests are too."""
+    replica, told = FakeReplica("slow", ["held", "held", "held"]), []
+
+    def work() -> None:
+        for name in ("q0", "q1", "q2"):
+            ends_at = time.monotonic() + 1.5 * limit_s
+            while time.monotonic() < ends_at:
+                time.sleep(limit_s / 20)
+                if computes:
+                    replica.progressed_at = time.monotonic()
+            if name in replica._held:
+                replica.release(name)
+
+    limit_s = patient(1.0)
+    thread = threading.Thread(target=work)
+    thread.start()
+    found = run(
+        [request_of(f"q{i}") for i in range(3)], [replica], deadline_s=limit_s, on_finished=lambda *_: told.append(1)
+    )
+    thread.join()
+    assert len(found.finished) == len(told) == (3 if computes else 0)
+    assert bool(found.down) != computes
+
+
+def test_an_answer_to_one_request_is_progress_for_the_others():
+    replica = FakeReplica("slow", ["held"] * 4)
+    limit_s = patient(1.0)
+
+    def work() -> None:
+        for i in range(4):
+            time.sleep(0.6 * limit_s)
+            replica.release(f"q{i}")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    found = run([request_of(f"q{i}") for i in range(4)], [replica], deadline_s=limit_s)
+    thread.join()
+    assert len(found.finished) == 4 and not found.down
 
 
 def test_a_late_answer_after_the_call_is_not_taken():

@@ -131,7 +131,7 @@ def test_after_a_restart_the_server_says_what_it_holds(said, holds):
         assert replica.weight_version == NO_WEIGHTS
         replica.wait_ready(LONG_S)
         assert replica.weight_version == holds
-        fresh = ServerReplica(server.url, deadline_s=LONG_S)
+        fresh = ServerReplica(server.url)
         fresh.wait_ready(LONG_S)
         assert fresh.weight_version == NO_WEIGHTS  # a version that this side never saw arrive
 

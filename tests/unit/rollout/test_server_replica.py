@@ -5,18 +5,20 @@ It ends in recovery on another replica or in a clear error, in bounded time.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from megatron_rl.errors import ConfigError, EngineError
-from megatron_rl.rollout.vllm import server_replica
+from megatron_rl.rollout.vllm import server_health, server_replica
 from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
-from tests.patience import until
+from tests.patience import patient, until
 from tests.unit.rollout.misbehaving_server import DESCRIPTION, FAULTS, Answer, fake_vllm, generate, in_turn, unused_port
 from tests.unit.rollout.server_requests import BOUND_S, LONG_S, OUT_OF_MEMORY, SHORT_S, VERSION, replica_of, request_of
 
@@ -57,7 +59,7 @@ def test_tokens_in_and_out():
 
 ENDLESS = ("hang", "drip", "drip headers")
 LOST = {
-    **{fault: (FAULTS[fault], "was not answered in 0.2 s") for fault in ENDLESS},
+    **{fault: (FAULTS[fault], "the last 0.2 without progress") for fault in ENDLESS},
     "drop": (FAULTS["drop"], "the connection broke, IncompleteRead"),
     "reset": (FAULTS["reset"], "the connection broke"),
     "half without length": (FAULTS["half without length"], "an answer without a length"),
@@ -83,12 +85,16 @@ def test_requests_of_a_bad_server_are_finished_by_the_other(fault):
     behaviour, told = LOST[fault]
     deadline_s = SHORT_S if fault in ENDLESS else LONG_S
     with fake_vllm(generate=behaviour) as bad, fake_vllm() as good:
-        found = spread(replica_of(bad.url, deadline_s=deadline_s), replica_of(good.url))
+        patient_one = replica_of(good.url)
+        patient_one.health.progressed_at = time.monotonic() + LONG_S  # the deadline is the bad one's
+        found = spread(replica_of(bad.url), patient_one, deadline_s=deadline_s)
         assert sorted(found.finished) == ["q0", "q1", "q2", "q3"] and not found.lost
         assert list(found.down) == [bad.url] and re.search(told, found.down[bad.url]), found.down
         found = spread(replica_of(bad.url), num_requests=1, deadline_s=deadline_s)  # here the dispatcher gives it up
         assert [request.request_id for request in found.lost] == ["q0"]
-        assert deadline_s == LONG_S or found.down == {bad.url: "did not answer request q0 in 0.2 s"}, found.down
+        assert deadline_s == LONG_S or re.fullmatch(
+            r"did not answer request q0 in \d+\.\d s, the last 0\.2 without progress", found.down[bad.url]
+        ), found.down
 
 
 def test_a_server_that_refuses_connections_is_passed_over():
@@ -148,7 +154,7 @@ def test_what_a_server_with_a_dead_engine_holds_is_cut(monkeypatch):
 
     Its engine is dead, /health says so, and it would hold the weight update that it has taken for ever.
     """
-    monkeypatch.setattr(server_replica, "HEALTH_S", 0.1)
+    monkeypatch.setattr(server_health, "HEALTH_S", 0.1)
     with fake_vllm(start_weight_update=FAULTS["hang"], health=Answer(503, {"detail": "EngineDeadError"})) as sick:
         replica = replica_of(sick.url)
         replica.start()
@@ -197,13 +203,55 @@ def test_a_server_that_dies_while_it_is_asked_is_asked_again(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ENDLESS)
-def test_a_requests_deadline_is_over_the_whole_of_it(fault):
-    """A request's deadline is over the whole of it, though bytes keep coming.
+def test_an_answers_deadline_is_over_the_whole_of_it(fault):
+    """The deadline of a control message is over the whole of its answer, though bytes keep coming."""
+    with (
+        fake_vllm(start_weight_update=FAULTS[fault]) as server,
+        pytest.raises(ReplicaLost, match="was not answered in 0.2 s"),
+    ):
+        replica_of(server.url).control("start_weight_update", {}, SHORT_S)
 
-    No dispatcher gives the request up here.
-    """
-    with fake_vllm(generate=FAULTS[fault]) as server, pytest.raises(ReplicaLost, match="was not answered in 0.2 s"):
-        replica_of(server.url, deadline_s=SHORT_S).submit(request_of()).result(BOUND_S)
+
+def metrics_of(*counts: int) -> bytes:
+    """Return /metrics as vLLM writes them; a counter of another name moves, and is none of tokens."""
+    lines = [f'vllm:generation_tokens_total{{engine="{i}",model_name="m"}} {count}.0' for i, count in enumerate(counts)]
+    return "\n".join(["# HELP vllm:generation_tokens_total x", *lines, f"process_cpu_total {time.time()}\n"]).encode()
+
+
+def test_a_server_whose_counters_move_keeps_a_long_request(monkeypatch, caplog):
+    """A request may take longer than the deadline, as long as the server's counters of tokens move."""
+    monkeypatch.setattr(server_health, "HEALTH_S", 0.05)
+    computed, done = itertools.count(), threading.Event()
+
+    def late(body: dict) -> dict:
+        assert done.wait(BOUND_S)
+        return generate(body)
+
+    def metrics(body: None) -> bytes:
+        number = next(computed)
+        if number == 10:
+            done.set()
+        return metrics_of(5, number)
+
+    with fake_vllm(generate=late, metrics=metrics) as server:
+        replica = replica_of(server.url)
+        replica.start()
+        found = spread(replica, num_requests=1, deadline_s=patient(5.0))
+        replica.close()
+    assert list(found.finished) == ["q0"] and not found.down and "no counters" not in caplog.text
+
+
+@pytest.mark.parametrize("metrics", [metrics_of(7, 7), Answer(404, {"detail": "Not Found"}), b"process_cpu_total 3.0"])
+def test_a_server_whose_counters_stand_still_is_given_up(monkeypatch, caplog, metrics):
+    monkeypatch.setattr(server_health, "HEALTH_S", 0.02)
+    with fake_vllm(generate=FAULTS["hang"], metrics=metrics) as stuck:
+        replica = replica_of(stuck.url)
+        replica.start()
+        found = spread(replica, num_requests=1, deadline_s=0.5)
+        assert until(lambda: [path for _, path, *_ in stuck.seen].count("/metrics") > 0)
+        replica.close()
+    assert [request.request_id for request in found.lost] == ["q0"] and "without progress" in found.down[stuck.url]
+    assert caplog.text.count("shows no counters of tokens") <= 1
 
 
 def test_nothing_listens_says_how_to_start_a_server():

@@ -1,0 +1,79 @@
+"""The health of one vLLM server while it owes answers: whether its engine lives, and whether it computes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+
+from megatron_rl.rollout.vllm.http import MissingRoute, NotListening, Server, ServerFailed
+from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
+
+log = logging.getLogger(__name__)
+HEALTH_S = 2.0  # between two looks at a server that owes an answer
+UNHEALTHY = 2  # such looks in a row
+ANSWER_S = 10.0  # for an answer that a server has in memory
+# vLLM's counters of the tokens that it has computed, prompts' and responses' (0.32.0, v1/metrics/loggers.py).
+COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+
+
+class ServerHealth:
+    """Looks at a server in a thread of its own, only while it owes an answer.
+
+    owes: whether it does.
+    cut: ends its requests, since a server whose engine died may hold them for ever; a busy one is left alone.
+    sick: the words of a server whose engine died.
+    progressed_at: time.monotonic() when its counters of tokens were last seen to move; −inf before that.
+    """
+
+    def __init__(self, server: Server, *, owes: Callable[[], bool], cut: Callable[[], None]) -> None:
+        self.server, self.owes, self.cut = server, owes, cut
+        self.sick = ""
+        self.progressed_at = -math.inf
+        self._computed: float | None = None
+        self._says_no_counters = True
+        self._closed = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, daemon=True, name=f"health-{self.server.url}").start()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _watch(self) -> None:
+        bad = 0
+        while not self._closed:
+            time.sleep(HEALTH_S)
+            if not self.owes():
+                continue
+            try:
+                self.server.call("GET", "/health", timeout_s=ANSWER_S)
+                bad = 0
+                self._note_progress()
+            except (NotListening, ServerFailed) as error:
+                bad += 1
+                if bad >= UNHEALTHY:
+                    self.sick = str(error)
+                    self.cut()
+            except (ReplicaLost, RequestRefused):  # late, or cut itself
+                bad = 0
+
+    def _note_progress(self) -> None:
+        """Read the counters; a server without them shows progress by its answers alone, which is said once."""
+        try:
+            counts = COUNTERS.findall(self.server.text("/metrics", timeout_s=ANSWER_S))
+        except (MissingRoute, ServerFailed):
+            counts = []
+        if counts and sum(map(float, counts)) != self._computed:
+            self._computed = sum(map(float, counts))
+            self.progressed_at = time.monotonic()
+        elif not counts and self._says_no_counters:
+            self._says_no_counters = False
+            log.warning(
+                "%s shows no counters of tokens at /metrics (--disable-log-stats?): a request there is given up "
+                "rollout.request_s after its last answer, however long the response",
+                self.server.url,
+            )
