@@ -201,6 +201,9 @@ def check_triton(host: Host) -> list[Finding]:
     ]
 
 
+FOR_THE_CPU = "or set MEGATRON_RL_DEVICE=cpu to run on the CPU"
+
+
 def check_gpu(host: Host) -> list[Finding]:
     probe = host.probes.get("torch")
     if probe is None or probe.error is not None:
@@ -211,19 +214,30 @@ def check_gpu(host: Host) -> list[Finding]:
         if host.driver:
             return [
                 Finding(
-                    Level.WARNING,
+                    Level.ERROR,
                     "gpu",
-                    "an NVIDIA driver is loaded, but torch is a CPU build: the GPU is not used",
-                    "install torch's CUDA build (see pytorch.org, Get Started)",
+                    "an NVIDIA driver is loaded, but torch is a CPU build: a run refuses to start",
+                    f"install torch's CUDA build (see pytorch.org, Get Started), {FOR_THE_CPU}",
                 )
             ]
         return [Finding(Level.INFO, "gpu", "none; torch is a CPU build: gloo and float32 on the CPU")]
-    why = "no device is visible (CUDA_VISIBLE_DEVICES?)" if host.driver else "no NVIDIA driver is loaded"
+    built = f"torch is built for CUDA {probe.facts['cuda']}"
+    if host.driver:
+        reason = probe.facts.get("reason") or "no device is visible"
+        return [
+            Finding(
+                Level.ERROR,
+                "gpu",
+                f"an NVIDIA driver is loaded, {built} and finds no GPU: {reason}; a run refuses to start",
+                "nvidia-smi must list the GPU, in this container too, with a driver for that CUDA version (see "
+                f"CUDA_VISIBLE_DEVICES), {FOR_THE_CPU}",
+            )
+        ]
     return [
         Finding(
             Level.INFO,
             "gpu",
-            f"none usable: torch is built for CUDA {probe.facts['cuda']} and {why}; runs on the CPU",
+            f"none usable: {built} and no NVIDIA driver is loaded; runs on the CPU",
             "if a GPU was expected: nvidia-smi must list it, in this container too",
         )
     ]

@@ -19,7 +19,10 @@ PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has ta
 # The import to try, by module; FusedAdam is in NVIDIA's apex alone, not in the package of that name on PyPI.
 PROBES = {
     "torch": "import torch; facts = {'cuda': torch.version.cuda, 'gpus': [torch.cuda.get_device_name(i) "
-    "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}",
+    "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}\n"
+    "if not facts['gpus']:\n"
+    "    try: torch.cuda.init()\n"
+    "    except (RuntimeError, AssertionError) as error: facts['reason'] = str(error).splitlines()[0]",
     "megatron.core": "import megatron.core",
     "transformer_engine": "import transformer_engine.pytorch",
     "apex": "from apex.optimizers import FusedAdam",

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -20,6 +21,7 @@ import torch
 import torch.utils._device as torch_device
 
 from megatron_rl.distributed.versions import check_megatron_core
+from megatron_rl.errors import ConfigError
 
 BF16_PEAK_FLOPS = {
     "H100 PCIe": 756e12,
@@ -297,9 +299,54 @@ def _present_cpu_as_cuda() -> None:
     sys.modules["transformer_engine"] = None
 
 
+def choose_device(
+    environment: Mapping[str, str], *, driver_loaded: bool, is_available: Callable[[], bool], reason: Callable[[], str]
+) -> str:
+    """Return "cuda" where CUDA works, and "cpu" where there is no GPU or the user asked for the CPU.
+
+    environment: MEGATRON_RL_DEVICE=cpu asks for it, as does a CUDA_VISIBLE_DEVICES that is empty or -1.
+    driver_loaded: whether the host has NVIDIA's driver.
+    reason: returns torch's own words on why CUDA does not work.
+
+    Raises ConfigError on a GPU host where CUDA does not work: a run must not fall back to the CPU in silence.
+    """
+    asked = environment.get("MEGATRON_RL_DEVICE", "").strip().lower()
+    if asked not in ("", "cpu", "cuda"):
+        raise ConfigError(f"MEGATRON_RL_DEVICE={asked!r} is no device; set it to cpu or cuda, or unset it")
+    if asked == "cpu" or environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return "cpu"
+    if is_available():
+        return "cuda"
+    if driver_loaded or asked == "cuda":
+        raise ConfigError(
+            f"this host has an NVIDIA driver and CUDA does not work in torch {torch.__version__}: {reason()}. "
+            "python -m megatron_rl.doctor says more; set MEGATRON_RL_DEVICE=cpu to run on the CPU"
+            if driver_loaded
+            else f"MEGATRON_RL_DEVICE=cuda, and CUDA does not work here in torch {torch.__version__}: {reason()}"
+        )
+    return "cpu"
+
+
+def _cuda_fault() -> str:
+    try:
+        torch.cuda.init()
+        torch.zeros(1, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return "torch.cuda.is_available() is False"
+
+
 def _detect() -> Host:
-    if torch.cuda.is_available():
+    device = choose_device(
+        os.environ,
+        driver_loaded=os.path.exists("/proc/driver/nvidia/version"),
+        is_available=torch.cuda.is_available,
+        reason=_cuda_fault,
+    )
+    if device == "cuda":
         return Host(device_type="cuda", backend="nccl")
+    if os.environ.get("MEGATRON_RL_DEVICE"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for whatever else asks torch whether CUDA is there
     if "megatron.core" in sys.modules:
         raise ImportError(
             "megatron.core was imported before megatron_rl on a host with no GPU, so it already looks for CUDA; "

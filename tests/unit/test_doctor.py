@@ -120,8 +120,10 @@ def test_media_built_for_cuda_or_failing() -> None:
 def test_gpu_findings() -> None:
     cuda_build = Probe(None, {"cuda": "13.0", "gpus": []})
     assert "no NVIDIA driver" in of("gpu", with_probe("torch", cuda_build)).found
-    assert "CUDA_VISIBLE_DEVICES" in of("gpu", with_probe("torch", cuda_build)._replace(driver=True)).found
-    assert of("gpu", HEALTHY._replace(driver=True)).level is Level.WARNING
+    too_old = Probe(None, {"cuda": "13.0", "gpus": [], "reason": "The NVIDIA driver on your system is too old"})
+    found = errors(with_probe("torch", too_old)._replace(driver=True))["gpu"]
+    assert "too old" in found.found and "MEGATRON_RL_DEVICE=cpu" in found.mend and "CUDA_VISIBLE_DEVICES" in found.mend
+    assert "CPU build" in errors(HEALTHY._replace(driver=True))["gpu"].found
     assert of("gpu", ON_GPU).found.startswith("1 × NVIDIA H100")
 
 
