@@ -31,6 +31,7 @@ from megatron_rl.config import Config, LoraConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.collectives import reduce_on_host
+from megatron_rl.distributed.cuda_environment import prepare_cuda
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.attention import ContextShard
@@ -79,6 +80,7 @@ class TrainableModel:
         place: an existing grid; None builds one by ``parallel``.
         """
         self.config = config
+        prepare_cuda(config)
         refuse_uncounted_losses(config)
         with contextlib.nullcontext() if place else topology.undone_on_failure():
             self.topology = place or self._join()

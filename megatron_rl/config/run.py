@@ -20,6 +20,8 @@ class RunConfig:
     """Folder of the run; null: `runs/<name>`."""
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Seed of the data's order and of sampling; it is never combined with a rank."""
+    deterministic: bool = False
+    """Whether a GPU's kernels add in one order, so that a run repeats to the bit, slower; a CPU's do so anyway."""
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
     """Seconds of every collective, of every wait for an engine, and of a user's function in a rank's own process."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0

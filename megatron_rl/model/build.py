@@ -75,6 +75,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         calculate_per_token_loss=True,
+        deterministic_mode=config.run.deterministic,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
         virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,

@@ -25,6 +25,7 @@ from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
+from megatron_rl.distributed.cuda_environment import added_variables
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
 from megatron_rl.model.build import DTYPES
@@ -328,6 +329,8 @@ def announce(trainer: Trainer) -> None:
         shape.layer_spec,
         trainer.backend.optimizer.kernel,
     )
+    if HOST.is_cuda and (added := added_variables()):
+        log.info("added to the environment: %s", " ".join(f"{name}={value}" for name, value in added.items()))
     asked, rows = config.train.prompts_per_rollout, len(trainer.prompts)
     if config.train.num_rollouts != 0 and asked > rows:
         log.warning(

@@ -21,6 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 import numpy as np
 
 from megatron_rl.distributed import child_process, frames
+from megatron_rl.distributed.cuda_environment import added_variables
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
@@ -37,7 +38,8 @@ def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, 
     devices: its GPUs; None on a CPU host.
     """
     kept = child_process.environment(given)
-    kept.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
+    for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", *added_variables()):  # the latter are for the trainer alone
+        kept.pop(name, None)
     kept |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is stepped in that process, which is apart already
         "VLLM_NO_USAGE_STATS": "1",

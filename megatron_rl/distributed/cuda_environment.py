@@ -1,0 +1,84 @@
+"""Variables and switches that CUDA, NCCL and Transformer Engine read when they start, set for a run before that.
+
+A variable that the user has set stays, unless ``run.deterministic`` needs another value: that is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+DRIVER = "/proc/driver/nvidia/version"
+# What bitwise repetition needs, each with the values that give it. cuBLAS: its documentation on reproducibility.
+# Transformer Engine: attention's backward (pytorch/attention). NCCL: NVLink SHARP adds in the order of arrival, and
+# Megatron-LM's --deterministic-mode asks for one of the others.
+DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+    "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
+}
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the older name, which every version reads, first
+_added: dict[str, str] = {}  # the variables that this process added, which its engines shall not inherit
+
+
+def added_variables() -> dict[str, str]:
+    """Return the variables that this process has added to its environment, with their values."""
+    return dict(_added)
+
+
+def wanted_variables(config: Config) -> dict[str, tuple[str, ...]]:
+    """Return the variables that a run wants on a GPU, each with the values that do, the one to set first."""
+    wanted: dict[str, tuple[str, ...]] = {}
+    if config.parallel.tensor > 1:
+        # One hardware queue keeps the order in which Megatron-Core launches a collective and the product that shall
+        # hide it (0.16.1 tensor_parallel/layers.py warns without it).
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1",)
+    if config.weight_sync.channel != "cuda_ipc" and not config.megatron.ddp.get("nccl_ub"):
+        # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment that grows would ask
+        # the engine's process for more rights, and NCCL registers fixed buffers.
+        wanted[ALLOCATOR[0]] = ("expandable_segments:True",)
+    return {**wanted, **(DETERMINISTIC if config.run.deterministic else {})}
+
+
+def prepare_cuda(config: Config) -> None:
+    """Set what a run wants before CUDA starts, and torch's switch for ``run.deterministic``; may be called again.
+
+    Raises ConfigError where ``run.deterministic`` needs a variable that the user set otherwise, or that CUDA, which has
+    started already, did not find.
+    """
+    if os.path.exists(DRIVER):
+        set_variables(wanted_variables(config), os.environ, has_started=torch.cuda.is_initialized())
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that nobody wrote
+        torch.backends.cudnn.benchmark = False
+
+
+def set_variables(wanted: Mapping[str, tuple[str, ...]], environment: dict[str, str], *, has_started: bool) -> None:
+    """Add the wanted variables that are not set.
+
+    has_started: whether CUDA has started, which reads them no more.
+
+    Raises ConfigError as ``prepare_cuda`` does.
+    """
+    for name, values in wanted.items():
+        given = environment.get(name)
+        if name in DETERMINISTIC and given is not None and given not in values:
+            raise ConfigError(
+                f"run.deterministic=true needs {name} to be one of {', '.join(values)} and it is {given!r}; unset it"
+            )
+        if given is not None or (name in ALLOCATOR and any(other in environment for other in ALLOCATOR)):
+            continue
+        if has_started:
+            if name in DETERMINISTIC:
+                raise ConfigError(
+                    f"run.deterministic=true needs {name}={values[0]} before CUDA starts, and it has started; set it "
+                    "in the environment, or build the trainer before anything else uses the GPU"
+                )
+            continue
+        environment[name] = _added[name] = values[0]
