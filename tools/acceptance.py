@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import psutil
 from acceptance_matrix.cells import CELLS, FAULTS, LABELS, Cell, tolerances
@@ -82,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="let several ranks share a GPU, over NCCL's sockets, where a cell asks for more than there are",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="cells that run side by side (default 1)")
     parser.add_argument(
         "--json", type=pathlib.Path, metavar="PATH", help="write every cell's errors and tolerances there"
     )
@@ -93,6 +95,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cell", choices=[cell.name for cell in CELLS], metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.jobs < 1:
+        parser.error(f"--jobs {given.jobs} must be at least 1")
     if given.inject and given.markdown:
         parser.error(f"--inject {given.inject} plants a fault, and --markdown writes a support matrix; leave one out")
     given.cells = [cell for cell in CELLS if chosen(cell, given.only)]
@@ -251,23 +255,38 @@ def judge(cell: Cell, found: dict, *, cuda: bool) -> dict:
 
 
 def run_all(given: argparse.Namespace, host: dict) -> list[dict]:
-    """Run the cells one after the other; --json is written after each, so that a kill leaves what was measured."""
-    rows, imports = [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        for cell in given.cells:
-            why = why_not(cell, host, given.max_processes, imports, share_gpu=given.share_gpu)
-            outcome = {"status": NOT_RUN, "reason": why} if why else run_cell(cell, given, host, pathlib.Path(folder))
-            rows.append(
-                {"name": cell.name, "feature": cell.feature, "layout": cell.layout, "dtype": cell.dtype, **outcome}
-            )
+    """Run the cells, --jobs at a time; --json is written after each, so that a kill leaves what was measured."""
+    imports: dict[str, str] = {}
+    reasons = [why_not(cell, host, given.max_processes, imports, share_gpu=given.share_gpu) for cell in given.cells]
+    rows: dict[str, dict] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(max_workers=given.jobs) as threads,
+    ):
+        waiting = {
+            threads.submit(run_or_say, cell, why, given, host, pathlib.Path(folder)): cell
+            for cell, why in zip(given.cells, reasons, strict=True)
+        }
+        for ended in as_completed(waiting):
+            cell, outcome = waiting[ended], ended.result()
+            rows[cell.name] = {
+                **{"name": cell.name, "feature": cell.feature, "layout": cell.layout, "dtype": cell.dtype},
+                **outcome,
+            }
             seconds = f" ({outcome['seconds']:.0f} s)" if "seconds" in outcome else ""
-            print(
-                f"{outcome['status']:>8}  {cell.name:<22} {outcome['reason'] or outcome['nearest']}{seconds}",
-                flush=True,
-            )
+            says = outcome["reason"] or outcome["nearest"]
+            print(f"{outcome['status']:>8}  {cell.name:<22} {says}{seconds}", flush=True)
             if given.json:
-                write_json(rows, host, given)
-    return rows
+                write_json(in_order(rows), host, given)
+    return in_order(rows)
+
+
+def in_order(rows: dict[str, dict]) -> list[dict]:
+    return [rows[cell.name] for cell in CELLS if cell.name in rows]
+
+
+def run_or_say(cell: Cell, why: str, given: argparse.Namespace, host: dict, folder: pathlib.Path) -> dict:
+    return {"status": NOT_RUN, "reason": why} if why else run_cell(cell, given, host, folder)
 
 
 def write_json(rows: list[dict], host: dict, given: argparse.Namespace) -> None:
@@ -289,6 +308,7 @@ def command_line(given: argparse.Namespace) -> str:
     words += [f"--timeout {given.timeout:g}"] if given.timeout != 300 else []
     words += [f"--max-processes {given.max_processes}"] if given.max_processes != 4 else []
     words += ["--share-gpu"] if given.share_gpu else []
+    words += [f"--jobs {given.jobs}"] if given.jobs != 1 else []
     return " ".join(words + ([f"--inject {given.inject}"] if given.inject else []))
 
 

@@ -50,7 +50,8 @@ def steps(rig, family: str) -> dict[str, float]:
     before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])
     after = reference_steps(rig.model, rig.samples, rig.groups)
     rig.step(ADVANTAGES, drops=True, old=old)
-    found = on_cpu(dict(rig.backend.export_adapters()))
+    # one by one: each is lent until the next is asked for
+    found = {name: x.float().cpu().clone() for name, x in rig.backend.export_adapters()}
     exported = on_cpu(rig.weights())
     with adapters_off([chunk.module for chunk in rig.backend.chunks]):
         bare = on_cpu(rig.weights())

@@ -28,6 +28,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.group, self.tally, self.end = None, Tally(), {}
+        self.maps: dict[str, torch.Tensor] = {}
 
     def init_weight_transfer(self, info: dict) -> None:
         if info["channel"] == "broadcast":
@@ -43,7 +44,7 @@ class Worker:
         if message["kind"] == "end":
             self.end = message
             return
-        packed = self.packed(message).to(DEVICE, copy=True)
+        packed = self.packed(message)[: message["num_bytes"]].to(DEVICE, copy=True)
         if message.get("flip"):
             packed[0] ^= 1
         seen = Checksum()
@@ -57,11 +58,13 @@ class Worker:
     def packed(self, message: dict) -> torch.Tensor:
         """Return the bucket's bytes, uint8, from the channel that it names."""
         if "segment" in message:
-            file = os.open(message["segment"], os.O_RDWR)
-            try:
-                return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-            finally:
-                os.close(file)
+            if message["segment"] not in self.maps:
+                file = os.open(message["segment"], os.O_RDWR)
+                try:
+                    self.maps[message["segment"]] = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+                finally:
+                    os.close(file)
+            return self.maps[message["segment"]]
         if "storage" in message:
             return open_storage(message["storage"], 0)
         return receive(self.group, message["num_bytes"], DEVICE)

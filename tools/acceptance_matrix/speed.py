@@ -32,4 +32,4 @@ def measure(cell: Cell, fault: str, deadline_s: float, folder: pathlib.Path) -> 
             skip.update_once(backend, case, name, keep=repeat > 0)
     seconds = {name: statistics.median(update for update, _ in case.updates[name]) for name in case.updates}
     backend.close(leave_world=False)
-    return {"errors": {"speed": seconds["skip"] / seconds["dense"]}, "backend": HOST.backend, "seconds": seconds}
+    return {"errors": {"speed": seconds["skip"] / seconds["dense"]}, "backend": HOST.backend, "update_s": seconds}
