@@ -166,7 +166,9 @@ def judge(code: int | None, limit_s: float, log: pathlib.Path, out: str) -> dict
     elif code < 0:
         outcome, reason = "killed", f"ended by {signal.Signals(-code).name}, not by this report"
     else:
-        outcome, reason = "failed", str(found.get("failed") or found.get("tally") or reason_in(text))
+        errors = [f"{x['thing']}: {x['found']}" for x in found.get("findings", ()) if x["level"] == "ERROR"]  # doctor's
+        own_words = found.get("failed") or "; ".join(errors) or found.get("tally")
+        outcome, reason = "failed", str(own_words or reason_in(text))
     return {"outcome": outcome, "reason": reason, "found": found, "output": text[-TAIL:]}
 
 

@@ -22,7 +22,7 @@ from clock import write
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0
 FAULTS = ("stopped", "asleep")
-NAMED = re.compile(r"rank (\d+) \([^)]*\) (?:keeps|is gone|has been|raised|waits)[^\n]*")
+NAMED = re.compile(r"megatron_rl: rank (\d+) \([^\n]*")  # the line by which a run says why it ended
 SETTINGS = (
     "parallel.pipeline=1",
     "sft.steps=0",
