@@ -64,11 +64,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def environment_of(given: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of every step: the wheels and this tree on the path, one thread, no hub."""
+    """Return the environment of every step: the wheels and this tree on the path, no hub, one thread on a CPU.
+
+    Beside a GPU the host's threads draw the random weights; launchers and cells give their processes one thread each.
+    """
     paths = [str(given.out.resolve() / "site"), str(TOOLS.parent), os.environ.get("PYTHONPATH", "")]
-    found = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+    found = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **os.environ}
     found["PYTHONPATH"] = os.pathsep.join(x for x in paths if x)
-    return found | ({"CUDA_VISIBLE_DEVICES": ""} if given.cpu else {})
+    return found | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if given.cpu else {})
 
 
 def describe_machine(given: argparse.Namespace) -> dict:

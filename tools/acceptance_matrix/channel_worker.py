@@ -20,8 +20,6 @@ import torch
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive
 from megatron_rl.weights.checksum import Checksum
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
 
 class Worker:
     """Keeps what one sync has brought so far."""
@@ -29,9 +27,13 @@ class Worker:
     def __init__(self) -> None:
         self.group, self.tally, self.end = None, Tally(), {}
         self.maps: dict[str, torch.Tensor] = {}
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def init_weight_transfer(self, info: dict) -> None:
         if info["channel"] == "broadcast":
+            if self.device.type == "cuda":  # another GPU than the trainer's, where there is one
+                self.device = torch.device("cuda", torch.cuda.device_count() - 1)
+                torch.cuda.set_device(self.device)
             deadline = timedelta(seconds=info["deadline_s"])
             self.group = join_group(
                 info["address"], info["port"], 1, info["world_size"], info["group_backend"], deadline
@@ -44,7 +46,7 @@ class Worker:
         if message["kind"] == "end":
             self.end = message
             return
-        packed = self.packed(message)[: message["num_bytes"]].to(DEVICE, copy=True)
+        packed = self.packed(message)[: message["num_bytes"]].to(self.device, copy=True)
         if message.get("flip"):
             packed[0] ^= 1
         seen = Checksum()
@@ -67,7 +69,7 @@ class Worker:
             return self.maps[message["segment"]]
         if "storage" in message:
             return open_storage(message["storage"], 0)
-        return receive(self.group, message["num_bytes"], DEVICE)
+        return receive(self.group, message["num_bytes"], self.device)
 
     def weights_received(self, _: dict) -> list[dict]:
         version = self.end.get("version", -1)
@@ -77,7 +79,7 @@ class Worker:
         known = (self.init_weight_transfer, self.start_weight_update, self.update_weights, self.weights_received)
         methods: dict[str, Callable] = {method.__name__: method for method in known}
         value = methods[call["method"]](call["arguments"]) if call["method"] in methods else None
-        if DEVICE.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         return value
 

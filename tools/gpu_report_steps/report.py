@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 SIGNIFICANT = 4  # digits of a number in the table
+# Of steps whose rows hold more, these figures alone.
+WANTED = (
+    *("dead_share", "dense_s", "skip_s", "ratio", "share_of_planned", "phase_share", "dense_tokens_per_s"),
+    *("dense_mfu", "skip_mfu", "tokens", "lean_s", "plain_s", "lean_bytes", "plain_bytes"),
+)
 MOST = 8  # figures of one step in the table; report.json holds all
 
 
@@ -24,7 +29,8 @@ def headline(found: Mapping) -> list[str]:
 
 def _figures(row: Mapping) -> str:
     numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return ", ".join(f"{name} {value:.{SIGNIFICANT}g}" for name, value in list(numbers.items())[:MOST])
+    numbers = {name: numbers[name] for name in WANTED if name in numbers} or dict(list(numbers.items())[:MOST])
+    return ", ".join(f"{name} {value:.{SIGNIFICANT}g}" for name, value in numbers.items())
 
 
 def markdown(records: Sequence[Mapping]) -> str:

@@ -40,11 +40,11 @@ RUN = "{python} {tools}/gpu_report_steps/"
 SKIP = "{python} {tools}/benchmarks/skip.py --json {out} "
 LOGPROB = "{python} {tools}/benchmarks/logprob.py --json {out} "
 SKIP_SHAPE = (
-    "--hf-path {tools}/gpu_report_steps/qwen2.5-1.5b --dtype bfloat16 --groups 16 --group-size 4 --mean-tokens 2048 "
+    "--hf-path {tools}/gpu_report_steps/qwen2.5-1.5b --dtype bfloat16 --groups 8 --group-size 4 --mean-tokens 2048 "
     "--max-tokens-per-microbatch 8192 --dead-share 0 0.75 1 --repeats 2"
 )
 SKIP_SMALL = "--hidden 64 --layers 2 --vocab 512 --groups 8 --mean-tokens 32 --dead-share 0 0.75 1 --repeats 1"
-LOGPROB_SMALL = "--tokens 256 --vocab 1000 --hidden 64 --threads 1 --repeats 1"
+LOGPROB_SMALL = "--tokens 1024 --vocab 16000 --hidden 64 --threads 1 --repeats 1"
 LOGPROB_SHAPE = "--tokens 8192 --vocab 151936 --dtype bfloat16 --plain-limit-gb 12 --repeats 3"
 ONE_PROCESS = (
     "=single,=bf16-single,=family-qwen2_untied,=family-qwen3,=family-llama,=family-llama3_rope,=recompute,=adam-torch,"
@@ -112,7 +112,7 @@ STEPS = (
         measures="the equalities over NCCL, two ranks on one GPU",
         command=CELLS + TWO_RANKS + " --share-gpu --timeout 90 --jobs 2",
         cpu=CELLS + "=pp2 --timeout 120",
-        limit_s=255,
+        limit_s=245,
     ),
     Step(
         name="faults",
@@ -120,7 +120,7 @@ STEPS = (
         measures="whether a stopped rank and a rank asleep in Python are named, and end the run",
         command=RUN + "faults.py --json {out} --work {work} --share-gpu",
         cpu=RUN + "faults.py --json {out} --work {work}",
-        limit_s=120,
+        limit_s=130,
     ),
     Step(
         name="cells, four ranks",
@@ -186,7 +186,7 @@ STEPS = (
         measures="GB/s of every channel of weight sync into another process, and whether all bytes arrive",
         command=RUN + "channels.py --json {out}",
         cpu=RUN + "channels.py --json {out} --small",
-        limit_s=75,
+        limit_s=65,
     ),
     Step(
         name="checkpoint",
@@ -194,7 +194,7 @@ STEPS = (
         measures="seconds and peak memory of save and load, and whether the state is the same to the bit",
         command=RUN + "state.py --json {out} --work {work} --part checkpoint",
         cpu=RUN + "state.py --json {out} --work {work} --part checkpoint --small",
-        limit_s=75,
+        limit_s=65,
     ),
     Step(
         name="reference",
@@ -202,7 +202,7 @@ STEPS = (
         measures="seconds of swapping the reference policy's weights in and out",
         command=RUN + "state.py --json {out} --work {work} --part reference",
         cpu=RUN + "state.py --json {out} --work {work} --part reference --small",
-        limit_s=30,
+        limit_s=60,
     ),
     *(
         Step(
@@ -230,7 +230,7 @@ STEPS = (
         measures="adapters, critic, offload, checkpoint, weight sync, engine, long sequences on one GPU",
         command=CELLS + FEATURES + " --timeout 75 --jobs 4",
         cpu=CELLS + "=lora --timeout 120",
-        limit_s=110,
+        limit_s=100,
     ),
     Step(
         name="cells, memory and speed",
