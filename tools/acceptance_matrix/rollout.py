@@ -60,7 +60,10 @@ def measure(cell: Cell, fault: str, deadline_s: float, folder: pathlib.Path) -> 
     arguments = ["--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(folder / "run")]
     arguments += [f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", *RUN]
     arguments += [f"parallel.{x}" for x in cell.parallel]
-    arguments += [f"model.dtype={cell.dtype}", f"run.deadline_s={deadline_s}", *cell.overrides]
+    arguments += [f"model.dtype={cell.dtype}", f"run.deadline_s={deadline_s}"]
+    # an engine's own waits must end before a collective's
+    arguments += [f"rollout.{wait}={0.8 * deadline_s:g}" for wait in ("start_s", "request_s")]
+    arguments += cell.overrides
     code = main(arguments)
     if code:
         raise RuntimeError(f"the run of {cell.name} ended with exit code {code}")
