@@ -152,7 +152,11 @@ def run_step(step: Step, given: argparse.Namespace, machine: dict, left_s: float
         except subprocess.TimeoutExpired:
             pass
         finally:
-            end(process)
+            if code is None:
+                end(process)
+            elif code:
+                with contextlib.suppress(ProcessLookupError):  # what a step that died may have left in its group
+                    os.killpg(process.pid, signal.SIGKILL)
     seconds = time.monotonic() - started
     return {**record, "seconds": seconds, **judge(code, limit_s, pathlib.Path(places["log"]), places["out"])}
 

@@ -231,9 +231,8 @@ def _cells() -> tuple[Cell, ...]:
             **te,
         )
     )
-    cells.append(
-        Cell(name="te-ep2", feature="Transformer Engine layers, mixture", **_on(dict(data=2, expert=2), te_spec, **te))
-    )
+    experts = dict(data=2, expert=2, family="qwen3_moe")
+    cells.append(Cell(name="te-ep2", feature="Transformer Engine layers, mixture", **_on(experts, te_spec, **te)))
     return tuple(cells)
 
 
@@ -276,7 +275,7 @@ def _feature_cells() -> tuple[Cell, ...]:
             **layout,
         )
         for name, feature, layout, overrides in (
-            ("vllm", "rollouts by vLLM on the trainer's GPU, with sleep", {}, ()),
+            ("vllm", "rollouts by vLLM (on a GPU: the trainer's, with sleep)", {}, ()),
             ("vllm-tp2", "the same, engine TP 2", dict(tensor=2), ("rollout.tensor_parallel=2",)),
         )
     ]
