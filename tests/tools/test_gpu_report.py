@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shlex
+import subprocess
 import sys
 import time
 
@@ -99,6 +100,21 @@ def test_a_failing_steps_own_words_are_its_reason(tmp_path: pathlib.Path) -> Non
 def test_a_spent_budget_is_said(tmp_path: pathlib.Path) -> None:
     (record,) = run(tmp_path, planted("late", WRITES), left_s=0.0)
     assert record["outcome"] == "not run" and record["reason"] == "the budget of 9.5 minutes is spent"
+
+
+@pytest.mark.long
+@pytest.mark.process
+def test_the_command_writes_the_report_of_a_real_step(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "gpu_report.py"), "--cpu", "--stage", "4", "--only", "offload"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=patient(600), check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = json.loads((tmp_path / "report.json").read_text())
+    assert record["outcome"] == "passed" and record["found"]["different"] == 0
+    assert record["found"]["bytes"] > 0 and record["machine"]["versions"]["torch"]
+    page = (tmp_path / "report.md").read_text()
+    assert "| 4 | offload | passed |" in page and str(tmp_path) not in page and str(ROOT) not in page
 
 
 def test_a_step_that_needs_a_gpu_says_so(tmp_path: pathlib.Path) -> None:

@@ -164,7 +164,11 @@ MORE_LAYOUTS = (
     ("pp2-vpp2", "interleaved pipeline", dict(pipeline=2, virtual=2)),
     ("ep2", "mixture, expert parallel", dict(data=2, expert=2, family="qwen3_moe")),
     ("moe-single", "mixture", dict(family="mixtral")),
-    ("tp2-ep2", "mixture, expert parallel over tensor ranks", dict(tensor=2, expert=2, family="mixtral")),
+    (
+        "tp2-ep2",
+        "mixture, expert parallel over tensor ranks",
+        dict(tensor=2, expert=2, family="mixtral", overrides=("parallel.expert_tensor=1",)),
+    ),
     ("ep2-pp2", "mixture, expert and pipeline parallel", dict(pipeline=2, data=2, expert=2, family="qwen3_moe")),
 )
 SEQUENCE = ("parallel.sequence_parallel=true",)
