@@ -14,4 +14,8 @@ def reason_in(log: str) -> str:
         if re.match(r"^[\w.]*(Error|Exception|Gradient|Interrupt)\b(:|$)", line) and "ChildFailed" not in line
     ]
     reason = errors[0] if errors else next((line for line in reversed(lines) if line), "no output")
-    return re.sub(r"(?<![\w/])/[\w.+-]+(/[\w.+@-]+)+", "<path>", reason)[:300]
+    return without_paths(reason)[:300]
+
+
+def without_paths(text: str) -> str:
+    return re.sub(r"(?<![\w/])/[\w.+-]+(/[\w.+@-]+)+", "<path>", text)

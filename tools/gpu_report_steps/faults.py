@@ -20,6 +20,9 @@ import time
 from clock import write
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+from acceptance_matrix.log_reason import without_paths  # noqa: E402
+
 DEADLINE_S = 20.0
 FAULTS = ("stopped", "asleep")
 NAMED = re.compile(r"megatron_rl: rank (\d+) \([^\n]*")  # the line by which a run says why it ended
@@ -89,7 +92,7 @@ def measure(fault: str, given: argparse.Namespace) -> dict:
         end(process, folder)
     lines = [match[0] for match in NAMED.finditer(log.read_text(errors="replace"))]
     guilty = sorted({match[1] for match in map(NAMED.match, lines) if match})
-    row = {"fault": fault, "seconds": seconds, "named": guilty, "says": lines[0][:300] if lines else ""}
+    row = {"fault": fault, "seconds": seconds, "named": guilty, "says": without_paths(lines[0])[:300] if lines else ""}
     if not named or not lines:
         row["failed"] = f"nobody was named in {3 * DEADLINE_S:g} s"
         row["log"] = log.read_text(errors="replace")[-2000:]
