@@ -7,6 +7,7 @@
 #   VLLM_LANES   the same for make test-vllm, where a lane starts engines of its own
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
+#   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--stage 2")
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -23,6 +24,7 @@ VLLM_LANES ?= 2
 FAR = $(foreach room,equality runs faults vllm oracles slurm,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
+GPU_REPORT_ARGS ?= --minutes 30
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
 CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
 
@@ -34,7 +36,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-extras test-slurm bench acceptance golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-extras test-slurm bench acceptance gpu-report golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -131,6 +133,9 @@ test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine
 
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)
+
+gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in 30 minutes, small shapes without one; runs/gpu-report/report.{md,json}
+	python tools/gpu_report.py $(GPU_REPORT_ARGS)
 
 bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and PP=4·VPP2 on a virtual clock; runs/benchmark_skip_*.json
 	mkdir -p runs

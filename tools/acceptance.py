@@ -2,7 +2,8 @@
 
     python tools/acceptance.py --markdown matrix.md          # make acceptance
 
-Each cell runs in its own processes: with GPUs, one process per GPU over NCCL; without, gloo on the CPU. A cell that
+Each cell runs in its own processes: with GPUs, one process per GPU over NCCL; without, gloo on the CPU. With
+--share-gpu the processes of a cell that asks for more GPUs than there are share them, over NCCL's sockets. A cell that
 this host cannot run is listed as not run, with the reason, and never as passed. A cell that does not answer in
 --timeout seconds has failed; every process that it started is killed. acceptance_matrix/cells.py lists the checks that
 a cell must pass, and acceptance_matrix/checks.py measures them.
@@ -25,9 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import psutil
 from acceptance_matrix.cells import CELLS, FAULTS, LABELS, Cell, tolerances
+from acceptance_matrix.log_reason import reason_in
 
 PROBE_S = 120.0
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -36,7 +39,9 @@ IMPORTS = {
     "transformer_engine": "import transformer_engine.pytorch; "
     "from transformer_engine.pytorch.optimizers import FusedAdam",
     "apex": "from apex.optimizers import FusedAdam",
+    "vllm": "import vllm",
 }
+WITHOUT_GPU = ("vllm",)  # modules that also have a CPU build
 COUNT_GPUS = (
     "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
     "print(f'GPUS {n} {torch.cuda.get_device_name() if n else str()}')"
@@ -58,13 +63,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog="example: python tools/acceptance.py --only pp2 --markdown matrix.md --json matrix.json",
     )
     parser.add_argument(
-        "--only", default="", metavar="SUBSTRING", help="only cells whose name or feature contains it; =NAME for one"
+        "--only",
+        default="",
+        metavar="SUBSTRING",
+        help="only cells whose name or feature contains it; =NAME for one; several with commas between them",
     )
     parser.add_argument("--list", action="store_true", help="name the cells and stop")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds a cell may take (default 300)"
     )
-    parser.add_argument("--max-processes", type=int, default=4, help="largest world on a host without GPUs (default 4)")
+    parser.add_argument(
+        "--max-processes",
+        type=int,
+        default=4,
+        help="largest world on a host without GPUs, and of ranks that share GPUs (default 4)",
+    )
+    parser.add_argument(
+        "--share-gpu",
+        action="store_true",
+        help="let several ranks share a GPU, over NCCL's sockets, where a cell asks for more than there are",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="cells that run side by side (default 1)")
     parser.add_argument(
         "--json", type=pathlib.Path, metavar="PATH", help="write every cell's errors and tolerances there"
     )
@@ -76,6 +95,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cell", choices=[cell.name for cell in CELLS], metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.jobs < 1:
+        parser.error(f"--jobs {given.jobs} must be at least 1")
     if given.inject and given.markdown:
         parser.error(f"--inject {given.inject} plants a fault, and --markdown writes a support matrix; leave one out")
     given.cells = [cell for cell in CELLS if chosen(cell, given.only)]
@@ -85,7 +106,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def chosen(cell: Cell, only: str) -> bool:
-    return cell.name == only[1:] if only.startswith("=") else only in cell.name or only in cell.feature
+    return any(
+        cell.name == word[1:] if word.startswith("=") else word in cell.name or word in cell.feature
+        for word in only.split(",")
+    )
 
 
 def probe(script: str) -> tuple[str, str]:
@@ -95,18 +119,6 @@ def probe(script: str) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         return "", f"no answer in {PROBE_S:.0f} s"
     return (done.stdout, "") if done.returncode == 0 else ("", reason_in(done.stderr))
-
-
-def reason_in(log: str) -> str:
-    """Return the error of a log: the first "SomethingError: ..." that is not the launcher's."""
-    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in log.splitlines()]
-    errors = [
-        line
-        for line in lines
-        if re.match(r"^[\w.]*(Error|Exception|Gradient|Interrupt)\b(:|$)", line) and "ChildFailed" not in line
-    ]
-    reason = errors[0] if errors else next((line for line in reversed(lines) if line), "no output")
-    return re.sub(r"(?<![\w/])/[\w.+-]+(/[\w.+@-]+)+", "<path>", reason)[:300]
 
 
 def machine() -> dict:
@@ -131,17 +143,26 @@ def machine() -> dict:
     }
 
 
-def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str]) -> str:
+def shares(cell: Cell, host: dict) -> bool:
+    """Return whether ranks of the cell must share a GPU of this host."""
+    return bool(host["gpus"]) and max(cell.gpus, cell.world) > host["gpus"]
+
+
+def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str], *, share_gpu: bool = False) -> str:
     """Return the reason why this host cannot run the cell, or "" if it can.
 
     imports: the result of each import that was tried, filled here.
     """
-    if cell.needs and not host["gpus"]:
-        return f"needs a GPU for {cell.needs}, this host has none"
-    if host["gpus"] and cell.world > host["gpus"]:
-        return f"needs {cell.world} GPUs, this host has {host['gpus']}"
-    if not host["gpus"] and cell.world > max_processes:
+    if cell.needs and cell.needs not in WITHOUT_GPU and not host["gpus"]:
+        return "needs a GPU" + ("" if cell.needs == "GPU" else f" for {cell.needs}") + ", this host has none"
+    if shares(cell, host) and not share_gpu:
+        return f"needs {max(cell.gpus, cell.world)} GPUs, this host has {host['gpus']}"
+    if (shares(cell, host) or not host["gpus"]) and cell.world > max_processes:
         return f"needs {cell.world} processes, --max-processes is {max_processes}"
+    if shares(cell, host) and cell.needs == "vllm":
+        return f"an engine over {cell.world} GPUs needs {cell.world}, this host has {host['gpus']}"
+    if cell.needs == "GPU":
+        return ""
     if cell.needs and cell.needs not in imports:
         imports[cell.needs] = probe(IMPORTS[cell.needs])[1]
     return f"{cell.needs} cannot be imported: {imports[cell.needs]}" if cell.needs and imports[cell.needs] else ""
@@ -161,6 +182,11 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def where(cell: Cell, host: dict) -> str:
+    gpus = "one GPU" if host["gpus"] == 1 else f"{host['gpus']} GPUs"
+    return f"NCCL over sockets, {gpus}" if shares(cell, host) else host["where"]
+
+
 def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.Path) -> dict:
     """Start the cell's processes and judge the measurements that they write."""
     # Build the command.
@@ -176,7 +202,10 @@ def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.
     ]
     command += ["--cell", cell.name, "--out", str(out), "--timeout", str(given.timeout)]
     command += ["--inject", given.inject] if given.inject else []
+    shared = shares(cell, host)
+    command += ["--share-gpu"] if shared else []
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(CUDA_ENVIRONMENT if host["gpus"] else {})}
+    (folder / cell.name).mkdir()
     # Run it to its end or its deadline, and end all its processes.
     started, code = time.monotonic(), None
     with log.open("wb") as file:
@@ -195,7 +224,7 @@ def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.
         finally:
             end(process)
     # Judge the measurements, if it wrote any.
-    row = {"status": FAILED, "seconds": time.monotonic() - started}
+    row = {"status": FAILED, "seconds": time.monotonic() - started, "where": where(cell, host)}
     if code is None:
         return {**row, "reason": f"no answer in {given.timeout:g} s; its processes were killed"}
     if code or not out.exists():
@@ -210,7 +239,8 @@ def judge(cell: Cell, found: dict, *, cuda: bool) -> dict:
     allowed = tolerances(cell.dtype, cuda=cuda)
     errors = {name: found["errors"].get(name, float("nan")) for name in cell.checks}
     failed = [name for name in cell.checks if not errors[name] <= allowed[name]]
-    nearest = max((x for x in cell.checks if allowed[x]), key=lambda x: errors[x] / allowed[x])
+    bounded = [x for x in cell.checks if allowed[x]]  # the others are exact
+    nearest = max(bounded, key=lambda x: errors[x] / allowed[x]) if bounded else cell.checks[0]
     says = "; ".join(f"{x} {errors[x]:.1e}, allowed {allowed[x]:g} ({LABELS[x]})" for x in failed or [nearest])
     return {
         **{key: value for key, value in found.items() if key != "errors"},
@@ -225,20 +255,50 @@ def judge(cell: Cell, found: dict, *, cuda: bool) -> dict:
 
 
 def run_all(given: argparse.Namespace, host: dict) -> list[dict]:
-    rows, imports = [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        for cell in given.cells:
-            why = why_not(cell, host, given.max_processes, imports)
-            outcome = {"status": NOT_RUN, "reason": why} if why else run_cell(cell, given, host, pathlib.Path(folder))
-            rows.append(
-                {"name": cell.name, "feature": cell.feature, "layout": cell.layout, "dtype": cell.dtype, **outcome}
-            )
+    """Run the cells, --jobs at a time; --json is written after each, so that a kill leaves what was measured."""
+    imports: dict[str, str] = {}
+    reasons = [why_not(cell, host, given.max_processes, imports, share_gpu=given.share_gpu) for cell in given.cells]
+    rows: dict[str, dict] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(max_workers=given.jobs) as threads,
+    ):
+        waiting = {
+            threads.submit(run_or_say, cell, why, given, host, pathlib.Path(folder)): cell
+            for cell, why in zip(given.cells, reasons, strict=True)
+        }
+        for ended in as_completed(waiting):
+            cell, outcome = waiting[ended], ended.result()
+            rows[cell.name] = {
+                **{"name": cell.name, "feature": cell.feature, "layout": cell.layout, "dtype": cell.dtype},
+                **outcome,
+            }
             seconds = f" ({outcome['seconds']:.0f} s)" if "seconds" in outcome else ""
-            print(
-                f"{outcome['status']:>8}  {cell.name:<22} {outcome['reason'] or outcome['nearest']}{seconds}",
-                flush=True,
-            )
-    return rows
+            says = outcome["reason"] or outcome["nearest"]
+            print(f"{outcome['status']:>8}  {cell.name:<22} {says}{seconds}", flush=True)
+            if given.json:
+                write_json(in_order(rows), host, given)
+    return in_order(rows)
+
+
+def in_order(rows: dict[str, dict]) -> list[dict]:
+    return [rows[cell.name] for cell in CELLS if cell.name in rows]
+
+
+def run_or_say(cell: Cell, why: str, given: argparse.Namespace, host: dict, folder: pathlib.Path) -> dict:
+    return {"status": NOT_RUN, "reason": why} if why else run_cell(cell, given, host, folder)
+
+
+def write_json(rows: list[dict], host: dict, given: argparse.Namespace) -> None:
+    result = {
+        "command": command_line(given),
+        "date": str(datetime.date.today()),
+        "machine": host,
+        "tally": tally(rows),
+        "cells": rows,
+    }
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def command_line(given: argparse.Namespace) -> str:
@@ -247,6 +307,8 @@ def command_line(given: argparse.Namespace) -> str:
     words += [f"--only {given.only}"] if given.only else []
     words += [f"--timeout {given.timeout:g}"] if given.timeout != 300 else []
     words += [f"--max-processes {given.max_processes}"] if given.max_processes != 4 else []
+    words += ["--share-gpu"] if given.share_gpu else []
+    words += [f"--jobs {given.jobs}"] if given.jobs != 1 else []
     return " ".join(words + ([f"--inject {given.inject}"] if given.inject else []))
 
 
@@ -278,7 +340,7 @@ def markdown(rows: list[dict], host: dict, given: argparse.Namespace) -> str:
 
 def table_row(row: dict, where: str) -> str:
     says = row["reason"] or row["nearest"].split(" (")[0]
-    where, seconds = (where, f"{row['seconds']:.0f}") if "seconds" in row else ("-", "-")
+    where, seconds = (row.get("where", where), f"{row['seconds']:.0f}") if "seconds" in row else ("-", "-")
     cells = (f"{row['feature']}, {row['dtype']}", row["layout"], where, f"{row['status']}: {says}", seconds)
     return f"| {' | '.join(x.replace('|', '/') for x in cells)} |"
 
@@ -301,6 +363,10 @@ def footnote(cuda: bool) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     if given.cell:
+        if given.share_gpu:
+            from acceptance_matrix import shared_gpu
+
+            shared_gpu.share()
         from acceptance_matrix import checks  # starts Megatron-Core
 
         (cell,) = (x for x in CELLS if x.name == given.cell)
@@ -314,16 +380,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(given.cells)} cells on {host['device']}; {host['where']}")
     rows = run_all(given, host)
     print(tally(rows))
-    if given.json:
-        result = {
-            "command": command_line(given),
-            "date": str(datetime.date.today()),
-            "machine": host,
-            "tally": tally(rows),
-            "cells": rows,
-        }
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
     if given.markdown:
         given.markdown.parent.mkdir(parents=True, exist_ok=True)
         given.markdown.write_text(markdown(rows, host, given))

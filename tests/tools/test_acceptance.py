@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from tests.patience import patient
+from tests.reference import MIXTURES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import acceptance  # noqa: E402
-from acceptance_matrix.cells import CELLS, FAULTS, LABELS, Cell  # noqa: E402
+from acceptance_matrix.cells import CELLS, FAULTS, KINDS, LABELS, Cell, tolerances  # noqa: E402
 
 pytestmark = pytest.mark.process
 
@@ -110,6 +111,48 @@ def test_cells_that_this_host_cannot_run_say_why() -> None:
     )
 
 
+def test_ranks_share_a_gpu_only_when_told() -> None:
+    by_name, one_gpu = {cell.name: cell for cell in CELLS}, {**CPU_HOST, "gpus": 1, "where": "NCCL, x"}
+    assert acceptance.why_not(by_name["pp2"], one_gpu, 4, {}, share_gpu=True) == ""
+    assert acceptance.why_not(by_name["sync-broadcast"], one_gpu, 4, {}) == "needs 2 GPUs, this host has 1"
+    assert acceptance.why_not(by_name["tp2-pp2"], one_gpu, 2, {}, share_gpu=True).endswith("--max-processes is 2")
+    assert "an engine over 2 GPUs" in acceptance.why_not(by_name["vllm-tp2"], one_gpu, 4, {}, share_gpu=True)
+    assert acceptance.where(by_name["pp2"], one_gpu) == "NCCL over sockets, one GPU"
+    assert acceptance.where(by_name["single"], one_gpu) == "NCCL, x"
+    row = {**dict.fromkeys(("feature", "dtype", "layout", "status", "nearest"), "y"), "reason": "", "seconds": 1.0}
+    row["where"] = acceptance.where(by_name["pp2"], one_gpu)
+    assert "| NCCL over sockets, one GPU |" in acceptance.table_row(row, one_gpu["where"])
+
+
+def test_a_cell_that_needs_a_gpu_or_an_engine_says_so() -> None:
+    by_name = {cell.name: cell for cell in CELLS}
+    assert acceptance.why_not(by_name["sync-cuda-ipc"], CPU_HOST, 4, {}) == "needs a GPU, this host has none"
+    absent = {"vllm": "ModuleNotFoundError: No module named 'vllm'"}
+    assert acceptance.why_not(by_name["vllm"], CPU_HOST, 4, absent) == f"vllm cannot be imported: {absent['vllm']}"
+
+
+def test_every_kind_of_cell_has_its_checks_and_its_module() -> None:
+    assert {cell.kind for cell in CELLS} == set(KINDS)
+    for cell in CELLS:
+        assert cell.expert == 1 or cell.family in MIXTURES, cell.name  # expert ranks without experts prove nothing
+        bounds = {**tolerances(cell.dtype, cuda=False), **tolerances(cell.dtype, cuda=True)}
+        assert cell.checks and set(cell.checks) <= set(bounds), cell.name
+        assert (ROOT / "tools" / "acceptance_matrix" / f"{cell.kind}.py").exists()
+
+
+def test_a_cell_of_exact_checks_alone_is_judged() -> None:
+    cell = next(x for x in CELLS if x.name == "checkpoint")
+    assert judged(cell)["status"] == "passed"
+    assert judged(cell, checkpoint=3.0)["reason"].startswith("checkpoint 3.0e+00, allowed 0 ")
+
+
+def test_several_names_choose_their_cells() -> None:
+    given = acceptance.parse(["--only", "=lora,=pp2,family-"])
+    assert [x.name for x in given.cells][0] == "pp2" and "lora" in {x.name for x in given.cells}
+    assert {x.name for x in given.cells} >= {"family-qwen3", "te-family-llama"}
+    assert "lora-pp2" not in {x.name for x in given.cells}
+
+
 def test_reason_is_the_first_error_without_paths() -> None:
     log = (
         '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/home/me/x.py", line 3\n'
@@ -129,6 +172,7 @@ def test_cells_have_names_of_their_own_and_cover_every_layout() -> None:
         (2, 2, 1),
         (1, 2, 2),
     }
+    assert {(c.virtual, c.expert) for c in CELLS} >= {(1, 1), (2, 1), (1, 2)}
 
 
 @pytest.mark.long
@@ -155,6 +199,28 @@ def test_every_check_can_fail(pool, cell: str, fault: str, check: str) -> None:
     assert row["status"] == "failed" and check in row["reason"].split(), row
     assert row["checks"][check]["error"] > 10 * row["checks"][check]["allowed"], row
     assert fault in FAULTS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("cell", "fault", "check"),
+    [
+        ("lora", "drop-gradient", "gradient"),
+        ("critic", "wrong-weight", "values"),
+        ("critic", "drop-gradient", "gradient"),
+        ("offload", "lose-state", "offload"),
+        ("offload", "keep-memory", "held"),
+        ("checkpoint", "lose-state", "checkpoint"),
+        ("sync-shared-memory", "flip-byte", "delivered"),
+        ("rollout-embedded", "other-weights", "engine"),
+        ("long", "drop-gradient", "gradient"),
+        ("memory", "whole-logits", "memory"),
+    ],
+)
+def test_every_check_of_a_feature_can_fail(tmp_path: pathlib.Path, cell: str, fault: str, check: str) -> None:
+    code, rows, output = fill(tmp_path, "--only", f"={cell}", "--inject", fault)
+    assert code == 1 and rows[0]["status"] == "failed", output
+    assert check in rows[0]["reason"].split() and fault in FAULTS, rows[0]["reason"]
 
 
 def measure_faulty(rank: int, world: int, cell: Cell, fault: str) -> dict:

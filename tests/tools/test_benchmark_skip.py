@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ sys.path.insert(0, str(TOOLS / "benchmarks"))
 
 import planner as benchmark_plan  # noqa: E402
 import skip as benchmark_skip  # noqa: E402
+import skip_table  # noqa: E402
 from skip_table import plan_clock, without_overhead  # noqa: E402
 
 from megatron_rl.planning.cost import CostModel, StageCost  # noqa: E402
@@ -108,3 +110,18 @@ def test_planning_is_timed_at_every_size(capsys: pytest.CaptureFixture) -> None:
     assert benchmark_plan.main(["--samples", "100", "200", "--dp", "4", "--pp", "2", "--repeats", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0].strip() for line in lines[2:]] == ["100 samples", "200 samples"]
+
+
+def test_share_of_the_peak_is_that_of_the_tokens_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention alone, a token costs its mean context: half of Σ length² over a second of 1,000 FLOP/s."""
+    monkeypatch.setattr(skip_table, "HOST", SimpleNamespace(peak_flops=lambda: 1000.0))
+    monkeypatch.setattr(skip_table, "flops_per_token", lambda shape, mean_context: mean_context)
+    plans = {"dense": SimpleNamespace(order=np.array([0, 1])), "skip": SimpleNamespace(order=np.array([1]))}
+    backend = SimpleNamespace(shape=None, topology=SimpleNamespace(world_size=2))
+    row = {"dense_tokens": 30, "dense_s": 0.5, "skip_s": 0.25}
+    found = skip_table._rate_fields(row, np.array([10, 20]), plans, backend)
+    assert found["dense_tokens_per_s"] == 60.0
+    assert found["dense_mfu"] == pytest.approx((100 + 400) / 2 / 0.5 / 1000 / 2)
+    assert found["skip_mfu"] == pytest.approx(400 / 2 / 0.25 / 1000 / 2)
+    ghost = {**plans, "skip": SimpleNamespace(order=np.array([], dtype=int))}
+    assert "skip_mfu" not in skip_table._rate_fields(row, np.array([10, 20]), ghost, backend)

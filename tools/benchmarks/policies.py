@@ -247,6 +247,8 @@ def main(arguments: list[str] | None = None) -> int:
         machine = machine_name()
         show(shares, given, machine)
         write_json(given, machine, shares=shares)
+        if given.json:
+            print(f"written: {given.json}")
     backend.close()
     return 0
 

@@ -289,11 +289,15 @@ def main(arguments: list[str] | None = None) -> int:
     backend = build_backend(given)
     batches = [make_batch(backend, given, number) for number in range(given.batches)]
     calibrate(backend, batches, given)
-    rows = [measure(backend, batches, share, given) for share in given.dead_share]
+    rows, machine = [], machine_name()
+    for share in given.dead_share:
+        rows.append(measure(backend, batches, share, given))
+        if backend.topology.is_main:
+            write_json(given, machine, rows=rows)  # after each share, so that a kill leaves what was measured
     if backend.topology.is_main:
-        machine = machine_name()
         show(rows, given, machine)
-        write_json(given, machine, rows=rows)
+        if given.json:
+            print(f"written: {given.json}")
     backend.close()
     return 0
 

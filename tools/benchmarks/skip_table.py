@@ -13,6 +13,8 @@ import statistics
 import numpy as np
 import torch
 
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.model.flops import flops_per_token
 from megatron_rl.planning.cost import CostModel
 from megatron_rl.planning.plan import padded_lengths
 from megatron_rl.planning.timeline import simulate
@@ -105,6 +107,7 @@ def _of_case(case, backend) -> dict:
     }
     # Measured seconds, and predictions of the same plans.
     row |= _clock_fields(case) if case.clocks["dense"] else _wall_fields(case)
+    row |= {} if case.clocks["dense"] else _rate_fields(row, tokens, plans, backend)
     row["ratio"] = row["dense_s"] / row["skip_s"] if row["skip_s"] else float("inf")
     model, bare = backend.fit.model(), without_overhead(backend.fit.model())
     for name, plan in plans.items():
@@ -151,6 +154,17 @@ def _wall_fields(case) -> dict:
     return fields
 
 
+def _rate_fields(row: dict, tokens: np.ndarray, plans: dict[str, StepPlan], backend) -> dict:
+    """Return tokens a second of the dense update, and each update's share of the GPU's peak where that is known."""
+    fields, peak = {"dense_tokens_per_s": row["dense_tokens"] / row["dense_s"]}, HOST.peak_flops()
+    for name in ("dense", "skip") if peak else ():
+        lengths = tokens[plans[name].order].astype(np.float64)
+        if len(lengths):
+            flops = lengths.sum() * flops_per_token(backend.shape, (lengths**2).sum() / lengths.sum() / 2)
+            fields[f"{name}_mfu"] = flops / row[f"{name}_s"] / peak / backend.topology.world_size
+    return fields
+
+
 def machine_name() -> str:
     device = (
         torch.cuda.get_device_name()
@@ -165,7 +179,6 @@ def write_json(given: argparse.Namespace, machine: str, **content: object) -> No
     if given.json:
         settings = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
         given.json.write_text(json.dumps({"machine": machine, "settings": settings, **content}, indent=1) + "\n")
-        print(f"written: {given.json}")
 
 
 COLUMNS = {
@@ -186,6 +199,8 @@ COLUMNS = {
     " skip": "skip_microbatch_spread:.3f",
     "planning": "planning_fraction:.4f",
     "ghost / step": "ghost_over_optimizer_step:.2f",
+    "dense MFU": "dense_mfu:.3f",
+    "skip MFU": "skip_mfu:.3f",
     "M": lambda r: f"{max(r['dense_microbatches'])}, {max(r['skip_microbatches'])}",
 }
 

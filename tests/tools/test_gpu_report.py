@@ -1,0 +1,201 @@
+"""Checks tools/gpu_report.py: no step stops the rest, each record says how it ended, every command can be parsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.patience import patient
+from tests.workers.nursery import Nursery
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import acceptance  # noqa: E402
+import gpu_report  # noqa: E402
+from acceptance_matrix.cells import CELLS  # noqa: E402
+from gpu_report_steps.report import headline, markdown  # noqa: E402
+from gpu_report_steps.stages import INSTALL, STAGE_S, STAGES, STEPS, Step  # noqa: E402
+
+MACHINE = {
+    "gpus": 0,
+    "device": "a CPU",
+    "driver": "none",
+    "cuda": None,
+    "cudnn": None,
+    "nccl": None,
+    "python": "3.12",
+    "versions": {"torch": "2"},
+}
+
+
+def planted(name: str, script: str, *, limit_s: float = 30.0) -> Step:
+    command = shlex.join(["{python}", "-c", script.replace("{", "{{").replace("}", "}}"), "{out}"])
+    return Step(name=name, stage=1, measures="a planted step", command=command, cpu=command, limit_s=limit_s)
+
+
+def run(folder: pathlib.Path, *steps: Step, left_s: float = 600.0) -> list[dict]:
+    given = gpu_report.parse(["--stage", "1", "--out", str(folder)])
+    given.out.mkdir(exist_ok=True)
+    gpu_report.run_stage(1, list(steps), given, MACHINE, time.monotonic() + left_s)
+    return json.loads((folder / "stage1.json").read_text())
+
+
+WRITES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 2.5}))"
+# It starts a process in a session of its own, as torchrun does, and waits for ever.
+HANGS = (
+    "import subprocess, sys, time, pathlib\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'], start_new_session=True)\n"
+    "pathlib.Path(sys.argv[1]).with_name('child').write_text(str(child.pid))\n"
+    "time.sleep(3600)"
+)
+
+
+@pytest.mark.process
+def test_a_step_that_fails_hangs_or_dies_does_not_stop_the_rest(tmp_path: pathlib.Path) -> None:
+    failed, hung, killed, absent, last = run(
+        tmp_path,
+        planted("fails", "raise ValueError('a planted error of /some/where/x.py')"),
+        planted("hangs", HANGS, limit_s=patient(1.0)),
+        planted("dies", "import os; os.kill(os.getpid(), 9)"),
+        Step(name="absent", stage=1, measures="", command="no-such-program", cpu="no-such-program", limit_s=5.0),
+        planted("passes", WRITES),
+    )
+    assert (failed["outcome"], failed["reason"]) == ("failed", "ValueError: a planted error of <path>")
+    assert hung["outcome"] == "timed out" and "killed with all that it started" in hung["reason"]
+    assert (killed["outcome"], killed["reason"]) == ("killed", "ended by SIGKILL, not by this report")
+    assert (absent["outcome"], absent["reason"]) == ("not run", "no-such-program: No such file or directory")
+    assert (last["outcome"], last["found"]) == ("passed", {"figure": 2.5})
+    assert all(record["machine"] == MACHINE and record["seconds"] >= 0 for record in (failed, hung, killed, last))
+    child = int((tmp_path / "steps" / "hangs" / "child").read_text())
+    assert not alive(child)
+    page = (tmp_path / "report.md").read_text()
+    assert "1 failed, 1 killed, 1 not run, 1 passed, 1 timed out." in page and str(tmp_path) not in page
+    assert "| 1 | passes | passed |" in page and "figure 2.5" in page
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs; one that was killed and that nobody has waited for does not."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.mark.process
+def test_a_failing_steps_own_words_are_its_reason(tmp_path: pathlib.Path) -> None:
+    script = WRITES.replace("{'figure': 2.5}", "{'failed': 'three tensors differ'}") + "; sys.exit(1)"
+    (record,) = run(tmp_path, planted("judges", script))
+    assert (record["outcome"], record["reason"]) == ("failed", "three tensors differ")
+
+
+@pytest.mark.process
+def test_a_spent_budget_is_said(tmp_path: pathlib.Path) -> None:
+    (record,) = run(tmp_path, planted("late", WRITES), left_s=0.0)
+    assert record["outcome"] == "not run" and record["reason"] == "the budget of 9.5 minutes is spent"
+
+
+@pytest.mark.long
+@pytest.mark.process
+def test_the_command_writes_the_report_of_a_real_step(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "gpu_report.py"), "--cpu", "--stage", "4", "--only", "offload"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=patient(600), check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = json.loads((tmp_path / "report.json").read_text())
+    assert record["outcome"] == "passed" and record["found"]["different"] == 0
+    assert record["found"]["bytes"] > 0 and record["machine"]["versions"]["torch"]
+    page = (tmp_path / "report.md").read_text()
+    assert "| 4 | offload | passed |" in page and str(tmp_path) not in page and str(ROOT) not in page
+
+
+def test_a_step_that_needs_a_gpu_says_so(tmp_path: pathlib.Path) -> None:
+    step = Step(name="gpu", stage=1, measures="", command="nvidia-smi", needs="needs nvidia-smi", limit_s=1.0)
+    (record,) = run(tmp_path, step)
+    assert (record["outcome"], record["reason"]) == ("not run", "needs nvidia-smi, this host has none")
+
+
+def test_stages_fit_their_calls() -> None:
+    assert {step.stage for step in STEPS} == set(STAGES)
+    for stage in STAGES:
+        limits = sum(step.limit_s for step in STEPS if step.stage == stage)
+        assert limits + (INSTALL.limit_s if stage == 1 else 0) <= STAGE_S, (stage, limits)
+    assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_every_cell_of_the_report_exists() -> None:
+    known = {f"={cell.name}" for cell in CELLS}
+    for step in STEPS:
+        for command in (step.command, step.cpu):
+            words = shlex.split(command)
+            if "{tools}/acceptance.py" in words:
+                chosen = words[words.index("--only") + 1].split(",")
+                assert set(chosen) <= known, (step.name, set(chosen) - known)
+                assert {
+                    f"={x.name}"
+                    for x in acceptance.parse([x for x in words[2:] if x != "{out}" and x != "--json"]).cells
+                } == set(chosen)
+
+
+def options_of(command: str) -> tuple[str, set[str]]:
+    """Return the script that a command starts, and the options that the script is given."""
+    words = shlex.split(command)
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    return words[script], {word for word in words[script + 1 :] if word.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    "script", sorted({options_of(c)[0] for x in STEPS for c in (x.command, x.cpu) if ".py" in c}), ids=lambda x: x
+)
+def test_every_option_of_a_command_is_known_to_its_script(nursery: Nursery, script: str) -> None:
+    """Every option that a step gives a script is in the script's help, so that no step ends at a typing error."""
+    path = pathlib.Path(script.format(tools=ROOT / "tools"))
+    code, printed = nursery.run_script(path, "--help")
+    assert code == 0, printed
+    pairs = [options_of(command) for step in STEPS for command in (step.command, step.cpu) if ".py" in command]
+    given = set().union(*(options for name, options in pairs if name == script))
+    assert given and not {option for option in given if option not in printed}, printed
+
+
+def test_shapes_of_the_report_are_folders_with_a_config() -> None:
+    for step in STEPS:
+        words = shlex.split(step.command)
+        if "--hf-path" in words:
+            folder = pathlib.Path(words[words.index("--hf-path") + 1].format(tools=ROOT / "tools"))
+            assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--only", "no such step"], "names no step"),
+        (["--minutes", "0"], "--minutes 0 must be above 0"),
+        (["--wheels", os.devnull], "holds no requirements.txt"),
+    ],
+)
+def test_wrong_arguments_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_report.parse(words)
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_headline_is_the_steps_own_or_its_first_figures() -> None:
+    assert headline({"headline": ["a", "b"], "x": 1.0}) == ["a", "b"]
+    assert headline({"rows": [{"s": 0.12345, "name": "n"}, {"s": 2}]}) == ["s 0.1235", "s 2"]
+    cells = {"tally": "1 passed", "cells": [{"name": "pp2", "status": "failed", "reason": "gradient 1"}]}
+    assert headline(cells) == ["1 passed", "pp2: gradient 1"]
+
+
+def test_the_page_names_every_machine_once() -> None:
+    record = dict(stage=1, name="n", measures="", machine=MACHINE, command="c", seconds=1.0, outcome="passed")
+    other = {**record, "machine": {**MACHINE, "device": "1 x another"}, "reason": "a | b", "found": {}}
+    page = markdown([{**record, "reason": "", "found": {}}] * 2 + [other])
+    assert page.count("a CPU, driver none") == 1 and "1 x another" in page and "a / b" in page

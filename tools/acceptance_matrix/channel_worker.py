@@ -1,0 +1,106 @@
+"""Takes buckets of weights in a process of its own, as an engine's worker does, and compares their checksums.
+
+acceptance_matrix/channel.py starts it: one JSON line per call on standard input, one answer on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive
+from megatron_rl.weights.checksum import Checksum
+
+
+class Worker:
+    """Keeps what one sync has brought so far."""
+
+    def __init__(self) -> None:
+        self.group, self.tally, self.end = None, Tally(), {}
+        self.maps: dict[str, torch.Tensor] = {}
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def init_weight_transfer(self, info: dict) -> None:
+        if info["channel"] == "broadcast":
+            if self.device.type == "cuda":  # another GPU than the trainer's, where there is one
+                self.device = torch.device("cuda", torch.cuda.device_count() - 1)
+                torch.cuda.set_device(self.device)
+            deadline = timedelta(seconds=info["deadline_s"])
+            self.group = join_group(
+                info["address"], info["port"], 1, info["world_size"], info["group_backend"], deadline
+            )
+
+    def start_weight_update(self, _: dict) -> None:
+        self.tally, self.end = Tally(), {}
+
+    def update_weights(self, message: dict) -> None:
+        if message["kind"] == "end":
+            self.end = message
+            return
+        packed = self.packed(message)[: message["num_bytes"]].to(self.device, copy=True)
+        if message.get("flip"):
+            packed[0] ^= 1
+        seen = Checksum()
+        for name, dtype, shape, start in message["tensors"]:
+            kind = getattr(torch, dtype)
+            seen.update(name, packed[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape))
+        if str(seen.value()) != message["checksum"]:
+            raise ValueError(f"a bucket arrived with checksum {seen.value()}, the trainer sent {message['checksum']}")
+        self.tally.add(message["checksum"], len(message["tensors"]))
+
+    def packed(self, message: dict) -> torch.Tensor:
+        """Return the bucket's bytes, uint8, from the channel that it names."""
+        if "segment" in message:
+            if message["segment"] not in self.maps:
+                file = os.open(message["segment"], os.O_RDWR)
+                try:
+                    self.maps[message["segment"]] = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+                finally:
+                    os.close(file)
+            return self.maps[message["segment"]]
+        if "storage" in message:
+            return open_storage(message["storage"], 0)
+        return receive(self.group, message["num_bytes"], self.device)
+
+    def weights_received(self, _: dict) -> list[dict]:
+        version = self.end.get("version", -1)
+        return [{"version": version, "checksum": self.tally.value(), "num_tensors": self.tally.count}]
+
+    def answer(self, call: dict) -> object:
+        known = (self.init_weight_transfer, self.start_weight_update, self.update_weights, self.weights_received)
+        methods: dict[str, Callable] = {method.__name__: method for method in known}
+        value = methods[call["method"]](call["arguments"]) if call["method"] in methods else None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return value
+
+
+def main(deadline_s: float) -> None:
+    end = threading.Timer(deadline_s, os._exit, (1,))  # a trainer that is gone leaves nothing behind
+    end.daemon = True
+    end.start()
+    worker = Worker()
+    for line in sys.stdin:
+        try:
+            answer = {"value": worker.answer(json.loads(line))}
+        except (ValueError, RuntimeError, OSError, KeyError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="example: python tools/acceptance_matrix/channel_worker.py 60 < calls.jsonl",
+    )
+    parser.add_argument("deadline_s", type=float, help="seconds after which this process ends itself")
+    main(parser.parse_args().deadline_s)
