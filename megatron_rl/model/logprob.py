@@ -6,19 +6,69 @@ Two all-reduces of floats per token (the maximum, then three sums); float32 thro
 
 ``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again in
 backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three. tests/vocab_parallel.py
-has the same over whole logits, which it is held against.
+has the same over whole logits, which it is held against. Between the products torch's operations work on the logits,
+or on a GPU the Triton kernels of logprob_kernels.py, which are held against torch's operations.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 from dataclasses import dataclass
+from typing import Literal, assert_never, get_args
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-LINEAR_CHUNK_TOKENS = 512  # fewer spend more on adding up the weight's gradient, [V/TP, H] per chunk
+log = logging.getLogger(__name__)
+
+Kernel = Literal["torch", "triton"]
 UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
+
+# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens. In bfloat16 that moves 12 bytes
+# per element (the product is written and read, the float32 sum read and written): at V/TP = 151,936 and H = 3,584,
+# 6.5 GB per chunk. So a GPU takes as many tokens as leave a float32 buffer within 1 GiB: 1,664 there, 4,096 from 65,536
+# columns down, where 512 would move two to eight times as much. On the CPU the buffers' place in its caches counts for
+# more: 512 was measured.
+CPU_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
+MAX_BUFFER_BYTES = 2**30
+TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
+
+
+def default_chunk_tokens(device_type: str, columns: int) -> int:
+    """Return the tokens whose logits ``linear_logprob`` holds at a time, on a device of ``device_type``.
+
+    columns: V/TP, of this tensor rank.
+    """
+    if device_type == "cpu":
+        return CPU_CHUNK_TOKENS
+    fits = MAX_BUFFER_BYTES // (4 * columns) // TILE_TOKENS * TILE_TOKENS
+    return min(max(fits, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+
+
+@functools.cache
+def default_kernel(device_type: str) -> Kernel:
+    """Return what works on the logits on a device of ``device_type``; the choice for a GPU stands in the log, once."""
+    if device_type == "cpu":
+        return "torch"
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        log.info("log-probs on %s: by Triton kernels", device_type)
+        return "triton"
+    reason = "triton is not installed (pip install triton)" if device_type == "cuda" else "Triton kernels are for CUDA"
+    log.warning("log-probs on %s: by torch's operations, which read the logits more often: %s", device_type, reason)
+    return "torch"
+
+
+def _checked(kernel: str) -> Kernel:
+    """Return ``kernel``, asked for by name; raise ValueError where it is unknown or not installed."""
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"kernel={kernel!r} must be one of {', '.join(get_args(Kernel))}, or None for the device's")
+    if kernel == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError("kernel='triton' needs triton, which is not installed: pip install triton, or kernel='torch'")
+    return kernel
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
@@ -43,7 +93,9 @@ class _Head:
     group: dist.ProcessGroup | None  # None: this rank has the whole vocabulary
     train_entropy: bool
     reduce_hidden_grad: bool
+    into_main_grad: bool
     chunk_tokens: int
+    kernel: Kernel
 
     def slices(self, tokens: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
@@ -55,22 +107,112 @@ class _Head:
         """
         return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
 
-    def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [N] columns of the targets on this rank (0 for another rank's), and [N] True for this rank's own."""
+    def own(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return [N] columns of the targets on this rank, −1 for another rank's."""
         local = targets - self.start
-        mine = (local >= 0) & (local < self.num_valid)
-        return torch.where(mine, local, 0), mine
+        return torch.where((local >= 0) & (local < self.num_valid), local, -1)
 
-    def scaled_logits(
-        self, hidden: torch.Tensor, weight: torch.Tensor, product: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor:
+    def chunks(self, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> _TorchChunks | _TritonChunks:
+        """Return what works on the chunks of logits in one pass, with its buffers."""
+        match self.kernel:
+            case "torch":
+                return _TorchChunks(self, hidden, weight, backward=backward)
+            case "triton":
+                return _TritonChunks(self, hidden, weight)
+            case _:
+                assert_never(self.kernel)
+
+
+class _TorchChunks:
+    """Works on chunks of logits by torch's operations, in two buffers of float32 and one of hidden's dtype.
+
+    The latter, the product's, is left out where hidden is float32, and the second in a backward that needs none.
+    """
+
+    def __init__(self, head: _Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.head, self.hidden, self.weight = head, hidden, weight[: head.num_valid]
+        self.x = head.buffer(hidden, precise)
+        self.e = self.x if backward and not head.train_entropy else head.buffer(hidden, precise)
+        self.product = self.x if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+
+    def scaled_logits(self, rows: slice) -> torch.Tensor:
         """Return one chunk's logits over the temperature, in ``x``.
 
         The product is rounded to hidden's dtype, as the output layer's is.
         """
-        logits = torch.mm(hidden, weight[: self.num_valid].t(), out=product[: hidden.shape[0]])
-        x = logits if product is x else x[: hidden.shape[0]].copy_(logits)
-        return x if self.temperature == 1.0 else x.div_(self.temperature)
+        hidden = self.hidden[rows]
+        logits = torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
+        x = logits if self.product is self.x else self.x[: hidden.shape[0]].copy_(logits)
+        return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``, as logprob_kernels.statistics does; all are of the chunk's rows."""
+        x = self.scaled_logits(rows)
+        stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
+        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
+        peak.copy_(x.amax(-1).clamp_(min=torch.finfo(x.dtype).min))
+        x.sub_(peak[:, None])
+        e = torch.exp(x, out=self.e[: x.shape[0]])
+        stats[0] = e.sum(-1)
+        stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)
+
+    def gradient(
+        self,
+        rows: slice,
+        column: torch.Tensor,
+        log_z: torch.Tensor,
+        entropy: torch.Tensor,
+        at_logprob: torch.Tensor,
+        at_entropy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        x = self.scaled_logits(rows).sub_(log_z[:, None])
+        e = torch.exp(x, out=self.e[: x.shape[0]])
+        if self.head.train_entropy:  # −p (a + b (log p + H))
+            x.clamp_(min=UNDERFLOW).add_(entropy[:, None]).mul_(at_entropy[:, None])
+            x.add_(at_logprob[:, None]).mul_(e).neg_()
+        else:
+            x = e.mul_(-at_logprob[:, None])
+        x.scatter_add_(1, column.clamp(min=0)[:, None], (at_logprob * (column >= 0))[:, None])
+        return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)
+
+
+class _TritonChunks:
+    """Works on chunks of logits by the kernels of logprob_kernels.py, in one buffer, of hidden's dtype."""
+
+    def __init__(self, head: _Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        # Triton is not everywhere, and decorates as it imports.
+        from megatron_rl.model import logprob_kernels
+
+        logprob_kernels.check_device(hidden.device)
+        self.kernels, self.head = logprob_kernels, head
+        self.hidden, self.weight = hidden, weight[: head.num_valid]
+        self.product = head.buffer(hidden, hidden.dtype)
+        self.numbers = dict(temperature=head.temperature, underflow=UNDERFLOW)
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        hidden = self.hidden[rows]
+        return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``; all are of the chunk's rows."""
+        self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
+
+    def gradient(
+        self,
+        rows: slice,
+        column: torch.Tensor,
+        log_z: torch.Tensor,
+        entropy: torch.Tensor,
+        at_logprob: torch.Tensor,
+        at_entropy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        logits = self.logits(rows)
+        trained = at_entropy if self.head.train_entropy else None
+        self.kernels.turn_into_gradient(logits, column, log_z, entropy, at_logprob, trained, **self.numbers)
+        return logits
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -78,22 +220,14 @@ class _LinearLogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, head: _Head):
         precise = torch.promote_types(hidden.dtype, torch.float32)
         tokens = hidden.shape[0]
-        column, mine = head.own(targets)
+        column = head.own(targets)
         peak = hidden.new_empty(tokens, dtype=precise)
         # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
         stats = hidden.new_empty((3, tokens), dtype=precise)
-        x_buffer, e_buffer = head.buffer(hidden, precise), head.buffer(hidden, precise)
-        product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
         # This rank's statistics, chunk by chunk; then those of all tensor ranks.
+        chunks = head.chunks(hidden, weight, backward=False)
         for rows in head.slices(tokens):
-            x = head.scaled_logits(hidden[rows], weight, product, x_buffer)
-            stats[2, rows] = x.gather(1, column[rows, None])[:, 0].masked_fill_(~mine[rows], 0)
-            # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
-            peak[rows] = x.amax(-1).clamp_(min=torch.finfo(precise).min)
-            x.sub_(peak[rows, None])
-            e = torch.exp(x, out=e_buffer[: x.shape[0]])
-            stats[0, rows] = e.sum(-1)
-            stats[1, rows] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)
+            chunks.statistics(rows, column[rows], peak[rows], stats[:, rows])
         if head.group is not None and tokens:
             _combine(peak, stats, head.group)
         log_sum = stats[0].log()
@@ -111,33 +245,52 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         head, (needs_hidden, needs_weight) = ctx.head, ctx.needs_input_grad[:2]
-        precise = log_z.dtype
-        column, mine = head.own(targets)
-        x_buffer = head.buffer(hidden, precise)
-        e_buffer = head.buffer(hidden, precise) if head.train_entropy else x_buffer
-        product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+        column = head.own(targets)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
+        weight_sum = _weight_sum(weight, log_z.dtype, head.into_main_grad) if needs_weight else None
         true_weight = weight[: head.num_valid]
         at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature
         # The gradient of each chunk's logits, and its products with the weight and with the hidden states.
+        chunks = head.chunks(hidden, weight, backward=True)
         for rows in head.slices(hidden.shape[0]):
-            x = head.scaled_logits(hidden[rows], weight, product, x_buffer).sub_(log_z[rows, None])
-            e = torch.exp(x, out=e_buffer[: x.shape[0]])
-            if head.train_entropy:  # −p (a + b (log p + H))
-                x.clamp_(min=UNDERFLOW).add_(entropy[rows, None]).mul_(at_entropy[rows, None])
-                x.add_(at_logprob[rows, None]).mul_(e).neg_()
-            else:
-                x = e.mul_(-at_logprob[rows, None])
-            x.scatter_add_(1, column[rows, None], (at_logprob[rows] * mine[rows])[:, None])
-            gradient = x if product is x_buffer else product[: x.shape[0]].copy_(x)
+            gradient = chunks.gradient(
+                rows, column[rows], log_z[rows], entropy[rows], at_logprob[rows], at_entropy[rows]
+            )
             if needs_hidden:
                 torch.mm(gradient, true_weight, out=grad_hidden[rows])
             if needs_weight:
-                _add_product(grad_weight[: head.num_valid], gradient, hidden[rows])
+                _add_product(weight_sum[: head.num_valid], gradient, hidden[rows])
         if needs_hidden and head.reduce_hidden_grad and head.group is not None and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=head.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if needs_weight else None, None, None
+        return grad_hidden, _weight_gradient(weight, weight_sum, head) if needs_weight else None, None, None
+
+
+def _weight_sum(weight: torch.Tensor, precise: torch.dtype, into_main_grad: bool) -> torch.Tensor:
+    """Return memory [V/TP, H] to add up the chunks' products in: ``weight.main_grad``, or zeros in ``precise``.
+
+    A main_grad narrower than ``precise`` is not taken: it would round every chunk's sum.
+    """
+    if into_main_grad and weight.main_grad.dtype == precise:
+        return weight.main_grad
+    return torch.zeros_like(weight, dtype=precise)
+
+
+def _weight_gradient(weight: torch.Tensor, weight_sum: torch.Tensor, head: _Head) -> torch.Tensor | None:
+    """Return what autograd gets as the weight's gradient: its sum, or a stand-in where main_grad has it already.
+
+    DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
+    ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad``, and under
+    overlap_grad_reduce asserts that there is one: hence memory of any content, as
+    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py) returns. ``zero_out_wgrad`` marks the
+    output weight of a single stage that is the embedding too. For it the hook adds whatever autograd has, so that
+    autograd gets the embedding's gradient alone.
+    """
+    if not head.into_main_grad or weight_sum is not weight.main_grad:
+        return weight_sum.to(weight.dtype)
+    if hasattr(weight, "zero_out_wgrad") and weight.zero_out_wgrad:
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def _combine(peak: torch.Tensor, stats: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -170,7 +323,9 @@ def linear_logprob(
     group: dist.ProcessGroup | None = None,
     train_entropy: bool = False,
     reduce_hidden_grad: bool = True,
-    chunk_tokens: int = LINEAR_CHUNK_TOKENS,
+    into_main_grad: bool = False,
+    chunk_tokens: int | None = None,
+    kernel: Kernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from hidden states and the head's
     weight.
@@ -179,21 +334,37 @@ def linear_logprob(
                 on all tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is
                 float64 too).
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
-                over the chunks in float32 and cast at the end.
+                over the chunks in float32 and cast at the end, or see ``into_main_grad``.
     targets:    int64 [N], global token ids below ``vocab_size``.
     vocab_size: true size; rows of ``weight`` past it are pads, take no probability and get a gradient of exactly zero.
     train_entropy: whether the entropy carries gradient.
     reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's
                 gather of a sequence-parallel hidden sums it by reduce-scatter.
-    chunk_tokens: tokens, the rows of logits that exist at a time. Peak extra memory is two float32 [chunk_tokens, V/TP]
-                (and one more in hidden's dtype where that is not float32), beside the gradients themselves.
+    into_main_grad: whether backward adds the weight's gradient to ``weight.main_grad``, the float32 buffer of
+                Megatron-Core's DistributedDataParallel, without the rounding to weight's dtype and without memory of
+                its own; autograd then gets a stand-in, which only DistributedDataParallel's hook may read. A narrower
+                main_grad gets the gradient through autograd.
+    chunk_tokens: tokens, the rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra
+                memory beside the gradients is, by torch's operations, two float32 [chunk_tokens, V/TP] (and one more in
+                hidden's dtype where that is not float32), by the Triton kernels one in hidden's dtype.
+    kernel:     what works on the logits; None takes ``default_kernel`` of hidden's device.
+
+    Raises ValueError for a chunk of no tokens, a rank that holds nothing but pads, a weight without main_grad that
+    should get its gradient there, and a kernel that is unknown or cannot run here.
 
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0,
     where all tensor ranks, having the same N, skip them together.
     """
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(hidden.device.type, weight.shape[0])
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    if into_main_grad and weight.requires_grad and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
+        raise ValueError(
+            "into_main_grad=True needs a weight with main_grad, which Megatron-Core's DistributedDataParallel gives to "
+            "the parameters that it wraps; pass into_main_grad=False"
+        )
     start, num_valid = own_columns(weight.shape[0], tensor_rank, vocab_size)
     parallel = group is not None and dist.get_world_size(group) > 1
     head = _Head(
@@ -203,6 +374,8 @@ def linear_logprob(
         group=group if parallel else None,
         train_entropy=train_entropy,
         reduce_hidden_grad=reduce_hidden_grad,
+        into_main_grad=into_main_grad,
         chunk_tokens=chunk_tokens,
+        kernel=default_kernel(hidden.device.type) if kernel is None else _checked(kernel),
     )
     return _LinearLogProb.apply(hidden, weight, targets, head)
