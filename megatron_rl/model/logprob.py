@@ -343,8 +343,9 @@ def linear_logprob(
                 gather of a sequence-parallel hidden sums it by reduce-scatter.
     into_main_grad: whether backward adds the weight's gradient to ``weight.main_grad``, the float32 buffer of
                 Megatron-Core's DistributedDataParallel, without the rounding to weight's dtype and without memory of
-                its own; autograd then gets a stand-in, which only DistributedDataParallel's hook may read. A narrower
-                main_grad gets the gradient through autograd.
+                its own; autograd then gets a stand-in, which only DistributedDataParallel's hook may read, and until
+                ``zero_grad_buffer`` the weight may have no other use with a gradient than the tied embedding's. A
+                narrower main_grad gets the gradient through autograd.
     chunk_tokens: tokens, the rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra
                 memory beside the gradients is, by torch's operations, two float32 [chunk_tokens, V/TP] (and one more in
                 hidden's dtype where that is not float32), by the Triton kernels one in hidden's dtype.
