@@ -62,15 +62,6 @@ def default_kernel(device_type: str) -> Kernel:
     return "torch"
 
 
-def _checked(kernel: str) -> Kernel:
-    """Return ``kernel``, asked for by name; raise ValueError where it is unknown or not installed."""
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"kernel={kernel!r} must be one of {', '.join(get_args(Kernel))}, or None for the device's")
-    if kernel == "triton" and importlib.util.find_spec("triton") is None:
-        raise ValueError("kernel='triton' needs triton, which is not installed: pip install triton, or kernel='torch'")
-    return kernel
-
-
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
     """Return the first of this tensor rank's ``width`` padded columns, and the number of columns that are no pads."""
     start = tensor_rank * width
@@ -236,6 +227,8 @@ class _LinearLogProb(torch.autograd.Function):
         entropy = log_sum - stats[1] / stats[0]
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.head = head
+        # itself: what saved_tensors_hooks give back is another tensor, without main_grad
+        ctx.parameter = weight if head.into_main_grad and weight.requires_grad else None
         if not head.train_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -247,7 +240,7 @@ class _LinearLogProb(torch.autograd.Function):
         head, (needs_hidden, needs_weight) = ctx.head, ctx.needs_input_grad[:2]
         column = head.own(targets)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        weight_sum = _weight_sum(weight, log_z.dtype, head.into_main_grad) if needs_weight else None
+        weight_sum = _weight_sum(weight, log_z.dtype, ctx.parameter) if needs_weight else None
         true_weight = weight[: head.num_valid]
         at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature
         # The gradient of each chunk's logits, and its products with the weight and with the hidden states.
@@ -262,20 +255,25 @@ class _LinearLogProb(torch.autograd.Function):
                 _add_product(weight_sum[: head.num_valid], gradient, hidden[rows])
         if needs_hidden and head.reduce_hidden_grad and head.group is not None and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=head.group)
-        return grad_hidden, _weight_gradient(weight, weight_sum, head) if needs_weight else None, None, None
+        grad_weight = _weight_gradient(weight, weight_sum, ctx.parameter) if needs_weight else None
+        return grad_hidden, grad_weight, None, None
 
 
-def _weight_sum(weight: torch.Tensor, precise: torch.dtype, into_main_grad: bool) -> torch.Tensor:
-    """Return memory [V/TP, H] to add up the chunks' products in: ``weight.main_grad``, or zeros in ``precise``.
+def _weight_sum(
+    weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None
+) -> torch.Tensor:
+    """Return memory [V/TP, H] to add up the chunks' products in: ``parameter.main_grad``, or zeros in ``precise``.
 
     A main_grad narrower than ``precise`` is not taken: it would round every chunk's sum.
     """
-    if into_main_grad and weight.main_grad.dtype == precise:
-        return weight.main_grad
+    if parameter is not None and parameter.main_grad.dtype == precise:
+        return parameter.main_grad
     return torch.zeros_like(weight, dtype=precise)
 
 
-def _weight_gradient(weight: torch.Tensor, weight_sum: torch.Tensor, head: _Head) -> torch.Tensor | None:
+def _weight_gradient(
+    weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
+) -> torch.Tensor | None:
     """Return what autograd gets as the weight's gradient: its sum, or a stand-in where main_grad has it already.
 
     DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
@@ -285,11 +283,11 @@ def _weight_gradient(weight: torch.Tensor, weight_sum: torch.Tensor, head: _Head
     output weight of a single stage that is the embedding too. For it the hook adds whatever autograd has, so that
     autograd gets the embedding's gradient alone.
     """
-    if not head.into_main_grad or weight_sum is not weight.main_grad:
+    if parameter is None or weight_sum is not parameter.main_grad:
         return weight_sum.to(weight.dtype)
-    if hasattr(weight, "zero_out_wgrad") and weight.zero_out_wgrad:
+    if hasattr(parameter, "zero_out_wgrad") and parameter.zero_out_wgrad:
         return None
-    weight.grad_added_to_main_grad = True
+    parameter.grad_added_to_main_grad = True
     return torch.empty_like(weight)
 
 
@@ -312,6 +310,25 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tens
         total.add_(gradient.t() @ hidden)
 
 
+def _chosen_kernel(asked: str | None, device_type: str) -> Kernel:
+    """Return the kernel asked for, or the device's; raise ValueError where it is unknown or not installed."""
+    if asked is None:
+        return default_kernel(device_type)
+    if asked not in get_args(Kernel):
+        raise ValueError(f"kernel={asked!r} must be one of {', '.join(get_args(Kernel))}, or None for the device's")
+    if asked == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError("kernel='triton' needs triton, which is not installed: pip install triton, or kernel='torch'")
+    return asked
+
+
+def _check_main_grad(weight: torch.Tensor) -> None:
+    if weight.requires_grad and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
+        raise ValueError(
+            "into_main_grad=True needs a weight with main_grad, which Megatron-Core's DistributedDataParallel gives to "
+            "the parameters that it wraps; pass into_main_grad=False"
+        )
+
+
 def linear_logprob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -327,56 +344,47 @@ def linear_logprob(
     chunk_tokens: int | None = None,
     kernel: Kernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's log-probability and each row's entropy, [N] in nats, from hidden states and the head's
-    weight.
+    """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
-    hidden:     [N, H], the output layer's input; under sequence parallelism already gathered. All N rows are the same
-                on all tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is
-                float64 too).
+    hidden:     [N, H], equal on all tensor ranks; under sequence parallelism already gathered. Outputs are float32, or
+                float64 for a float64 ``hidden`` (then ``weight`` is float64 too).
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
-                over the chunks in float32 and cast at the end, or see ``into_main_grad``.
+                over the chunks in float32 and cast at the end.
     targets:    int64 [N], global token ids below ``vocab_size``.
     vocab_size: true size; rows of ``weight`` past it are pads, take no probability and get a gradient of exactly zero.
     train_entropy: whether the entropy carries gradient.
     reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's
                 gather of a sequence-parallel hidden sums it by reduce-scatter.
-    into_main_grad: whether backward adds the weight's gradient to ``weight.main_grad``, the float32 buffer of
-                Megatron-Core's DistributedDataParallel, without the rounding to weight's dtype and without memory of
-                its own; autograd then gets a stand-in, which only DistributedDataParallel's hook may read, and until
-                ``zero_grad_buffer`` the weight may have no other use with a gradient than the tied embedding's. A
-                narrower main_grad gets the gradient through autograd.
-    chunk_tokens: tokens, the rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra
-                memory beside the gradients is, by torch's operations, two float32 [chunk_tokens, V/TP] (and one more in
-                hidden's dtype where that is not float32), by the Triton kernels one in hidden's dtype.
-    kernel:     what works on the logits; None takes ``default_kernel`` of hidden's device.
+    into_main_grad: whether backward adds the weight's gradient, not cast, to ``weight.main_grad``, the float32 buffer
+                of Megatron-Core's DistributedDataParallel, whose hook alone may read the stand-in that autograd gets.
+                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding. A
+                main_grad that is not float32 gets the gradient through autograd.
+    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
+                gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
+                that is not float32; by the Triton kernels one in hidden's dtype.
+    kernel:     what works on the logits; None takes ``default_kernel``.
 
-    Raises ValueError for a chunk of no tokens, a rank that holds nothing but pads, a weight without main_grad that
-    should get its gradient there, and a kernel that is unknown or cannot run here.
-
-    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0,
-    where all tensor ranks, having the same N, skip them together.
+    Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
+    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
     """
+    device_type = hidden.device.type
     if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(hidden.device.type, weight.shape[0])
+        chunk_tokens = default_chunk_tokens(device_type, weight.shape[0])
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    if into_main_grad and weight.requires_grad and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
-        raise ValueError(
-            "into_main_grad=True needs a weight with main_grad, which Megatron-Core's DistributedDataParallel gives to "
-            "the parameters that it wraps; pass into_main_grad=False"
-        )
+    if into_main_grad:
+        _check_main_grad(weight)
     start, num_valid = own_columns(weight.shape[0], tensor_rank, vocab_size)
-    parallel = group is not None and dist.get_world_size(group) > 1
     head = _Head(
         temperature=temperature,
         start=start,
         num_valid=num_valid,
-        group=group if parallel else None,
+        group=group if group is not None and dist.get_world_size(group) > 1 else None,
         train_entropy=train_entropy,
         reduce_hidden_grad=reduce_hidden_grad,
         into_main_grad=into_main_grad,
         chunk_tokens=chunk_tokens,
-        kernel=default_kernel(hidden.device.type) if kernel is None else _checked(kernel),
+        kernel=_chosen_kernel(kernel, device_type),
     )
     return _LinearLogProb.apply(hidden, weight, targets, head)

@@ -46,9 +46,9 @@ def watched(**options: object) -> Iterator[list[bool]]:
     direct: list[bool] = []
     weight_sum = logprob._weight_sum
 
-    def watch(weight, *arguments):
-        found = weight_sum(weight, *arguments)
-        direct.append(found is weight.main_grad)
+    def watch(weight, precise, parameter):
+        found = weight_sum(weight, precise, parameter)
+        direct.append(parameter is not None and found is parameter.main_grad)
         return found
 
     def given(*arguments, **named):
@@ -129,6 +129,22 @@ def test_a_narrow_main_grad_gets_its_gradient_through_autograd(pool: Pool) -> No
     assert_ways(ranks, straight=False)
     for first, second, *_ in ranks[0]:
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def through_hooks(rank: int, world: int) -> bool:
+    """Return whether gradients are the same where hooks hand backward other tensors than forward saved."""
+    with open_rig("qwen2_untied", samples=NUM_SAMPLES) as rig, watched() as direct:
+        advantages = ragged_advantages(NUM_SAMPLES)
+        plan = rig.plan(advantages, drops=True)
+        wanted = rig.gradient(advantages, plan)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+            found = rig.gradient(advantages, plan)
+    return all(direct) and len(direct) > 1 and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_saved_tensors_hooks_do_not_lose_main_grad(pool: Pool) -> None:
+    """Offloading of activations, for one, gives backward copies, which have no main_grad."""
+    assert pool.run(1, through_hooks, timeout_s=60) == [True]
 
 
 def frozen(rank: int, world: int) -> list[bool]:
