@@ -7,59 +7,16 @@ Two all-reduces of floats per token (the maximum, then three sums); float32 thro
 ``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again in
 backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three. tests/vocab_parallel.py
 has the same over whole logits, which it is held against. Between the products torch's operations work on the logits,
-or on a GPU the Triton kernels of logprob_kernels.py, which are held against torch's operations.
+or on a GPU the Triton kernels (logit_chunks.py).
 """
 
 from __future__ import annotations
-
-import functools
-import importlib.util
-import logging
-from dataclasses import dataclass
-from typing import Literal, assert_never, get_args
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-log = logging.getLogger(__name__)
-
-Kernel = Literal["torch", "triton"]
-UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
-
-# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens. In bfloat16 that moves 12 bytes
-# per element (the product is written and read, the float32 sum read and written): at V/TP = 151,936 and H = 3,584,
-# 6.5 GB per chunk. So a GPU takes as many tokens as leave a float32 buffer within 1 GiB: 1,664 there, 4,096 from 65,536
-# columns down, where 512 would move two to eight times as much. On the CPU the buffers' place in its caches counts for
-# more: 512 was measured.
-CPU_CHUNK_TOKENS = 512
-MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
-MAX_BUFFER_BYTES = 2**30
-TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
-
-
-def default_chunk_tokens(device_type: str, columns: int) -> int:
-    """Return the tokens whose logits ``linear_logprob`` holds at a time, on a device of ``device_type``.
-
-    columns: V/TP, of this tensor rank.
-    """
-    if device_type == "cpu":
-        return CPU_CHUNK_TOKENS
-    fits = MAX_BUFFER_BYTES // (4 * columns) // TILE_TOKENS * TILE_TOKENS
-    return min(max(fits, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
-
-
-@functools.cache
-def default_kernel(device_type: str) -> Kernel:
-    """Return what works on the logits on a device of ``device_type``; the choice for a GPU stands in the log, once."""
-    if device_type == "cpu":
-        return "torch"
-    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        log.info("log-probs on %s: by Triton kernels", device_type)
-        return "triton"
-    reason = "triton is not installed (pip install triton)" if device_type == "cuda" else "Triton kernels are for CUDA"
-    log.warning("log-probs on %s: by torch's operations, which read the logits more often: %s", device_type, reason)
-    return "torch"
+from megatron_rl.model.logit_chunks import Head, Kernel, choose_kernel, default_chunk_tokens
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
@@ -74,141 +31,9 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
     return start, num_valid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Head:
-    """Holds the settings, apart from tensors, that linear_logprob's forward and backward share."""
-
-    temperature: float
-    start: int  # this rank's first column
-    num_valid: int  # its columns that are no pads
-    group: dist.ProcessGroup | None  # None: this rank has the whole vocabulary
-    train_entropy: bool
-    reduce_hidden_grad: bool
-    into_main_grad: bool
-    chunk_tokens: int
-    kernel: Kernel
-
-    def slices(self, tokens: int) -> list[slice]:
-        return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
-
-    def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory [chunk, num_valid] that every chunk reuses.
-
-        Fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential.
-        """
-        return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
-
-    def own(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return [N] columns of the targets on this rank, −1 for another rank's."""
-        local = targets - self.start
-        return torch.where((local >= 0) & (local < self.num_valid), local, -1)
-
-    def chunks(self, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> _TorchChunks | _TritonChunks:
-        """Return what works on the chunks of logits in one pass, with its buffers."""
-        match self.kernel:
-            case "torch":
-                return _TorchChunks(self, hidden, weight, backward=backward)
-            case "triton":
-                return _TritonChunks(self, hidden, weight)
-            case _:
-                assert_never(self.kernel)
-
-
-class _TorchChunks:
-    """Works on chunks of logits by torch's operations, in two buffers of float32 and one of hidden's dtype.
-
-    The latter, the product's, is left out where hidden is float32, and the second in a backward that needs none.
-    """
-
-    def __init__(self, head: _Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        self.head, self.hidden, self.weight = head, hidden, weight[: head.num_valid]
-        self.x = head.buffer(hidden, precise)
-        self.e = self.x if backward and not head.train_entropy else head.buffer(hidden, precise)
-        self.product = self.x if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
-
-    def scaled_logits(self, rows: slice) -> torch.Tensor:
-        """Return one chunk's logits over the temperature, in ``x``.
-
-        The product is rounded to hidden's dtype, as the output layer's is.
-        """
-        hidden = self.hidden[rows]
-        logits = torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
-        x = logits if self.product is self.x else self.x[: hidden.shape[0]].copy_(logits)
-        return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
-
-    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill one chunk's ``peak`` and ``stats``, as logprob_kernels.statistics does; all are of the chunk's rows."""
-        x = self.scaled_logits(rows)
-        stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
-        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
-        peak.copy_(x.amax(-1).clamp_(min=torch.finfo(x.dtype).min))
-        x.sub_(peak[:, None])
-        e = torch.exp(x, out=self.e[: x.shape[0]])
-        stats[0] = e.sum(-1)
-        stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)
-
-    def gradient(
-        self,
-        rows: slice,
-        column: torch.Tensor,
-        log_z: torch.Tensor,
-        entropy: torch.Tensor,
-        at_logprob: torch.Tensor,
-        at_entropy: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
-        x = self.scaled_logits(rows).sub_(log_z[:, None])
-        e = torch.exp(x, out=self.e[: x.shape[0]])
-        if self.head.train_entropy:  # −p (a + b (log p + H))
-            x.clamp_(min=UNDERFLOW).add_(entropy[:, None]).mul_(at_entropy[:, None])
-            x.add_(at_logprob[:, None]).mul_(e).neg_()
-        else:
-            x = e.mul_(-at_logprob[:, None])
-        x.scatter_add_(1, column.clamp(min=0)[:, None], (at_logprob * (column >= 0))[:, None])
-        return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)
-
-
-class _TritonChunks:
-    """Works on chunks of logits by the kernels of logprob_kernels.py, in one buffer, of hidden's dtype."""
-
-    def __init__(self, head: _Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-        # Triton is not everywhere, and decorates as it imports.
-        from megatron_rl.model import logprob_kernels
-
-        logprob_kernels.check_device(hidden.device)
-        self.kernels, self.head = logprob_kernels, head
-        self.hidden, self.weight = hidden, weight[: head.num_valid]
-        self.product = head.buffer(hidden, hidden.dtype)
-        self.numbers = dict(temperature=head.temperature, underflow=UNDERFLOW)
-
-    def logits(self, rows: slice) -> torch.Tensor:
-        hidden = self.hidden[rows]
-        return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
-
-    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
-        """Fill one chunk's ``peak`` and ``stats``; all are of the chunk's rows."""
-        self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
-
-    def gradient(
-        self,
-        rows: slice,
-        column: torch.Tensor,
-        log_z: torch.Tensor,
-        entropy: torch.Tensor,
-        at_logprob: torch.Tensor,
-        at_entropy: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
-        logits = self.logits(rows)
-        trained = at_entropy if self.head.train_entropy else None
-        self.kernels.turn_into_gradient(logits, column, log_z, entropy, at_logprob, trained, **self.numbers)
-        return logits
-
-
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, head: _Head):
+    def forward(ctx, hidden, weight, targets, head: Head):
         precise = torch.promote_types(hidden.dtype, torch.float32)
         tokens = hidden.shape[0]
         column = head.own(targets)
@@ -259,9 +84,7 @@ class _LinearLogProb(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _weight_sum(
-    weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None
-) -> torch.Tensor:
+def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None) -> torch.Tensor:
     """Return memory [V/TP, H] to add up the chunks' products in: ``parameter.main_grad``, or zeros in ``precise``.
 
     A main_grad narrower than ``precise`` is not taken: it would round every chunk's sum.
@@ -308,17 +131,6 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tens
         total.addmm_(gradient.t(), hidden)
     else:
         total.add_(gradient.t() @ hidden)
-
-
-def _chosen_kernel(asked: str | None, device_type: str) -> Kernel:
-    """Return the kernel asked for, or the device's; raise ValueError where it is unknown or not installed."""
-    if asked is None:
-        return default_kernel(device_type)
-    if asked not in get_args(Kernel):
-        raise ValueError(f"kernel={asked!r} must be one of {', '.join(get_args(Kernel))}, or None for the device's")
-    if asked == "triton" and importlib.util.find_spec("triton") is None:
-        raise ValueError("kernel='triton' needs triton, which is not installed: pip install triton, or kernel='torch'")
-    return asked
 
 
 def _check_main_grad(weight: torch.Tensor) -> None:
@@ -376,7 +188,7 @@ def linear_logprob(
     if into_main_grad:
         _check_main_grad(weight)
     start, num_valid = own_columns(weight.shape[0], tensor_rank, vocab_size)
-    head = _Head(
+    head = Head(
         temperature=temperature,
         start=start,
         num_valid=num_valid,
@@ -385,6 +197,6 @@ def linear_logprob(
         reduce_hidden_grad=reduce_hidden_grad,
         into_main_grad=into_main_grad,
         chunk_tokens=chunk_tokens,
-        kernel=_chosen_kernel(kernel, device_type),
+        kernel=choose_kernel(kernel, device_type),
     )
     return _LinearLogProb.apply(hidden, weight, targets, head)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.model.logprob import default_chunk_tokens
+from megatron_rl.model.logit_chunks import default_chunk_tokens
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries

@@ -218,7 +218,7 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megatron_rl.model.logprob import default_kernel
+    from megatron_rl.model.logit_chunks import default_kernel
 
     ways = f"kernel {given.kernel or default_kernel(device_type())}, main_grad {given.main_grad}"
     title = f"lean against plain: shard of {given.vocab}, hidden {given.hidden}, {given.dtype}; {ways}; {machine}"

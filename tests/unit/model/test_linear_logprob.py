@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.model.logprob import default_chunk_tokens, linear_logprob
+from megatron_rl.model.logit_chunks import default_chunk_tokens
+from megatron_rl.model.logprob import linear_logprob
 from tests.unit.model.heads import (
     CLOSE,
     CLOSE_BFLOAT16,

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.model import logprob
-from megatron_rl.model.logprob import default_kernel, linear_logprob
+from megatron_rl.model import logit_chunks
+from megatron_rl.model.logit_chunks import default_kernel
+from megatron_rl.model.logprob import linear_logprob
 from tests.unit.model.heads import (
     CLOSE,
     PADDED,
@@ -62,9 +63,7 @@ def both(hidden, weight, targets, coefficients, **options) -> tuple[tuple[torch.
 @pytest.mark.parametrize("train_entropy", [False, True])
 def test_kernels_equal_torch(chunk_tokens: int, temperature: float, train_entropy: bool) -> None:
     """Outputs and gradients are equal; 37 columns are no multiple of the kernels' 16, and 3 more are pads."""
-    options = dict(
-        temperature=temperature, vocab_size=VOCAB, train_entropy=train_entropy, chunk_tokens=chunk_tokens
-    )
+    options = dict(temperature=temperature, vocab_size=VOCAB, train_entropy=train_entropy, chunk_tokens=chunk_tokens)
     found, wanted = both(*make_head(), **options)
     assert_near(found, wanted, CLOSE)
     assert torch.equal(found[3][VOCAB:], torch.zeros(PADDED - VOCAB, WIDTH)), "a pad of the vocabulary has a gradient"
@@ -119,9 +118,7 @@ def test_kernels_equal_torch_at_any_shape(
     weight = scale * torch.randn(vocab + pads, 3, generator=random, dtype=torch.float64)
     targets = torch.randint(0, vocab, (tokens,), generator=random)
     coefficients = torch.randn(2, tokens, generator=random, dtype=torch.float64)
-    options = dict(
-        temperature=temperature, vocab_size=vocab, train_entropy=train_entropy, chunk_tokens=chunk_tokens
-    )
+    options = dict(temperature=temperature, vocab_size=vocab, train_entropy=train_entropy, chunk_tokens=chunk_tokens)
     with interpreted(block):
         found, wanted = both(hidden, weight, targets, coefficients, **options)
     for x, y in zip(found, wanted, strict=True):
@@ -155,9 +152,7 @@ def test_nan_infinity_and_huge_logits_equal_torch(planted: float, column: int) -
     weight[:, 0], weight[column] = 0, 0
     weight[column, 0] = planted  # times 1: the logits of all rows in this column
     hidden = hidden if math.isfinite(planted) else hidden.abs()
-    found, wanted = both(
-        hidden, weight, targets, coefficients, vocab_size=VOCAB, train_entropy=True, chunk_tokens=3
-    )
+    found, wanted = both(hidden, weight, targets, coefficients, vocab_size=VOCAB, train_entropy=True, chunk_tokens=3)
     assert found[0].isnan().all() or math.isfinite(planted)
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -219,18 +214,18 @@ def test_a_kernel_that_cannot_run_is_refused(kernels, monkeypatch) -> None:
         patched.setattr(kernels, "_statistics_of_a_row", compiled)
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1 .* or pass kernel='torch'"):
             linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="triton")
-    monkeypatch.setattr(logprob.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(logit_chunks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install triton, or kernel='torch'"):
         linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="triton")
 
 
 def test_the_devices_choice_stands_in_the_log_once(monkeypatch, caplog) -> None:
     """A GPU takes the kernels where triton is installed and says so; without it, a warning says why not."""
-    with caplog.at_level(logging.INFO, logger=logprob.__name__):
+    with caplog.at_level(logging.INFO, logger=logit_chunks.__name__):
         default_kernel.cache_clear()
         assert [default_kernel(x) for x in ("cpu", "cuda", "cuda")] == ["torch", "triton", "triton"]
         default_kernel.cache_clear()
-        monkeypatch.setattr(logprob.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(logit_chunks.importlib.util, "find_spec", lambda name: None)
         assert [default_kernel(x) for x in ("cpu", "cuda", "cuda")] == ["torch", "torch", "torch"]
     default_kernel.cache_clear()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
