@@ -175,7 +175,7 @@ LOGPROBS = (
     Mutant(
         name="gradient-in-main-grad-twice",
         file="megatron_rl/model/logprob.py",
-        line="weight.grad_added_to_main_grad = True",
+        line="parameter.grad_added_to_main_grad = True",
         becomes="",
         fault="Megatron-Core adds memory of any content to the output weight's gradient, which main_grad has already",
         tests=("tests/equality/test_main_grad.py::test_straight_into_main_grad_equals_through_autograd",),
