@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_rl.model.logprob import UNDERFLOW, own_columns
+from megatron_rl.model.logit_chunks import UNDERFLOW
+from megatron_rl.model.logprob import own_columns
 
 CHUNK_TOKENS = 1024  # of vocab_parallel_logprob
 

@@ -94,6 +94,7 @@ class MegatronBackend(TrainableModel):
             group=self.topology.tensor_group,
             train_entropy=train_entropy,
             reduce_hidden_grad=not self.config.parallel.sequence_parallel,
+            into_main_grad=True,
         )
 
     # ---- forward and backward --------------------------------------------------------------------------------------

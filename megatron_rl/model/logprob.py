@@ -6,19 +6,17 @@ Two all-reduces of floats per token (the maximum, then three sums); float32 thro
 
 ``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again in
 backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three. tests/vocab_parallel.py
-has the same over whole logits, which it is held against.
+has the same over whole logits, which it is held against. Between the products torch's operations work on the logits,
+or on a GPU the Triton kernels (logit_chunks.py).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-LINEAR_CHUNK_TOKENS = 512  # fewer spend more on adding up the weight's gradient, [V/TP, H] per chunk
-UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
+from megatron_rl.model.logit_chunks import Head, Kernel, choose_kernel, default_chunk_tokens
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
@@ -33,67 +31,19 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
     return start, num_valid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Head:
-    """Holds the settings, apart from tensors, that linear_logprob's forward and backward share."""
-
-    temperature: float
-    start: int  # this rank's first column
-    num_valid: int  # its columns that are no pads
-    group: dist.ProcessGroup | None  # None: this rank has the whole vocabulary
-    train_entropy: bool
-    reduce_hidden_grad: bool
-    chunk_tokens: int
-
-    def slices(self, tokens: int) -> list[slice]:
-        return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
-
-    def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory [chunk, num_valid] that every chunk reuses.
-
-        Fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential.
-        """
-        return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
-
-    def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [N] columns of the targets on this rank (0 for another rank's), and [N] True for this rank's own."""
-        local = targets - self.start
-        mine = (local >= 0) & (local < self.num_valid)
-        return torch.where(mine, local, 0), mine
-
-    def scaled_logits(
-        self, hidden: torch.Tensor, weight: torch.Tensor, product: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor:
-        """Return one chunk's logits over the temperature, in ``x``.
-
-        The product is rounded to hidden's dtype, as the output layer's is.
-        """
-        logits = torch.mm(hidden, weight[: self.num_valid].t(), out=product[: hidden.shape[0]])
-        x = logits if product is x else x[: hidden.shape[0]].copy_(logits)
-        return x if self.temperature == 1.0 else x.div_(self.temperature)
-
-
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, head: _Head):
+    def forward(ctx, hidden, weight, targets, head: Head):
         precise = torch.promote_types(hidden.dtype, torch.float32)
         tokens = hidden.shape[0]
-        column, mine = head.own(targets)
+        column = head.own(targets)
         peak = hidden.new_empty(tokens, dtype=precise)
         # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
         stats = hidden.new_empty((3, tokens), dtype=precise)
-        x_buffer, e_buffer = head.buffer(hidden, precise), head.buffer(hidden, precise)
-        product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
         # This rank's statistics, chunk by chunk; then those of all tensor ranks.
+        chunks = head.chunks(hidden, weight, backward=False)
         for rows in head.slices(tokens):
-            x = head.scaled_logits(hidden[rows], weight, product, x_buffer)
-            stats[2, rows] = x.gather(1, column[rows, None])[:, 0].masked_fill_(~mine[rows], 0)
-            # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
-            peak[rows] = x.amax(-1).clamp_(min=torch.finfo(precise).min)
-            x.sub_(peak[rows, None])
-            e = torch.exp(x, out=e_buffer[: x.shape[0]])
-            stats[0, rows] = e.sum(-1)
-            stats[1, rows] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)
+            chunks.statistics(rows, column[rows], peak[rows], stats[:, rows])
         if head.group is not None and tokens:
             _combine(peak, stats, head.group)
         log_sum = stats[0].log()
@@ -102,6 +52,8 @@ class _LinearLogProb(torch.autograd.Function):
         entropy = log_sum - stats[1] / stats[0]
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.head = head
+        # itself: what saved_tensors_hooks give back is another tensor, without main_grad
+        ctx.parameter = weight if head.into_main_grad and weight.requires_grad else None
         if not head.train_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -111,33 +63,55 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         head, (needs_hidden, needs_weight) = ctx.head, ctx.needs_input_grad[:2]
-        precise = log_z.dtype
-        column, mine = head.own(targets)
-        x_buffer = head.buffer(hidden, precise)
-        e_buffer = head.buffer(hidden, precise) if head.train_entropy else x_buffer
-        product = x_buffer if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+        column = head.own(targets)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
+        weight_sum = _weight_sum(weight, log_z.dtype, ctx.parameter) if needs_weight else None
         true_weight = weight[: head.num_valid]
         at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature
         # The gradient of each chunk's logits, and its products with the weight and with the hidden states.
+        chunks = head.chunks(hidden, weight, backward=True)
         for rows in head.slices(hidden.shape[0]):
-            x = head.scaled_logits(hidden[rows], weight, product, x_buffer).sub_(log_z[rows, None])
-            e = torch.exp(x, out=e_buffer[: x.shape[0]])
-            if head.train_entropy:  # −p (a + b (log p + H))
-                x.clamp_(min=UNDERFLOW).add_(entropy[rows, None]).mul_(at_entropy[rows, None])
-                x.add_(at_logprob[rows, None]).mul_(e).neg_()
-            else:
-                x = e.mul_(-at_logprob[rows, None])
-            x.scatter_add_(1, column[rows, None], (at_logprob[rows] * mine[rows])[:, None])
-            gradient = x if product is x_buffer else product[: x.shape[0]].copy_(x)
+            gradient = chunks.gradient(
+                rows, column[rows], log_z[rows], entropy[rows], at_logprob[rows], at_entropy[rows]
+            )
             if needs_hidden:
                 torch.mm(gradient, true_weight, out=grad_hidden[rows])
             if needs_weight:
-                _add_product(grad_weight[: head.num_valid], gradient, hidden[rows])
+                _add_product(weight_sum[: head.num_valid], gradient, hidden[rows])
         if needs_hidden and head.reduce_hidden_grad and head.group is not None and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=head.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if needs_weight else None, None, None
+        grad_weight = _weight_gradient(weight, weight_sum, ctx.parameter) if needs_weight else None
+        return grad_hidden, grad_weight, None, None
+
+
+def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None) -> torch.Tensor:
+    """Return memory [V/TP, H] to add up the chunks' products in: ``parameter.main_grad``, or zeros in ``precise``.
+
+    A main_grad narrower than ``precise`` is not taken: it would round every chunk's sum.
+    """
+    if parameter is not None and parameter.main_grad.dtype == precise:
+        return parameter.main_grad
+    return torch.zeros_like(weight, dtype=precise)
+
+
+def _weight_gradient(
+    weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
+) -> torch.Tensor | None:
+    """Return what autograd gets as the weight's gradient: its sum, or a stand-in where main_grad has it already.
+
+    DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
+    ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad``, and under
+    overlap_grad_reduce asserts that there is one: hence memory of any content, as
+    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py) returns. ``zero_out_wgrad`` marks the
+    output weight of a single stage that is the embedding too. For it the hook adds whatever autograd has, so that
+    autograd gets the embedding's gradient alone.
+    """
+    if parameter is None or weight_sum is not parameter.main_grad:
+        return weight_sum.to(weight.dtype)
+    if hasattr(parameter, "zero_out_wgrad") and parameter.zero_out_wgrad:
+        return None
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def _combine(peak: torch.Tensor, stats: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -159,6 +133,14 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tens
         total.add_(gradient.t() @ hidden)
 
 
+def _check_main_grad(weight: torch.Tensor) -> None:
+    if weight.requires_grad and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
+        raise ValueError(
+            "into_main_grad=True needs a weight with main_grad, which Megatron-Core's DistributedDataParallel gives to "
+            "the parameters that it wraps; pass into_main_grad=False"
+        )
+
+
 def linear_logprob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -170,14 +152,14 @@ def linear_logprob(
     group: dist.ProcessGroup | None = None,
     train_entropy: bool = False,
     reduce_hidden_grad: bool = True,
-    chunk_tokens: int = LINEAR_CHUNK_TOKENS,
+    into_main_grad: bool = False,
+    chunk_tokens: int | None = None,
+    kernel: Kernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's log-probability and each row's entropy, [N] in nats, from hidden states and the head's
-    weight.
+    """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
-    hidden:     [N, H], the output layer's input; under sequence parallelism already gathered. All N rows are the same
-                on all tensor ranks. Outputs are float32, or float64 for a float64 ``hidden`` (then ``weight`` is
-                float64 too).
+    hidden:     [N, H], equal on all tensor ranks; under sequence parallelism already gathered. Outputs are float32, or
+                float64 for a float64 ``hidden`` (then ``weight`` is float64 too).
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
                 over the chunks in float32 and cast at the end.
     targets:    int64 [N], global token ids below ``vocab_size``.
@@ -186,23 +168,35 @@ def linear_logprob(
     reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
                 ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's
                 gather of a sequence-parallel hidden sums it by reduce-scatter.
-    chunk_tokens: tokens, the rows of logits that exist at a time. Peak extra memory is two float32 [chunk_tokens, V/TP]
-                (and one more in hidden's dtype where that is not float32), beside the gradients themselves.
+    into_main_grad: whether backward adds the weight's gradient, not cast, to ``weight.main_grad``, the float32 buffer
+                of Megatron-Core's DistributedDataParallel, whose hook alone may read the stand-in that autograd gets.
+                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding. A
+                main_grad that is not float32 gets the gradient through autograd.
+    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
+                gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
+                that is not float32; by the Triton kernels one in hidden's dtype.
+    kernel:     what works on the logits; None takes ``default_kernel``.
 
-    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0,
-    where all tensor ranks, having the same N, skip them together.
+    Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
+    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
     """
+    device_type = hidden.device.type
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(device_type, weight.shape[0])
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    if into_main_grad:
+        _check_main_grad(weight)
     start, num_valid = own_columns(weight.shape[0], tensor_rank, vocab_size)
-    parallel = group is not None and dist.get_world_size(group) > 1
-    head = _Head(
+    head = Head(
         temperature=temperature,
         start=start,
         num_valid=num_valid,
-        group=group if parallel else None,
+        group=group if group is not None and dist.get_world_size(group) > 1 else None,
         train_entropy=train_entropy,
         reduce_hidden_grad=reduce_hidden_grad,
+        into_main_grad=into_main_grad,
         chunk_tokens=chunk_tokens,
+        kernel=choose_kernel(kernel, device_type),
     )
     return _LinearLogProb.apply(hidden, weight, targets, head)

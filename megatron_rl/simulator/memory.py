@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.model.logprob import LINEAR_CHUNK_TOKENS
+from megatron_rl.model.logit_chunks import default_chunk_tokens
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
@@ -171,9 +171,9 @@ def stage_memory(
     second = config.loss.kl_coefficient != 0 and config.reference.placement == "device" and not shape.value_head
     logits = 0.0
     if stage == degrees.pipeline_size - 1 and microbatches:
-        rows = min(loss_tokens / degrees.context_size, LINEAR_CHUNK_TOKENS)
-        columns = 1 if shape.value_head else shape.padded_vocab_size / degrees.tensor_size
-        logits = rows * columns * (4 + (size if size != 4 else 0))
+        columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
+        rows = min(loss_tokens / degrees.context_size, default_chunk_tokens("cuda", columns))
+        logits = rows * columns * size  # the Triton kernels' one buffer
     return StageMemory(
         stage=stage,
         weights=weights * size,

@@ -7,6 +7,7 @@ import json
 import pathlib
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.process
 
@@ -60,6 +61,28 @@ def test_ratios_are_those_of_the_figures(tool, tmp_path: pathlib.Path, monkeypat
 
 def test_one_size_is_extrapolated_in_proportion(tool) -> None:
     assert tool.extrapolated({10: 300}, 40) == 1200
+
+
+@pytest.mark.parametrize("path", ["plain", "lean"])
+def test_main_grad_is_the_same_whichever_way(tool, path: str) -> None:
+    """Both ways into main_grad leave the gradient there that is otherwise returned, of each step once more."""
+    found = []
+    for way in ("autograd", "straight"):
+        given = tool.parse(["--tokens", "5", "--vocab", "30", "--hidden", "4", "--main-grad", way])
+        inputs = tool.make_inputs(given, 5)
+        for _ in range(2):
+            tool.step(path, given, *inputs)
+        found.append(inputs[1].main_grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
+def test_triton_without_a_gpu_is_refused(tool, capsys: pytest.CaptureFixture) -> None:
+    if tool.device_type() == "cuda":
+        pytest.skip("this host has a GPU")
+    with pytest.raises(SystemExit):
+        tool.parse(["--kernel", "triton"])
+    assert "--kernel triton needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.long(seconds=15)

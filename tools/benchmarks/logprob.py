@@ -7,7 +7,9 @@ Times are alternating medians. Peak extra memory is the memory that forward and 
 targets, the two gradients included. On CUDA: max_memory_allocated. On the CPU: the growth of the kernel's high-water
 mark of resident memory (VmHWM in /proc/self/status), each measurement in a process of its own, after a warm-up on a few
 tokens. If plain would not fit --plain-limit-gb, it is not run: its memory is extrapolated on the line through the sizes
-that were run, and marked ~; its time is left out. On a busy host the ratio of CPU seconds under --threads 1 says more
+that were run, and marked ~; its time is left out. --main-grad autograd adds the weight's gradient to a float32 buffer,
+as Megatron-Core's DistributedDataParallel does; straight has lean add it there itself: two runs, whose ratios to plain
+compare. On a busy host the ratio of CPU seconds under --threads 1 says more
 than that of seconds: it counts this process's work alone.
 """
 
@@ -39,6 +41,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--chunk-tokens", type=int, help="default: linear_logprob's own")
+    parser.add_argument("--kernel", choices=("torch", "triton"), help="of lean; default: linear_logprob's own")
+    parser.add_argument(
+        "--main-grad", choices=("none", "autograd", "straight"), default="none", help="where the weight's gradient goes"
+    )
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--train-entropy", action="store_true")
     parser.add_argument(
@@ -55,10 +61,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("vocab", "hidden"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)} must be at least 1")
+    if given.kernel == "triton" and not given.measure and device_type() == "cpu":
+        parser.error("--kernel triton needs a GPU: on the CPU Triton only interprets its kernels, for tests")
     if min(given.tokens) < 1 or given.repeats < 0:
         parser.error(f"--tokens {given.tokens} must be at least 1 each and --repeats {given.repeats} at least 0")
     given.tokens = sorted(set(given.tokens))
     return given
+
+
+def device_type() -> str:
+    """Return "cuda" where torch sees a GPU, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_inputs(given: argparse.Namespace, tokens: int):
@@ -68,16 +83,18 @@ def make_inputs(given: argparse.Namespace, tokens: int):
     """
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type()
     torch.manual_seed(0)
     options = {"device": device, "dtype": vars(torch)[given.dtype]}
     hidden = torch.randn(tokens, given.hidden, **options).requires_grad_()
     weight = torch.randn(given.vocab, given.hidden, **options).mul_(given.hidden**-0.5).requires_grad_()
+    if given.main_grad != "none":
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
     return hidden, weight, torch.randint(0, given.vocab, (tokens,), device=device)
 
 
 def step(path: str, given: argparse.Namespace, hidden, weight, targets) -> None:
-    """Run one forward and backward; no gradients stay."""
+    """Run one forward and backward; no gradients stay but those in main_grad."""
     import torch
 
     from megatron_rl.model.logprob import linear_logprob
@@ -85,12 +102,15 @@ def step(path: str, given: argparse.Namespace, hidden, weight, targets) -> None:
 
     options = {"temperature": given.temperature, "vocab_size": given.vocab, "train_entropy": given.train_entropy}
     if path == "lean":
-        chunk = {} if given.chunk_tokens is None else {"chunk_tokens": given.chunk_tokens}
-        logprobs, entropy = linear_logprob(hidden, weight, targets, **options, **chunk)
+        options |= {"chunk_tokens": given.chunk_tokens, "kernel": given.kernel}
+        options["into_main_grad"] = given.main_grad == "straight"
+        logprobs, entropy = linear_logprob(hidden, weight, targets, **options)
     else:
         logprobs, entropy = vocab_parallel_logprob(torch.nn.functional.linear(hidden, weight), targets, **options)
     loss = logprobs.sum() + 0.01 * entropy.sum() if given.train_entropy else logprobs.sum()
-    torch.autograd.grad(loss, (hidden, weight))
+    _, gradient = torch.autograd.grad(loss, (hidden, weight))
+    if given.main_grad == "autograd" or (given.main_grad == "straight" and path == "plain"):
+        weight.main_grad.add_(gradient)
 
 
 def peak_resident_bytes() -> int:
@@ -107,8 +127,9 @@ def measure_here(path: str, given: argparse.Namespace, tokens: int) -> int:
     import torch
 
     inputs = make_inputs(given, tokens)
-    few = min(64, given.vocab)
-    step(path, given, inputs[0][:2], inputs[1][:few], inputs[2][:2] % few)  # warms up: libraries load and allocate once
+    hidden, weight, targets = make_inputs(argparse.Namespace(**vars(given) | {"vocab": min(64, given.vocab)}), 2)
+    few = argparse.Namespace(**vars(given) | {"vocab": len(weight)})
+    step(path, few, hidden, weight, targets)  # warms up: libraries load and allocate once
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -124,18 +145,9 @@ def measure_memory(path: str, given: argparse.Namespace, tokens: int) -> int:
 
     if torch.cuda.is_available():
         return measure_here(path, given, tokens)
-    options = [
-        "--vocab",
-        given.vocab,
-        "--hidden",
-        given.hidden,
-        "--dtype",
-        given.dtype,
-        "--temperature",
-        given.temperature,
-    ]
-    options += ["--chunk-tokens", given.chunk_tokens] if given.chunk_tokens is not None else []
-    options += ["--threads", given.threads] if given.threads is not None else []
+    names = ("vocab", "hidden", "dtype", "temperature", "chunk_tokens", "kernel", "main_grad", "threads")
+    chosen = {name: vars(given)[name] for name in names if vars(given)[name] is not None}
+    options = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", value)]
     options += ["--train-entropy"] if given.train_entropy else []
     command = [sys.executable, os.path.abspath(__file__), "--measure", path, tokens, *options]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
@@ -206,7 +218,10 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"lean against plain: shard of {given.vocab}, hidden {given.hidden}, {given.dtype}; {machine}"
+    from megatron_rl.model.logit_chunks import default_kernel
+
+    ways = f"kernel {given.kernel or default_kernel(device_type())}, main_grad {given.main_grad}"
+    title = f"lean against plain: shard of {given.vocab}, hidden {given.hidden}, {given.dtype}; {ways}; {machine}"
     table = Table(title=title, caption="peak extra memory in GiB, gradients included; ~ extrapolated")
     for name in (
         "tokens",

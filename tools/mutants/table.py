@@ -26,7 +26,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "schedule": ("backend/schedule.py",),
     "optimizer": ("backend/optimizer.py",),
     "packing": ("backend/packing.py",),
-    "log-probs": ("model/logprob.py",),
+    "log-probs": ("model/logprob.py", "model/logit_chunks.py", "model/logprob_kernels.py"),
     "feed": (
         "rollout/queue.py",
         "rollout/training_batch.py",

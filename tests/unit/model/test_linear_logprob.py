@@ -4,65 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.model.logit_chunks import default_chunk_tokens
 from megatron_rl.model.logprob import linear_logprob
+from tests.unit.model.heads import (
+    CLOSE,
+    CLOSE_BFLOAT16,
+    PADDED,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    assert_near,
+    head_gradients,
+    make_head,
+    plain_path,
+    shard_of_linear,
+)
 from tests.unit.model.logits import SINGLE, gradients, reference
 from tests.vocab_parallel import vocab_parallel_logprob
-
-TOKENS, WIDTH, VOCAB, PADDED = 11, 12, 37, 40
-# ‖found − wanted‖ / ‖wanted‖: sums of float32 products over H = 12 or V = 37, every term rounded to 6e-8
-CLOSE = 1e-6
-# bfloat16 logits of some 4 are rounded to 2^-8 relative, a target's log-prob is such a number; the reference does the
-# same, and where its matrix product adds in another order a logit falls on the next bfloat16
-CLOSE_BFLOAT16 = 2**-7
-
-
-def make_head(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Return hidden [tokens, H], weight [PADDED, H], targets [tokens] and coefficients [2, tokens].
-
-    The coefficients are of log-probs and entropies.
-    """
-    random = torch.Generator().manual_seed(3)
-    hidden = torch.randn(tokens, WIDTH, generator=random).to(dtype)
-    weight = torch.randn(PADDED, WIDTH, generator=random).to(dtype)
-    return (
-        hidden,
-        weight,
-        torch.randint(0, VOCAB, (tokens,), generator=random),
-        torch.randn(2, tokens, generator=random).to(dtype),
-    )
-
-
-def head_gradients(function, hidden, weight, coefficients, train_entropy: bool) -> tuple[torch.Tensor, ...]:
-    """Return (log-probs, entropies, gradient of hidden, gradient of weight) of Σ coefficient · output."""
-    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    outputs = function(*leaves)
-    total = sum(
-        (c * x).sum() for c, x in zip(coefficients if train_entropy else coefficients[:1], outputs, strict=False)
-    )
-    return *(x.detach() for x in outputs), *torch.autograd.grad(total, leaves)
-
-
-def plain_path(
-    hidden, weight, targets, coefficients, *, temperature: float, train_entropy: bool
-) -> tuple[torch.Tensor, ...]:
-    def logits_first(h, w):
-        options = dict(temperature=temperature, vocab_size=VOCAB, train_entropy=train_entropy)
-        return vocab_parallel_logprob(functional.linear(h, w), targets, **options)
-
-    return head_gradients(logits_first, hidden, weight, coefficients, train_entropy)
-
-
-def assert_near(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], bound: float) -> None:
-    for name, x, y in zip(
-        ("log-probs", "entropies", "hidden's gradient", "weight's gradient"), found, wanted, strict=True
-    ):
-        assert x.shape == y.shape, f"{name}: {x.shape} and {y.shape}"
-        error = ((x.double() - y.double()).norm() / y.double().norm()).item()
-        assert error <= bound, f"{name}: relative error {error:.2e} over {bound:.2e}"
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, TOKENS, 64])
@@ -225,32 +186,24 @@ def test_linear_refuses_a_chunk_of_no_tokens() -> None:
         linear_logprob(hidden, weight, targets, vocab_size=VOCAB, chunk_tokens=0)
 
 
-def shard_of_linear(
-    rank: int, world: int, tokens: int, masked: bool, options: dict
-) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Return this tensor rank's outputs and gradients, and the number of all-reduces.
+def test_linear_refuses_a_main_grad_that_is_not_there() -> None:
+    """A weight that is frozen, or passes forward alone, needs none."""
+    hidden, weight, targets, _ = make_head()
+    linear_logprob(hidden, weight, targets, vocab_size=VOCAB, into_main_grad=True)
+    weight.requires_grad_()
+    with torch.no_grad():
+        linear_logprob(hidden, weight, targets, vocab_size=VOCAB, into_main_grad=True)
+    with pytest.raises(ValueError, match="into_main_grad=True needs a weight with main_grad"):
+        linear_logprob(hidden, weight, targets, vocab_size=VOCAB, into_main_grad=True)
 
-    Where ``masked``, all of rank 1's logits are −inf.
-    """
-    hidden, weight, targets, coefficients = make_head(tokens)
-    width, calls, all_reduce = PADDED // world, [], dist.all_reduce
-    if masked:
-        hidden, targets, weight[width:] = hidden.abs(), targets % width, float("-inf")
-        hidden.requires_grad_(False)
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(None), all_reduce(*args, **kwargs))
-    try:
-        found = head_gradients(
-            lambda h, w: linear_logprob(
-                h, w, targets, vocab_size=VOCAB, tensor_rank=rank, group=dist.group.WORLD, **options
-            ),
-            hidden,
-            weight[rank * width : (rank + 1) * width],
-            coefficients,
-            options["train_entropy"],
-        )
-    finally:
-        dist.all_reduce = all_reduce
-    return found, len(calls)
+
+@pytest.mark.parametrize(
+    ("device_type", "columns", "tokens"),
+    [("cpu", 151_936, 512), ("cuda", 151_936, 1664), ("cuda", 65_536, 4096), ("cuda", 1, 4096), ("cuda", 10**6, 512)],
+)
+def test_chunks_of_a_device_hold_one_gib_within_their_bounds(device_type: str, columns: int, tokens: int) -> None:
+    assert default_chunk_tokens(device_type, columns) == tokens
+    assert device_type == "cpu" or tokens in (512, 4096) or 2**30 - 128 * 4 * columns < tokens * 4 * columns <= 2**30
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 64])

@@ -1,0 +1,198 @@
+"""Chunks of logits between the matrix products of logprob.py: how many tokens, in which memory, by which kernel.
+
+Torch's operations work on them, or on a GPU the Triton kernels of logprob_kernels.py, which are held against torch's
+operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from dataclasses import dataclass
+from typing import Literal, assert_never, get_args
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+Kernel = Literal["torch", "triton"]
+UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
+
+# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens. In bfloat16 that moves 12 bytes
+# per element (the product is written and read, the float32 sum read and written): at V/TP = 151,936 and H = 3,584,
+# 6.5 GB per chunk. So a GPU takes as many tokens as leave a float32 buffer within 1 GiB: 1,664 there, 4,096 from 65,536
+# columns down, where 512 would move two to eight times as much. On the CPU the buffers' place in its caches counts for
+# more: 512 was measured.
+CPU_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
+MAX_BUFFER_BYTES = 2**30
+TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
+
+
+def default_chunk_tokens(device_type: str, columns: int) -> int:
+    """Return the tokens whose logits ``linear_logprob`` holds at a time, on a device of ``device_type``.
+
+    columns: V/TP, of this tensor rank.
+    """
+    if device_type == "cpu":
+        return CPU_CHUNK_TOKENS
+    fits = MAX_BUFFER_BYTES // (4 * columns) // TILE_TOKENS * TILE_TOKENS
+    return min(max(fits, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+
+
+@functools.cache
+def default_kernel(device_type: str) -> Kernel:
+    """Return what works on the logits on a device of ``device_type``; the choice for a GPU stands in the log, once."""
+    if device_type == "cpu":
+        return "torch"
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        log.info("log-probs on %s: by Triton kernels", device_type)
+        return "triton"
+    reason = "triton is not installed (pip install triton)" if device_type == "cuda" else "Triton kernels are for CUDA"
+    log.warning("log-probs on %s: by torch's operations, which read the logits more often: %s", device_type, reason)
+    return "torch"
+
+
+def choose_kernel(asked: str | None, device_type: str) -> Kernel:
+    """Return the kernel asked for, or the device's; raise ValueError where it is unknown or not installed."""
+    if asked is None:
+        return default_kernel(device_type)
+    if asked not in get_args(Kernel):
+        raise ValueError(f"kernel={asked!r} must be one of {', '.join(get_args(Kernel))}, or None for the device's")
+    if asked == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError("kernel='triton' needs triton, which is not installed: pip install triton, or kernel='torch'")
+    return asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Holds the settings, apart from tensors, that linear_logprob's forward and backward share."""
+
+    temperature: float
+    start: int  # this rank's first column
+    num_valid: int  # its columns that are no pads
+    group: dist.ProcessGroup | None  # None: this rank has the whole vocabulary
+    train_entropy: bool
+    reduce_hidden_grad: bool
+    into_main_grad: bool
+    chunk_tokens: int
+    kernel: Kernel
+
+    def slices(self, tokens: int) -> list[slice]:
+        return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
+
+    def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory [chunk, num_valid] that every chunk reuses.
+
+        Fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential.
+        """
+        return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
+
+    def own(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return [N] columns of the targets on this rank, −1 for another rank's."""
+        local = targets - self.start
+        return torch.where((local >= 0) & (local < self.num_valid), local, -1)
+
+    def chunks(self, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> TorchChunks | TritonChunks:
+        """Return what works on the chunks of logits in one pass, with its buffers."""
+        match self.kernel:
+            case "torch":
+                return TorchChunks(self, hidden, weight, backward=backward)
+            case "triton":
+                return TritonChunks(self, hidden, weight)
+            case _:
+                assert_never(self.kernel)
+
+
+class TorchChunks:
+    """Works on chunks of logits by torch's operations, in two buffers of float32 and one of hidden's dtype.
+
+    The latter, the product's, is left out where hidden is float32, and the second in a backward that needs none.
+    """
+
+    def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.head, self.hidden, self.weight = head, hidden, weight[: head.num_valid]
+        self.x = head.buffer(hidden, precise)
+        self.e = self.x if backward and not head.train_entropy else head.buffer(hidden, precise)
+        self.product = self.x if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+
+    def scaled_logits(self, rows: slice) -> torch.Tensor:
+        """Return one chunk's logits over the temperature, in ``x``.
+
+        The product is rounded to hidden's dtype, as the output layer's is.
+        """
+        hidden = self.hidden[rows]
+        logits = torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
+        x = logits if self.product is self.x else self.x[: hidden.shape[0]].copy_(logits)
+        return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``, as logprob_kernels.statistics does; all are of the chunk's rows."""
+        x = self.scaled_logits(rows)
+        stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
+        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
+        peak.copy_(x.amax(-1).clamp_(min=torch.finfo(x.dtype).min))
+        x.sub_(peak[:, None])
+        e = torch.exp(x, out=self.e[: x.shape[0]])
+        stats[0] = e.sum(-1)
+        stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)
+
+    def gradient(
+        self,
+        rows: slice,
+        column: torch.Tensor,
+        log_z: torch.Tensor,
+        entropy: torch.Tensor,
+        at_logprob: torch.Tensor,
+        at_entropy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        x = self.scaled_logits(rows).sub_(log_z[:, None])
+        e = torch.exp(x, out=self.e[: x.shape[0]])
+        if self.head.train_entropy:  # −p (a + b (log p + H))
+            x.clamp_(min=UNDERFLOW).add_(entropy[:, None]).mul_(at_entropy[:, None])
+            x.add_(at_logprob[:, None]).mul_(e).neg_()
+        else:
+            x = e.mul_(-at_logprob[:, None])
+        x.scatter_add_(1, column.clamp(min=0)[:, None], (at_logprob * (column >= 0))[:, None])
+        return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)
+
+
+class TritonChunks:
+    """Works on chunks of logits by the kernels of logprob_kernels.py, in one buffer, of hidden's dtype."""
+
+    def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        # Triton is not everywhere, and decorates as it imports.
+        from megatron_rl.model import logprob_kernels
+
+        logprob_kernels.check_device(hidden.device)
+        self.kernels, self.head = logprob_kernels, head
+        self.hidden, self.weight = hidden, weight[: head.num_valid]
+        self.product = head.buffer(hidden, hidden.dtype)
+        self.numbers = dict(temperature=head.temperature, underflow=UNDERFLOW)
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        hidden = self.hidden[rows]
+        return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``; all are of the chunk's rows."""
+        self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
+
+    def gradient(
+        self,
+        rows: slice,
+        column: torch.Tensor,
+        log_z: torch.Tensor,
+        entropy: torch.Tensor,
+        at_logprob: torch.Tensor,
+        at_entropy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        logits = self.logits(rows)
+        trained = at_entropy if self.head.train_entropy else None
+        self.kernels.turn_into_gradient(logits, column, log_z, entropy, at_logprob, trained, **self.numbers)
+        return logits
