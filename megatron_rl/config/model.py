@@ -27,8 +27,12 @@ class ModelConfig:
     layer_spec: str = "auto"
     """`transformer_engine`, `torch`, or `auto`: the first if it can be built and dtype is bfloat16, else `torch`."""
 
+    logprob_kernel: str = "torch"
+    """`torch`'s operations for log-probs of logits, or `triton`'s kernels, which were not yet run on a GPU."""
+
     def __post_init__(self) -> None:
         choose("model.dtype", self.dtype, ("float32", "bfloat16"))
+        choose("model.logprob_kernel", self.logprob_kernel, ("torch", "triton"))
         choose("model.init", self.init, ("pretrained", "random"))
         choose("model.layer_spec", self.layer_spec, ("auto", "transformer_engine", "torch"))
 

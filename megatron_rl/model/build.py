@@ -20,6 +20,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
+from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
 from megatron_rl.weights.model_shape import ModelShape
@@ -127,6 +128,7 @@ def build_model(
     Return them with the model's shape. The weights hold no meaning until weights/export loads them.
     """
     # Settings that all chunks share.
+    check_kernel(config.model.logprob_kernel)
     layer_spec = choose_layer_spec(config.model.layer_spec, config.model.dtype)
     stages = topology.pipeline_size * topology.virtual_size
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)

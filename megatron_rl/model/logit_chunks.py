@@ -1,33 +1,31 @@
 """Chunks of logits between the matrix products of logprob.py: how many tokens, in which memory, by which kernel.
 
-Torch's operations work on them, or on a GPU the Triton kernels of logprob_kernels.py, which are held against torch's
-operations.
+Torch's operations work on them, or, where ``model.logprob_kernel`` says so, the Triton kernels of logprob_kernels.py,
+which are held against torch's operations.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
 from dataclasses import dataclass
 from typing import Literal, assert_never, get_args
 
 import torch
 import torch.distributed as dist
 
-log = logging.getLogger(__name__)
+from megatron_rl.errors import ConfigError
 
 Kernel = Literal["torch", "triton"]
 UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
 
 # Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens. In bfloat16 that moves 12 bytes
 # per element (the product is written and read, the float32 sum read and written): at V/TP = 151,936 and H = 3,584,
-# 6.5 GB per chunk. So a GPU takes as many tokens as leave a float32 buffer within 1 GiB: 1,664 there, 4,096 from 65,536
-# columns down, where 512 would move two to eight times as much. On the CPU the buffers' place in its caches counts for
+# 6.5 GB per chunk. So a GPU takes as many tokens as leave a float32 buffer within 512 MiB: 768 there, 4,096 from 32,768
+# columns down, where 512 would move up to eight times as much. On the CPU the buffers' place in its caches counts for
 # more: 512 was measured.
 CPU_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
-MAX_BUFFER_BYTES = 2**30
+MAX_BUFFER_BYTES = 2**29
 TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
 
 
@@ -42,28 +40,15 @@ def default_chunk_tokens(device_type: str, columns: int) -> int:
     return min(max(fits, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
 
 
-@functools.cache
-def default_kernel(device_type: str) -> Kernel:
-    """Return what works on the logits on a device of ``device_type``; the choice for a GPU stands in the log, once."""
-    if device_type == "cpu":
-        return "torch"
-    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        log.info("log-probs on %s: by Triton kernels", device_type)
-        return "triton"
-    reason = "triton is not installed (pip install triton)" if device_type == "cuda" else "Triton kernels are for CUDA"
-    log.warning("log-probs on %s: by torch's operations, which read the logits more often: %s", device_type, reason)
-    return "torch"
-
-
-def choose_kernel(asked: str | None, device_type: str) -> Kernel:
-    """Return the kernel asked for, or the device's; raise ValueError where it is unknown or not installed."""
-    if asked is None:
-        return default_kernel(device_type)
-    if asked not in get_args(Kernel):
-        raise ValueError(f"kernel={asked!r} must be one of {', '.join(get_args(Kernel))}, or None for the device's")
-    if asked == "triton" and importlib.util.find_spec("triton") is None:
-        raise ValueError("kernel='triton' needs triton, which is not installed: pip install triton, or kernel='torch'")
-    return asked
+def check_kernel(kernel: str) -> None:
+    """Raise ConfigError for a kernel (``model.logprob_kernel``) that is unknown or whose package is not installed."""
+    if kernel not in get_args(Kernel):
+        raise ConfigError(f"kernel={kernel!r} must be one of {', '.join(get_args(Kernel))} (model.logprob_kernel)")
+    if kernel == "triton" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "kernel='triton' (model.logprob_kernel) needs triton, which is not installed; pip install triton, or take "
+            "torch"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ Two all-reduces of floats per token (the maximum, then three sums); float32 thro
 ``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again in
 backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three. tests/vocab_parallel.py
 has the same over whole logits, which it is held against. Between the products torch's operations work on the logits,
-or on a GPU the Triton kernels (logit_chunks.py).
+or Triton kernels (logit_chunks.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.model.logit_chunks import Head, Kernel, choose_kernel, default_chunk_tokens
+from megatron_rl.model.logit_chunks import Head, Kernel, check_kernel, default_chunk_tokens
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
@@ -154,7 +154,7 @@ def linear_logprob(
     reduce_hidden_grad: bool = True,
     into_main_grad: bool = False,
     chunk_tokens: int | None = None,
-    kernel: Kernel | None = None,
+    kernel: Kernel = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
@@ -175,14 +175,14 @@ def linear_logprob(
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
                 gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
                 that is not float32; by the Triton kernels one in hidden's dtype.
-    kernel:     what works on the logits; None takes ``default_kernel``.
+    kernel:     torch's operations, or Triton kernels, work on the logits.
 
     Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
     """
-    device_type = hidden.device.type
+    check_kernel(kernel)
     if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(device_type, weight.shape[0])
+        chunk_tokens = default_chunk_tokens(hidden.device.type, weight.shape[0])
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     if into_main_grad:
@@ -197,6 +197,6 @@ def linear_logprob(
         reduce_hidden_grad=reduce_hidden_grad,
         into_main_grad=into_main_grad,
         chunk_tokens=chunk_tokens,
-        kernel=choose_kernel(kernel, device_type),
+        kernel=kernel,
     )
     return _LinearLogProb.apply(hidden, weight, targets, head)

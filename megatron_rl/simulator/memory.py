@@ -173,7 +173,9 @@ def stage_memory(
     if stage == degrees.pipeline_size - 1 and microbatches:
         columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
         rows = min(loss_tokens / degrees.context_size, default_chunk_tokens("cuda", columns))
-        logits = rows * columns * size  # the Triton kernels' one buffer
+        # two float32 buffers and the product's, or the Triton kernels' one (model/logit_chunks.py)
+        in_torch = 2 * 4 + (size if size != 4 else 0)
+        logits = rows * columns * (size if config.model.logprob_kernel == "triton" else in_torch)
     return StageMemory(
         stage=stage,
         weights=weights * size,

@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--chunk-tokens", type=int, help="default: linear_logprob's own")
-    parser.add_argument("--kernel", choices=("torch", "triton"), help="of lean; default: linear_logprob's own")
+    parser.add_argument("--kernel", choices=("torch", "triton"), default="torch", help="of lean (default torch)")
     parser.add_argument(
         "--main-grad", choices=("none", "autograd", "straight"), default="none", help="where the weight's gradient goes"
     )
@@ -218,9 +218,7 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megatron_rl.model.logit_chunks import default_kernel
-
-    ways = f"kernel {given.kernel or default_kernel(device_type())}, main_grad {given.main_grad}"
+    ways = f"kernel {given.kernel}, main_grad {given.main_grad}"
     title = f"lean against plain: shard of {given.vocab}, hidden {given.hidden}, {given.dtype}; {ways}; {machine}"
     table = Table(title=title, caption="peak extra memory in GiB, gradients included; ~ extrapolated")
     for name in (

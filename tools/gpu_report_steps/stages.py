@@ -153,14 +153,14 @@ STEPS = (
             stage=3,
             measures="seconds and peak memory of log-probs of 8,192 tokens, vocabulary 151,936, with their gradient",
             command=LOGPROB + LOGPROB_SHAPE + more,
-            cpu=LOGPROB + LOGPROB_SMALL + (" --chunk-tokens 64" if "chunk" in more else ""),
+            cpu="" if "triton" in more else LOGPROB + LOGPROB_SMALL + (" --chunk-tokens 64" if "chunk" in more else ""),
             limit_s=30,
         )
         for label, more in (
             ("own chunk", " --hidden 3584"),
             ("512 tokens a chunk", " --hidden 3584 --chunk-tokens 512"),
-            ("2,048", " --hidden 3584 --chunk-tokens 2048"),
             ("4,096", " --hidden 3584 --chunk-tokens 4096"),
+            ("Triton kernels", " --hidden 3584 --kernel triton"),
             ("hidden 896", " --hidden 896"),
         )
     ),

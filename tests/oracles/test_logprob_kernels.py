@@ -5,17 +5,17 @@ The kernels run by Triton's interpreter, on the CPU; nothing here compiles them 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.model import logit_chunks
-from megatron_rl.model.logit_chunks import default_kernel
 from megatron_rl.model.logprob import linear_logprob
 from tests.unit.model.heads import (
     CLOSE,
@@ -29,8 +29,6 @@ from tests.unit.model.heads import (
     make_head,
     shard_of_linear,
 )
-
-triton = pytest.importorskip("triton", reason="triton has no release for this platform")
 
 # The logits are those of the torch path to the bit, so that outputs differ by float32 sums in another order, as in
 # CLOSE. So do a gradient's float32 numbers, which are then rounded; to bfloat16 the interpreter (3.7.1 and 3.9.0) cuts
@@ -207,7 +205,7 @@ def test_kernels_hold_one_buffer_of_logits_in_hiddens_dtype(kernels, monkeypatch
 
 def test_a_kernel_that_cannot_run_is_refused(kernels, monkeypatch) -> None:
     hidden, weight, targets, _ = make_head()
-    with pytest.raises(ValueError, match="kernel='cuda' must be one of torch, triton"):
+    with pytest.raises(ConfigError, match="kernel='cuda' must be one of torch, triton .model.logprob_kernel"):
         linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="cuda")
     with monkeypatch.context() as patched:
         compiled = triton.runtime.JITFunction(kernels._statistics_of_a_row.fn)
@@ -215,18 +213,5 @@ def test_a_kernel_that_cannot_run_is_refused(kernels, monkeypatch) -> None:
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1 .* or pass kernel='torch'"):
             linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="triton")
     monkeypatch.setattr(logit_chunks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install triton, or kernel='torch'"):
+    with pytest.raises(ConfigError, match="pip install triton, or take torch"):
         linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="triton")
-
-
-def test_the_devices_choice_stands_in_the_log_once(monkeypatch, caplog) -> None:
-    """A GPU takes the kernels where triton is installed and says so; without it, a warning says why not."""
-    with caplog.at_level(logging.INFO, logger=logit_chunks.__name__):
-        default_kernel.cache_clear()
-        assert [default_kernel(x) for x in ("cpu", "cuda", "cuda")] == ["torch", "triton", "triton"]
-        default_kernel.cache_clear()
-        monkeypatch.setattr(logit_chunks.importlib.util, "find_spec", lambda name: None)
-        assert [default_kernel(x) for x in ("cpu", "cuda", "cuda")] == ["torch", "torch", "torch"]
-    default_kernel.cache_clear()
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "triton is not installed" in caplog.records[1].getMessage()
