@@ -122,7 +122,8 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
     sequence parallelism); attention keeps q, k, v and its output twice, and the cosines and sines, and under q/k norms
     their inputs and the normalised too; the MLP keeps gate and up, the activated gate, up, their product. An expert's
-    tokens lie in memory before and after it, once per choice.
+    tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of the
+    choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     attention = (3 * heads + 2 * kv_heads) / tensor + 4 + (3 * (heads + kv_heads) / tensor if shape.qk_norm else 0)
@@ -130,7 +131,8 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
     norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
     if not shape.num_experts:
         return norms + attention + 5 * shape.ffn_hidden_size / tensor
-    routed = shape.experts_per_token * (2 * hidden + 5 * shape.ffn_hidden_size / degrees.expert_tensor_size)
+    choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
+    routed = choices * (2 * hidden + 5 * shape.ffn_hidden_size / degrees.expert_tensor_size)
     return norms + attention + routed
 
 

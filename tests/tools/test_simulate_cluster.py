@@ -109,7 +109,7 @@ def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
     assert job.plan(job.rules(), first["signal"], drops=True).fingerprints() == first["fingerprints"]
 
 
-def saved_bytes(rank: int, world: int, family: str, layers: int) -> tuple[int, int]:
+def saved_bytes(rank: int, world: int, family: str, layers: int, *overrides: str) -> tuple[int, int]:
     """Return the bytes that autograd saves in one micro-batch's forward, weights not counted, and its tokens."""
     kept: dict[int, int] = {}
 
@@ -118,7 +118,7 @@ def saved_bytes(rank: int, world: int, family: str, layers: int) -> tuple[int, i
         return tensor
 
     values = ragged_advantages(8)
-    with open_rig(family, "plan.max_tokens_per_microbatch=4096", samples=8, layers=layers) as rig:
+    with open_rig(family, "plan.max_tokens_per_microbatch=4096", *overrides, samples=8, layers=layers) as rig:
         plan = rig.plan(values, drops=False)
         weights = {p.untyped_storage().data_ptr() for chunk in rig.backend.chunks for p in chunk.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -128,18 +128,32 @@ def saved_bytes(rank: int, world: int, family: str, layers: int) -> tuple[int, i
         )
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
-def test_activations_are_what_autograd_saves(pool, family: str) -> None:
-    """The activations of a layer are within 5 % of the bytes that autograd saves for it.
+OVER_TENSOR_RANKS = ("parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.expert_tensor=1")
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen2_tied", ()),
+        ("qwen3", ()),
+        ("qwen3_moe", ()),
+        ("qwen3_moe", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
+    ],
+    ids=["qwen2", "qwen3", "mixture", "mixture, whole experts over TP2"],
+)
+def test_activations_are_what_autograd_saves(pool, family: str, overrides: tuple[str, ...]) -> None:
+    """The activations of a layer are within 5 % of the bytes that autograd saves for it, on the mean of the ranks.
 
     They are found in float32, by the difference between four layers and two. The 5 %: the attention here pads sequences
     to the longest of a few, and norms keep a number per token.
     """
-    (deep, tokens), (shallow, _) = (pool.run(1, saved_bytes, family, layers, timeout_s=60)[0] for layers in (4, 2))
-    config = load_config(None, list(DEFAULTS))
-    degrees = degrees_of(config, 1)
+    world = 2 if overrides else 1
+    deep, shallow = (pool.run(world, saved_bytes, family, layers, *overrides, timeout_s=60) for layers in (4, 2))
+    config = load_config(None, [*DEFAULTS, *overrides])
+    degrees = degrees_of(config, world)
     shape = model_shape(tiny_config(family), config, degrees, layer_spec="torch")
-    assert 4 * tokens * kept_elements(shape, config, degrees) == pytest.approx((deep - shallow) / 2, rel=0.05)
+    found = sum(more - less for (more, _), (less, _) in zip(deep, shallow, strict=True)) / 2 / world
+    assert 4 * deep[0][1] * kept_elements(shape, config, degrees) == pytest.approx(found, rel=0.05)
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
