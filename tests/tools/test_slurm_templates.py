@@ -181,8 +181,21 @@ def test_vllm_takes_the_last_nodes(tmp_path):
     assert "--host 0.0.0.0 --port 20008" in server and server.endswith("-- --max-model-len 64")
     assert "--nodelist=a1,a2" in trainer and trainer.endswith("rollout.servers=[http://a3:20008] a=b")
     assert calls.index("curl http://a3:20008/health") < calls.index(trainer)
+    assert "--replicas 1 " in server
     code, calls, said = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1", MODEL="m")
     assert code == 2 and not calls and "VLLM_NODES=1 of --nodes=1" in said
+
+
+def test_several_servers_on_a_node_have_successive_ports(tmp_path):
+    variables = {"MODEL": "m", "VLLM_NODES": "2", "VLLM_TP": "4", "VLLM_REPLICAS": "2"}
+    code, calls, _ = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1 a2 a3", **variables)
+    assert code == 0
+    server, trainer = sorted((call for call in calls if call.startswith("srun")), key=lambda call: "node.sh" in call)
+    assert "--nodelist=a2,a3" in server and "--port 20008" in server
+    assert "--tensor-parallel-size 4 --replicas 2 --log-dir" in server
+    servers = ["http://a2:20008", "http://a2:20009", "http://a3:20008", "http://a3:20009"]
+    assert f"rollout.servers=[{','.join(servers)}]" in trainer
+    assert [call for call in calls if call.startswith("curl")] == [f"curl {each}/health" for each in servers]
 
 
 def start_node(tmp_path: pathlib.Path, last: str) -> subprocess.Popen:
