@@ -195,3 +195,4 @@ def test_dry_run_accepts_each_file_with_a_tokenizer_and_data(launch, models, ari
     tokenizer = "data.system_prompt=0"  # the arithmetic tokenizer knows digits and signs alone
     given = ["--config", str(ROOT / launch.arguments[1]), "model.init=random", tokenizer, "--dry-run", "--nodes", "1"]
     assert train.main(given) == 0
+    assert train.main([*given, "rollout.servers=[http://node-b:8001]", "rollout.producer.mode=prefetch"]) == 0
