@@ -23,7 +23,7 @@ from megatron_rl.simulator.command import add_arguments, simulate_job
 from megatron_rl.simulator.engine_memory import GIB
 from megatron_rl.trainer.dry_run import check_engine
 from megatron_rl.validate import validate_config
-from tests.tools.test_slurm_templates import submit
+from tests.tools.slurm_stand_ins import submit
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "h100"

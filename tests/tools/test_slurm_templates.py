@@ -17,33 +17,15 @@ import pytest
 
 from tests.patience import HANG_S, patient, until
 from tests.slurm import check, cluster
+from tests.tools.slurm_stand_ins import SLURM, submit, write_program
 
 pytestmark = pytest.mark.process
 
 ROOT = pathlib.Path(__file__).parents[2]
-SLURM = ROOT / "examples" / "slurm"
 TEMPLATES = sorted(SLURM.glob("*.sbatch"))
 SCRIPTS = sorted([*SLURM.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
 BOUND_S = patient(HANG_S)
 
-# Prints its arguments; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names one;
-# a step of vLLM runs on.
-SRUN = """#!/usr/bin/env bash
-echo "srun $*" >>"$CALLS"
-[[ "$*" == *api_server* ]] && exec sleep 600
-if [ -n "${TRAINER_SAVES:-}" ]; then
-  mkdir -p "$RUN_DIR/checkpoints"
-  echo "$TRAINER_SAVES" >"$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
-fi
-exit "${TRAINER_CODE:-0}"
-"""
-SCONTROL = """#!/usr/bin/env bash
-[ "$1 $2" = "show hostnames" ] && printf '%s\\n' $SLURM_JOB_NODELIST && exit
-echo "scontrol $*" >>"$CALLS"
-"""
-CURL = """#!/usr/bin/env bash
-echo "curl ${*: -1}" >>"$CALLS"
-"""
 # Two ranks that note SIGUSR1 and leave with 75; torchrun's answer to that is 1.
 TORCHRUN = """#!/usr/bin/env python3
 import os, pathlib, subprocess, sys
@@ -60,44 +42,6 @@ codes = [each.wait() for each in ranks]
 print(codes, file=sys.stderr)
 sys.exit(1)
 """
-
-
-def _program(folder: pathlib.Path, name: str, text: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-
-
-def submit(
-    tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = "a1 a2", **variables: str
-) -> tuple[int, list[str], str]:
-    """Run the template as SLURM's slurmd would, with stand-ins; return its exit code, their calls, and its output."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
-        _program(tmp_path / "bin", name, text)
-    (tmp_path / "bin" / "activate").touch()
-    calls = tmp_path / "calls"
-    calls.write_text("")
-    environment = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "VENV": str(tmp_path),
-        "RUN_DIR": str(tmp_path / "run"),
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "mine",
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_CPUS_PER_TASK": "4",
-    }
-    done = subprocess.run(
-        ["bash", str(SLURM / template), *arguments],
-        env=environment | variables,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
-    )
-    return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -199,7 +143,7 @@ def test_several_servers_on_a_node_have_successive_ports(tmp_path):
 
 
 def start_node(tmp_path: pathlib.Path, last: str) -> subprocess.Popen:
-    _program(tmp_path / "bin", "torchrun", TORCHRUN)
+    write_program(tmp_path / "bin", "torchrun", TORCHRUN)
     environment = os.environ | {
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
         "SLURM_NODEID": "0",

@@ -1,0 +1,71 @@
+"""Submits an sbatch template without SLURM: stand-ins for srun, scontrol and curl write down how they are called."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+
+from tests.patience import HANG_S, patient
+
+ROOT = pathlib.Path(__file__).parents[2]
+SLURM = ROOT / "examples" / "slurm"
+BOUND_S = patient(HANG_S)
+
+# Prints its arguments; a step of the trainer ends with TRAINER_CODE, after a checkpoint where TRAINER_SAVES names one;
+# a step of vLLM runs on.
+SRUN = """#!/usr/bin/env bash
+echo "srun $*" >>"$CALLS"
+[[ "$*" == *api_server* ]] && exec sleep 600
+if [ -n "${TRAINER_SAVES:-}" ]; then
+  mkdir -p "$RUN_DIR/checkpoints"
+  echo "$TRAINER_SAVES" >"$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
+fi
+exit "${TRAINER_CODE:-0}"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$1 $2" = "show hostnames" ] && printf '%s\\n' $SLURM_JOB_NODELIST && exit
+echo "scontrol $*" >>"$CALLS"
+"""
+CURL = """#!/usr/bin/env bash
+echo "curl ${*: -1}" >>"$CALLS"
+"""
+
+
+def write_program(folder: pathlib.Path, name: str, text: str) -> None:
+    """Write an executable file into a folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def submit(
+    tmp_path: pathlib.Path, template: str, *arguments: str, nodes: str = "a1 a2", **variables: str
+) -> tuple[int, list[str], str]:
+    """Run the template as SLURM's slurmd would, with stand-ins; return its exit code, their calls, and its output."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
+        write_program(tmp_path / "bin", name, text)
+    (tmp_path / "bin" / "activate").touch()
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    environment = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "VENV": str(tmp_path),
+        "RUN_DIR": str(tmp_path / "run"),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "mine",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_CPUS_PER_TASK": "4",
+    }
+    done = subprocess.run(
+        ["bash", str(SLURM / template), *arguments],
+        env=environment | variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
