@@ -3,8 +3,8 @@
 Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the same to the bit,
 and nothing of either is in the optimizer or in a gradient buffer. With W the bytes of this rank's weights:
 
-- ``host`` takes W of host memory, W more for the policy's weights while the reference is read, and no device memory.
-  With adapters only they change, so W is theirs alone.
+- ``host`` takes W of host memory, pinned on a CUDA host, from the first reading on W more for the policy's weights, and
+  no device memory. With adapters only they change, so W is theirs alone.
 - ``device`` takes W of device memory for good, also while the rest of the trainer is offloaded, and copies nothing when
   the reference is read.
 """
@@ -18,25 +18,46 @@ import torch
 
 from megatron_rl.backend.schedule import Schedule
 from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.frozen import build_frozen
 
 NONE_YET = "there is no reference policy yet: call keep_reference() first"
 
 
-class HostCopy:
-    """Keeps the reference in host memory (``reference.placement=host``).
+class _HostMemory:
+    """Holds copies of parameters in host memory, which is allocated once: fresh pinned memory costs more than the copy.
 
-    tensors: a copy of each trained parameter, chunk by chunk; None before ``keep``.
+    tensors: None before ``take``.
     """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] | None = None
+
+    def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """Copy the parameters, and return the copies."""
+        if self.tensors is None:
+            self.tensors = [torch.empty_like(p, device="cpu", pin_memory=HOST.is_cuda) for p in parameters]
+        overwrite(self.tensors, parameters)
+        HOST.synchronize()
+        return self.tensors
+
+
+class HostCopy:
+    """Keeps the reference in host memory (``reference.placement=host``)."""
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
-        self.tensors: list[torch.Tensor] | None = None
+        self._reference, self._policy = _HostMemory(), _HostMemory()
+
+    @property
+    def tensors(self) -> list[torch.Tensor] | None:
+        """Return a copy of each trained parameter, chunk by chunk; None before ``keep``."""
+        return self._reference.tensors
 
     def keep(self) -> None:
         """Copy the model's current weights. Not a collective but for the parameter gather."""
         self.model.schedule.gather_parameters()
-        self.tensors = _on_host(trained(self.model.parameters()))
+        self._reference.take(trained(self.model.parameters()))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -45,7 +66,7 @@ class HostCopy:
             raise ValueError(NONE_YET)
         self.model.schedule.gather_parameters()
         parameters = trained(self.model.parameters())
-        current = _on_host(parameters)
+        current = self._policy.take(parameters)
         try:
             overwrite(parameters, self.tensors)
             yield
@@ -102,11 +123,8 @@ def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter
     return [p for p in parameters if p.requires_grad]
 
 
-def _on_host(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    return [p.detach().to("cpu", copy=True) for p in parameters]
-
-
 @torch.no_grad()
-def overwrite(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy each value into its target, in the order of the device's stream; the host does not wait."""
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value, non_blocking=True)

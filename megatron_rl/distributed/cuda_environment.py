@@ -46,13 +46,16 @@ def wanted_variables(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def prepare_cuda(config: Config) -> None:
-    """Set what a run wants before CUDA starts, and torch's switch for ``run.deterministic``; may be called again.
+    """Set what a run wants before CUDA starts, and torch's switches; may be called again.
 
     Raises ConfigError where ``run.deterministic`` needs a variable that the user set otherwise, or that CUDA, which has
     started already, did not find.
     """
     if os.path.exists(DRIVER):
         set_variables(wanted_variables(config), os.environ, has_started=torch.cuda.is_initialized())
+    # cuDNN builds a plan for each shape that it has not seen, half a second and more in torch 2.11 (reported, not measured
+    # here), and nearly every micro-batch and decoding step has one; flash attention takes any length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that nobody wrote

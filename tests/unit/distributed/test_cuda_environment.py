@@ -79,6 +79,7 @@ def test_torchs_switch_is_that_of_the_run(asked):
         prepare_cuda(load_config(None, [f"run.deterministic={asked}"]))
         assert torch.are_deterministic_algorithms_enabled() == asked
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # a plan for every shape; its default where there is a GPU
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
