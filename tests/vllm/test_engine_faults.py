@@ -185,10 +185,7 @@ def test_a_call_disturbed_twice_equals_an_undisturbed_one(own, driver, quiet):
 
 @pytest.mark.long
 def test_a_call_disturbed_by_a_hang_equals_an_undisturbed_one(own, driver, quiet):
-    """A call disturbed by a hang equals an undisturbed one.
-
-    A stopped engine makes no progress and is restarted; the one that came instead has all the time that it needs.
-    """
+    """A stopped engine makes no progress and is restarted; the one that came instead has all the time."""
     pid, restart = own.pid, own.replica.restart
 
     def restart_with_time() -> None:
